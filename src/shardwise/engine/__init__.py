@@ -1,0 +1,1 @@
+"""Executing a schedule on a real model."""

@@ -1,0 +1,222 @@
+"""The public verbs: `shard` and what goes with it."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError, StateError
+from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
+from ..mesh import Mesh, make_mesh
+from ..optim.probe import refuse_unless_elementwise
+from ..optim.scaler import LossScaler
+from ..optim.sharded import ShardedOptimizer, put_shards_into_groups, require_own_parameters
+from ..plan.flat import flats_of
+from ..plan.memory import state_bytes
+from ..plan.model import FoundUnit, Units, find_units
+from ..precision import Precision, precision_of
+from ..unit import FlatState, Unit
+from ..wire.collectives import exchange
+from ..wire.ledger import Traffic
+from .agree import require_agreement
+from .guards import engine_of, find_engine, guard
+from .hooks import install_cast_hooks, install_hooks, install_root_hooks
+from .initialise import initialise_module
+from .runtime import Engine, channels_of
+from .schedule import UnitPlan, make_schedule
+
+VERSION = "0.1.0"
+
+# `auto` leaves this share of the free memory to activations and temporary buffers.
+AUTO_RESERVE = 0.25
+
+logger = logging.getLogger("shardwise")
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: Strategy = AUTO,
+    *,
+    precision: str | Precision = "bf16",
+    reduce_dtype: str | torch.dtype | None = None,
+    node_size: int | None = None,
+    units: Units = "auto",
+    memory_budget: int | None = None,
+    seed: int | None = None,
+) -> tuple[nn.Module, Any]:
+    """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
+
+    strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either.
+    precision: fp32, bf16 (fp32 masters), fp16 (fp32 masters, loss scaling), pure-bf16, or a `Precision`.
+    reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
+    node_size: ranks per node; torchrun's local world size unless given.
+    units: "auto", class names of the modules that travel as one, or a number of parameters.
+    memory_budget: bytes for units gathered ahead; unless given, one unit is gathered ahead of the one computing.
+    seed: for weights of a model built on the meta device.
+    """
+    if find_engine(model) is not None:
+        raise StateError(f"this {type(model).__name__} is sharded already: sw.shard may be called once for a model")
+    chosen = precision_of(precision, reduce_dtype)
+    mesh = make_mesh(node_size)
+    found = find_units(model, units)
+    if not found:
+        raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
+    keep_fp32 = (*chosen.keep_fp32, *_kept_by_model(model, chosen))
+    plans = _plan(mesh, found, strategy, chosen, keep_fp32)
+    schedule = make_schedule(plans, range(len(plans)), memory_budget)
+    params = {param: name for name, param in model.named_parameters()}
+    if optimizer is not None:
+        require_own_parameters(optimizer, params)
+        if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
+            refuse_unless_elementwise(optimizer)
+    if any(param.is_meta for param in params) and seed is None:
+        raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights with")
+    require_agreement(mesh, model, found, plans, chosen, VERSION)
+
+    modules = dict(model.named_modules())
+    resting_of: dict[Tensor, Tensor] = {}
+    built = [
+        _build_unit(index, unit, plan, model, modules, mesh, seed, resting_of)
+        for index, (unit, plan) in enumerate(zip(found, plans, strict=True))
+    ]
+    for path, module in modules.items():
+        initialise_module(model, path, module, seed or 0, mesh.device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(mesh.device)
+    engine = Engine(mesh, schedule, built, chosen, memory_budget)
+    scaler = LossScaler(mesh.device) if chosen.loss_scaling else None
+    install_hooks(engine, modules)
+    install_cast_hooks(
+        [module for path, module in modules.items() if any(fnmatchcase(path, pattern) for pattern in keep_fp32)],
+        chosen.compute,
+    )
+    install_root_hooks(engine, model, None if scaler is None else scaler.scale)
+    guard(model, engine)
+    if mesh.rank == 0:
+        logger.info("%s", describe(model))
+    if optimizer is None:
+        return model, None
+    put_shards_into_groups(optimizer, resting_of)
+    return model, ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler)
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """A micro-batch that is not the last: gradients are added up, and reduced only as far as the layout wants."""
+    engine = engine_of(model)
+    before = engine.is_sync
+    engine.is_sync = False
+    try:
+        yield
+    finally:
+        engine.is_sync = before
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """What this rank sent in the last complete step, by axis, collective and dtype."""
+    return engine_of(model).mesh.ledger.traffic()
+
+
+def describe(model: nn.Module) -> str:
+    """What runs: the mesh, the precision, and every unit's layout."""
+    engine = engine_of(model)
+    mesh, precision = engine.mesh, engine.precision
+    held = state_bytes(flat for plan in engine.schedule.units for flat in plan.flats)
+    lines = [
+        f"world {mesh.world_size} = {mesh.world_size // mesh.node_size} nodes x {mesh.node_size}, on {mesh.device}",
+        f"computes in {precision.compute}, updates in {precision.master}, reduces in {precision.reduce}",
+        f"state per rank: params {held.params}, grads {held.grads}, optimizer {held.optimizer} bytes (Adam)",
+    ]
+    runs: list[tuple[Layout, list[str]]] = []
+    for plan in engine.schedule.units:
+        if not runs or runs[-1][0] != plan.layout:
+            runs.append((plan.layout, []))
+        runs[-1][1].append(plan.name)
+    for layout, names in runs:
+        span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        lines.append(f"{len(names)} units, {span}: {layout}")
+    return "\n".join(lines)
+
+
+def _plan(
+    mesh: Mesh, found: list[FoundUnit], strategy: Strategy, precision: Precision, keep_fp32: Sequence[str]
+) -> list[UnitPlan]:
+    if isinstance(strategy, str) and strategy.lower() == AUTO:
+        return _first_that_fits(mesh, found, precision, keep_fp32)
+    axes = {axis: (channel.num_ranks, channel.index) for (_, axis), channel in mesh.channels.items()}
+    layouts = layouts_for(strategy, [unit.name for unit in found])
+    return [
+        UnitPlan(unit.name, layout, flats_of(unit, layout, precision, axes, keep_fp32), unit.holds_units)
+        for unit, layout in zip(found, layouts, strict=True)
+    ]
+
+
+def _first_that_fits(
+    mesh: Mesh, found: list[FoundUnit], precision: Precision, keep_fp32: Sequence[str]
+) -> list[UnitPlan]:
+    """The cheapest preset whose training state leaves room on the fullest device."""
+    free = min(exchange(mesh.world, _free_bytes(mesh)))
+    needs = []
+    for name in AUTO_ORDER:
+        plans = _plan(mesh, found, name, precision, keep_fp32)
+        need = state_bytes(flat for plan in plans for flat in plan.flats).total
+        needs.append(f"{name} {need / 1e9:.1f}")
+        if need <= free * (1 - AUTO_RESERVE):
+            return plans
+    raise ConfigurationError(
+        f"strategy 'auto': nothing fits. Free per rank: {free / 1e9:.1f} GB, of which {AUTO_RESERVE:.0%} is kept for "
+        f"activations; state in GB: {', '.join(needs)}. Use more ranks, or a smaller model"
+    )
+
+
+def _free_bytes(mesh: Mesh) -> int:
+    if mesh.device.type == "cuda":
+        return torch.cuda.mem_get_info(mesh.device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.node_size
+
+
+def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:
+    """Modules that a Hugging Face model wants in fp32: some always, some only beside fp16."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if precision.compute == torch.float16:
+            names.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return sorted(pattern for name in names for pattern in (name, f"*.{name}"))
+
+
+def _build_unit(
+    index: int,
+    unit: FoundUnit,
+    plan: UnitPlan,
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    mesh: Mesh,
+    seed: int | None,
+    resting_of: dict[Tensor, Tensor],
+) -> Unit:
+    """Take a unit's weights into its flats. The module shows the parts from now on; the originals are let go."""
+    states = [FlatState(flat, mesh.device, unit.name) for flat in plan.flats]
+    for state in states:
+        for position, spec in enumerate(state.flat.params):
+            site = spec.sites[0]
+            module = modules[site.module]
+            original = module._parameters[site.attribute]
+            assert original is not None
+            resting_of[original] = state.resting_params[position]
+            initialise_module(model, site.module, module, seed or 0, mesh.device)
+            value = module._parameters[site.attribute]
+            assert value is not None
+            state.write(position, value)
+            for target in (state.resting_params[position], state.compute_params[position]):
+                target.__dict__.update(original.__dict__)
+    built = Unit(index, unit.name, modules[unit.path], states, modules)
+    built.show_resting()
+    return built

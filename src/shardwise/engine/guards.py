@@ -1,0 +1,77 @@
+"""What a user may touch on a sharded model, and what is refused with a reason instead of going wrong.
+
+Between steps the modules show this rank's part of the masters. Reading them is safe; whatever would treat them as whole
+weights (saving, copying, casting, moving) raises.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..errors import StateError
+from .runtime import Engine
+
+_KEY = "_shardwise_engine"
+
+_REFUSALS = {
+    "__deepcopy__": "a sharded model cannot be copied: copy it before sw.shard, or copy sw.full_state_dict(model)",
+    "__reduce_ex__": "a sharded model cannot be pickled: save sw.full_state_dict(model)",
+    "_apply": "a sharded model cannot be moved or cast with .to(), .cuda(), .half(), ...: do that before sw.shard "
+    "(the device is chosen by sw.init, the dtype by precision=)",
+}
+
+
+def guard(model: nn.Module, engine: Engine) -> None:
+    for module in model.modules():
+        module.__dict__[_KEY] = engine
+        for name, reason in _REFUSALS.items():
+            module.__dict__[name] = _refuser(reason)
+        module.register_state_dict_pre_hook(_refuse_state_dict)
+        module.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def engine_of(module: nn.Module) -> Engine:
+    engine = find_engine(module)
+    if engine is None:
+        raise StateError(f"this {type(module).__name__} is not sharded: call sw.shard(model, optimizer, ...) first")
+    return engine
+
+
+def find_engine(module: nn.Module) -> Engine | None:
+    return module.__dict__.get(_KEY)
+
+
+@contextmanager
+def unguarded(engine: Engine) -> Iterator[None]:
+    """Inside, the modules show what their state dict may hold."""
+    before = engine.allows_state_dict
+    engine.allows_state_dict = True
+    try:
+        yield
+    finally:
+        engine.allows_state_dict = before
+
+
+def _refuser(reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise StateError(reason)
+
+    return refuse
+
+
+def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
+    if not engine_of(module).allows_state_dict:
+        raise StateError(
+            "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, "
+            "or use `with sw.whole(model):`"
+        )
+
+
+def _refuse_load(module: nn.Module, *args: Any) -> None:
+    if not engine_of(module).allows_state_dict:
+        raise StateError(
+            "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on every "
+            "rank, or use `with sw.whole(model, write=True):`"
+        )

@@ -1,0 +1,386 @@
+"""The engine: executes the schedule on real buffers, driven by the model's own forward and backward.
+
+One step, in numbered phases:
+
+    1. before a unit's forward: start the gathers the schedule names (this unit, and the next ones ahead), wait
+       for this unit's, show its compute parameters.
+    2. after its forward: show the resting ones again. Its slot may now be taken by another unit.
+    3. before its backward: as 1, in reverse order.
+    4. after its backward: hand its gradient to the reduce lane, in the schedule's order on every rank.
+    5. end of the backward: reduce what is left (parameters that got no gradient count as zero), wait.
+    6. the optimizer's step, on masters and final gradients; then the next step's first gathers.
+
+The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ..mesh import Lane as LaneName
+from ..mesh import Mesh
+from ..precision import Precision
+from ..unit import Channels, FlatState, GradScale, Reduction, Unit
+from ..wire.collectives import InFlight, exchange, finish
+from .memory import GatherMemory
+from .schedule import Occupancy, Schedule, aligned, make_schedule
+from .streams import Lane, trace_range
+
+# Reductions whose buffers may be in use at once: one travels while the next is filled.
+NUM_REDUCTIONS = 2
+
+
+@dataclass(slots=True, eq=False)
+class ForwardCall:
+    """One forward of a unit that a backward may come back to."""
+
+    unit: int
+    num_updates: int
+    is_open: bool = False
+
+
+@dataclass(slots=True)
+class ReductionInFlight:
+    """A unit's gradients on their way, and the mark after which autograd's own tensors are no longer read."""
+
+    reductions: list[Reduction]
+    filled: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class GatherInFlight:
+    flights: list[InFlight]
+    queued: torch.cuda.Event | None
+
+
+class Engine:
+    def __init__(
+        self,
+        mesh: Mesh,
+        schedule: Schedule,
+        units: list[Unit],
+        precision: Precision,
+        budget_bytes: int | None,
+    ) -> None:
+        self.mesh = mesh
+        self.schedule = schedule
+        self.units = units
+        self.precision = precision
+        self.is_sync = True
+        self.allows_state_dict = False
+        self.num_updates = 0
+        self.scale = GradScale.mean(mesh.world_size, precision.reduce)
+        self._budget_bytes = budget_bytes
+        self._occupancy = Occupancy(schedule)
+        self.memory = GatherMemory(schedule, units, mesh.device)
+        self._gather_lane, self._reduce_lane = Lane(mesh.device), Lane(mesh.device)
+        self._gather_channels = channels_of(mesh, "gather")
+        self._reduce_channels = channels_of(mesh, "reduce")
+        self._gathers: dict[int, GatherInFlight] = {}
+        self._reductions: deque[ReductionInFlight] = deque()
+        self.reduction_slots: list[Tensor] = []
+        self._num_started = 0
+        self._in_backward = False
+        self._busy = [0] * len(units)
+        self._pending_calls = [0] * len(units)
+        self._complete = [False] * len(units)
+        self._opened = [False] * len(units)
+        self._reduce_queue: deque[int] = deque()
+        self._open_calls: set[ForwardCall] = set()
+        # The order of units in the first forward, until the first step has been taken.
+        self._seen_order: list[int] | None = []
+        self._watch_unused: bool | None = None
+        for unit in units:
+            unit.show_resting()
+
+    @property
+    def trainable_states(self) -> list[FlatState]:
+        return [state for unit in self.units for state in unit.states if state.flat.trainable]
+
+    # Phases 1 and 3: gather.
+
+    def make_ready(self, index: int, ahead: Iterable[int] = ()) -> None:
+        """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
+        self._start_gather(index, needed_now=True)
+        for other in ahead:
+            self._start_gather(other, needed_now=False)
+        self._finish_gather(index)
+        self.units[index].show_compute()
+
+    def _start_gather(self, index: int, needed_now: bool) -> None:
+        occupancy = self._occupancy
+        if occupancy.is_ready(index):
+            return
+        slot = self.schedule.slot_of[index]
+        holder = None if slot is None else occupancy.holder.get(slot)
+        if holder is not None and holder != index:
+            if not self._busy[holder]:
+                self._finish_gather(holder)
+                self.units[holder].show_resting()
+            elif needed_now:
+                self._leave_slot(index, holder)
+            else:
+                return
+        self._finish_gather(index)
+        unit = self.units[index]
+        with trace_range(f"gather {unit.name}"), self._gather_lane.after_compute():
+            self.memory.fetch(index)
+            todo = occupancy.take(index)
+            flights: list[InFlight] = []
+            for state in unit.states:
+                for flat, refresh, gather in todo:
+                    if flat is state.flat:
+                        flights += state.start_gather(refresh, gather, self._gather_channels)
+            self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark())
+
+    def _finish_gather(self, index: int) -> None:
+        gather = self._gathers.pop(index, None)
+        if gather is not None:
+            for flight in gather.flights:
+                finish(flight)
+            self._gather_lane.compute_waits_for(gather.queued)
+
+    def _leave_slot(self, index: int, holder: int) -> None:
+        """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
+        if self._pending_calls[index]:
+            raise StateError(
+                f"unit {self.units[index].name!r} must be gathered while {self.units[holder].name!r}, which shares its "
+                "memory, is computing, and a backward still needs its old place. Checkpoint fewer units together, "
+                "raise memory_budget, or keep these units gathered until the backward"
+            )
+        slot_of = list(self.schedule.slot_of)
+        slot_of[index] = None
+        self.schedule = self._occupancy.schedule = replace(self.schedule, slot_of=tuple(slot_of))
+        self._occupancy.held[index] = False
+        self.memory.give_own(index, self.schedule)
+
+    # Phases 1 to 4 as the hooks report them.
+
+    def before_forward(self, index: int) -> None:
+        if self._seen_order is not None and index not in self._seen_order:
+            self._seen_order.append(index)
+        self.make_ready(index, self.schedule.before_forward[index])
+        self._busy[index] += 1
+
+    def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
+        self._busy[index] -= 1
+        if self._busy[index]:
+            return None
+        self.units[index].show_resting()
+        if leads_to_backward:
+            self._pending_calls[index] += 1
+            return ForwardCall(index, self.num_updates)
+        if not self._pending_calls[index]:
+            self._drop(index)
+        return None
+
+    def before_backward(self, call: ForwardCall) -> None:
+        if call.is_open:
+            return
+        unit = self.units[call.unit]
+        if call.num_updates != self.num_updates:
+            raise StateError(
+                f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
+                "changed since; run the forward again"
+            )
+        if not self._in_backward:
+            self._begin_backward()
+        call.is_open = self._opened[call.unit] = True
+        self._open_calls.add(call)
+        self.make_ready(call.unit, self.schedule.before_backward[call.unit])
+        self._busy[call.unit] += 1
+
+    def after_backward(self, call: ForwardCall) -> None:
+        """Everything that the unit's forward put into the graph has run."""
+        if not call.is_open:
+            return
+        self._open_calls.discard(call)
+        call.is_open = False
+        index = call.unit
+        self._busy[index] -= 1
+        self._pending_calls[index] -= 1
+        if self._busy[index] == 0 and self._pending_calls[index] == 0:
+            self.units[index].show_resting()
+            self._drop(index)
+            self._complete[index] = True
+            while self._reduce_queue and self._complete[self._reduce_queue[0]]:
+                self._start_reduce(self._reduce_queue.popleft())
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._complete = [False] * len(self.units)
+        self._opened = [False] * len(self.units)
+        self._reduce_queue = deque(self.schedule.reduce_order)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _drop(self, index: int) -> None:
+        if self.schedule.units[index].layout.gathered_until == "backward":
+            self._finish_gather(index)
+            self._occupancy.release(index)
+            self.memory.give_back(index)
+
+    # Phases 4 and 5: reduce.
+
+    def _start_reduce(self, index: int) -> None:
+        while len(self._reductions) >= NUM_REDUCTIONS:
+            self._finish_reduction()
+        unit = self.units[index]
+        with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute():
+            slots = self._reduction_views(index)
+            reductions = [
+                state.start_reduce(slot, self.is_sync, self._reduce_channels, self.scale)
+                for state, slot in zip(unit.states, slots, strict=True)
+                if state.flat.trainable
+            ]
+            self._reductions.append(ReductionInFlight(reductions, self._reduce_lane.mark()))
+
+    def _finish_reduction(self) -> None:
+        flight = self._reductions.popleft()
+        with self._reduce_lane.beside_compute():
+            for reduction in flight.reductions:
+                reduction.finish(self._reduce_channels, self.scale)
+        # Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill.
+        self._reduce_lane.compute_waits_for(flight.filled)
+
+    def _reduction_views(self, index: int) -> list[Tensor | None]:
+        """A piece of the next reduction slot for every flat whose gradient rests split."""
+        if not self.reduction_slots:
+            num_bytes = self.schedule.reduction_slot_bytes
+            self.reduction_slots = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.mesh.device) for _ in range(NUM_REDUCTIONS)
+            ]
+        slot = self.reduction_slots[self._num_started % NUM_REDUCTIONS]
+        self._num_started += 1
+        views: list[Tensor | None] = []
+        start = 0
+        for state in self.units[index].states:
+            flat = state.flat
+            if not flat.trainable or flat.depth_of_grads == 0:
+                views.append(None)
+                continue
+            num_bytes = flat.num_elems * flat.reduce.itemsize
+            views.append(slot[start : start + num_bytes].view(flat.reduce))
+            start += aligned(num_bytes)
+        return views
+
+    def end_backward(self) -> None:
+        for call in self._open_calls:
+            call.is_open = False
+            self._busy[call.unit] -= 1
+            self._pending_calls[call.unit] -= 1
+        self._open_calls.clear()
+        while self._reduce_queue:
+            self._refuse_unseen(self._reduce_queue[0])
+            self._start_reduce(self._reduce_queue.popleft())
+        while self._reductions:
+            self._finish_reduction()
+        self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+        for unit in self.units:
+            unit.show_resting()
+            if not self._pending_calls[unit.index] and self._occupancy.held[unit.index]:
+                self._drop(unit.index)
+        self._in_backward = False
+        if self.is_sync:
+            self._agree_on_use()
+
+    def _refuse_unseen(self, index: int) -> None:
+        """A backward that came to a unit unannounced has read whatever its slot held."""
+        unit = self.units[index]
+        if self.schedule.slot_of[index] is None or self._opened[index]:
+            return
+        if any(param.grad is not None for state in unit.states for param in state.compute_params):
+            raise StateError(
+                f"a backward reached unit {unit.name!r} ({type(unit.module).__name__}), but no tensor was found in what "
+                "its forward returned; return tensors, tuples, lists, dicts or dataclasses of them"
+            )
+
+    def _agree_on_use(self) -> None:
+        """A parameter that no rank used gets no gradient at all, as with one process.
+
+        The first backward tells whether the model has such parameters; only then do later ones ask again.
+        """
+        states = self.trainable_states
+        if self._watch_unused is None:
+            unused_here = not all(used for state in states for used in state.used)
+            self._watch_unused = any(exchange(self.mesh.world, unused_here))
+        if not self._watch_unused:
+            for state in states:
+                state.used = [True] * len(state.used)
+        else:
+            reports = exchange(self.mesh.world, [state.used for state in states])
+            for position, state in enumerate(states):
+                state.used = [any(flags) for flags in zip(*(report[position] for report in reports), strict=True)]
+
+    # Phase 6: the step.
+
+    def finish_gradients(self) -> None:
+        """Bring every gradient to the optimizer's layout, also after micro-batches of which none was the last."""
+        with self._reduce_lane.after_compute():
+            synced = False
+            for state in self.trainable_states:
+                if state.grad_state == "local":
+                    state.sync(state.flat.sync_hops, self._reduce_channels, self.scale)
+                    synced = True
+        if synced:
+            self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+            self._agree_on_use()
+
+    def forget_gradients(self) -> None:
+        for state in self.trainable_states:
+            state.grad_state = "empty"
+            state.used = [False] * len(state.used)
+
+    def was_updated(self, index: int | None = None) -> None:
+        """The masters are newer than every copy of them, of one unit or of all."""
+        self.num_updates += 1
+        changed = range(len(self.units)) if index is None else (index,)
+        for unit in changed:
+            self._finish_gather(unit)
+        self._occupancy.masters_changed(changed)
+
+    def close_step(self, updated: bool) -> None:
+        if updated:
+            self.was_updated()
+        self._pending_calls = [0] * len(self.units)
+        self.mesh.ledger.close_step()
+        if self._seen_order:
+            self._follow(self._seen_order)
+        self._seen_order = None
+        for index in self.schedule.after_step:
+            self._start_gather(index, needed_now=False)
+
+    def _follow(self, seen: list[int]) -> None:
+        """Plan for the order in which the units really ran, when all ranks saw the same one."""
+        order = seen + [index for index in self.schedule.order if index not in seen]
+        if any(other != order for other in exchange(self.mesh.world, order)) or order == list(self.schedule.order):
+            return
+        self.settle()
+        self.schedule = make_schedule(self.schedule.units, order, self._budget_bytes)
+        self._occupancy = Occupancy(self.schedule)
+        self.memory.rearrange(self.schedule)
+
+    def settle(self) -> None:
+        """Wait for every gather under way."""
+        for index in list(self._gathers):
+            self._finish_gather(index)
+
+    def begin_forward(self) -> None:
+        """Forget a forward or backward that was broken off by an error, so that this one starts clean."""
+        self._busy = [0] * len(self.units)
+        if self._in_backward:
+            while self._reductions:
+                self._finish_reduction()
+            self._in_backward = False
+            self._pending_calls = [0] * len(self.units)
+            self._open_calls.clear()
+            for state in self.trainable_states:
+                for param in state.compute_params:
+                    param.grad = None
+
+
+def channels_of(mesh: Mesh, lane: LaneName) -> Channels:
+    return {axis: channel for (name, axis), channel in mesh.channels.items() if name == lane}

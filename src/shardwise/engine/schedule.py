@@ -1,0 +1,236 @@
+"""When everything happens in a step, as a pure value: no process group, no GPU, no tensors.
+
+A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a
+gather has anything to do depends on what memory holds at that moment, and that is kept by `Occupancy`,
+a small state machine over the schedule. The engine executes schedule and occupancy on real buffers;
+`step_events` runs the same two without any, and so predicts every collective of a step exactly.
+
+Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
+slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
+slot, so the last units of the forward need no gather in the backward. Units gathered for longer, and
+units that other units lie inside, have memory of their own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ..errors import ConfigurationError
+from ..layout import Layout
+from ..plan.flat import Flat, Hop
+from ..shard import BLOCK_ELEMS
+from ..wire.ledger import Call, describe_call
+
+# Flats of one unit share a slot; each starts at a multiple of this.
+ALIGN_BYTES = 2 * BLOCK_ELEMS
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """A unit as the schedule sees it."""
+
+    name: str
+    layout: Layout
+    flats: tuple[Flat, ...]
+    holds_units: bool
+
+    @property
+    def trainable(self) -> bool:
+        return any(flat.trainable for flat in self.flats)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in self.flats if not flat.master_is_whole)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What a reduction of the unit needs beside the gradients at rest."""
+        return sum(
+            aligned(flat.num_elems * flat.reduce.itemsize)
+            for flat in self.flats
+            if flat.trainable and flat.depth_of_grads > 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`order` is the forward's; slot numbers index `slot_bytes`; None is memory of the unit's own."""
+
+    units: tuple[UnitPlan, ...]
+    order: tuple[int, ...]
+    slot_of: tuple[int | None, ...]
+    slot_bytes: tuple[int, ...]
+    before_forward: tuple[tuple[int, ...], ...]
+    before_backward: tuple[tuple[int, ...], ...]
+    after_step: tuple[int, ...]
+
+    @property
+    def reduce_order(self) -> tuple[int, ...]:
+        """Gradients are reduced in this order on every rank, whatever order they become ready in."""
+        return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
+
+    @property
+    def reduction_slot_bytes(self) -> int:
+        return max((unit.reduced_bytes for unit in self.units), default=0)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
+    """`budget_bytes` bounds the ring of gather slots; without it one unit is prefetched ahead."""
+    ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
+    num_slots = _ring_size(units, ring, budget_bytes)
+    slot_of: list[int | None] = [None] * len(units)
+    slot_bytes = [0] * min(num_slots, len(ring))
+    for position, unit in enumerate(ring):
+        slot = position % num_slots
+        slot_of[unit] = slot
+        slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
+    ahead = num_slots - 1
+    position_of = {unit: position for position, unit in enumerate(order)}
+    before_forward, before_backward = [], []
+    for unit in range(len(units)):
+        position = position_of[unit]
+        before_forward.append(tuple(order[position : position + 1 + ahead]))
+        before_backward.append(tuple(order[position::-1][: 1 + ahead]))
+    return Schedule(
+        tuple(units),
+        tuple(order),
+        tuple(slot_of),
+        tuple(slot_bytes),
+        tuple(before_forward),
+        tuple(before_backward),
+        tuple(order[: 1 + ahead]),
+    )
+
+
+def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int | None) -> int:
+    if budget_bytes is None or not ring:
+        return 2
+    largest = max(ring, key=lambda unit: units[unit].gathered_bytes)
+    needed = units[largest].gathered_bytes
+    if budget_bytes < needed:
+        raise ConfigurationError(
+            f"memory_budget={budget_bytes} bytes is less than one gathered unit needs: {units[largest].name!r} takes "
+            f"{needed} bytes; raise the budget or cut the model into smaller units"
+        )
+    return max(1, min(len(ring), budget_bytes // max(needed, 1)))
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What gathered memory holds. The engine and the prediction ask the same questions of it."""
+
+    schedule: Schedule
+    holder: dict[int, int] = field(default_factory=dict)
+    held: list[bool] = field(init=False)
+    fresh: list[bool] = field(init=False)
+    rest_fresh: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_units = len(self.schedule.units)
+        self.held = [False] * num_units
+        self.fresh = [False] * num_units
+        self.rest_fresh = [False] * num_units
+
+    def is_ready(self, unit: int) -> bool:
+        return self.held[unit] and self.fresh[unit]
+
+    def take(self, unit: int) -> list[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]]:
+        """Make `unit` gathered and fresh; returns the flats to gather, with hops of rest and of whole."""
+        slot = self.schedule.slot_of[unit]
+        if slot is not None:
+            previous = self.holder.get(slot)
+            if previous is not None and previous != unit:
+                self.held[previous] = False
+            self.holder[slot] = unit
+        todo = []
+        for flat in self.schedule.units[unit].flats:
+            if self.held[unit] and (self.fresh[unit] or not flat.trainable):
+                continue
+            stale_rest = flat.trainable and not self.rest_fresh[unit]
+            todo.append((flat, flat.refresh_hops if stale_rest else (), flat.gather_hops))
+        self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
+        return todo
+
+    def release(self, unit: int) -> None:
+        """Forget a unit that gives its own memory back."""
+        self.held[unit] = False
+
+    def masters_changed(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self.fresh[unit] = self.rest_fresh[unit] = False
+
+
+Verb = Literal["gather", "forward", "backward", "reduce", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    verb: Verb
+    unit: str
+    calls: tuple[Call, ...] = ()
+
+
+def step_events(schedule: Schedule, num_micro_batches: int = 1, first_step: bool = False) -> list[Event]:
+    """A whole training step. Later steps begin with the gathers started right after the update before."""
+    occupancy = Occupancy(schedule)
+    if not first_step:
+        _micro_batches(schedule, occupancy, num_micro_batches)
+        occupancy.masters_changed(range(len(schedule.units)))
+    events = []
+    if not first_step:
+        events.extend(_gathers(schedule, occupancy, schedule.after_step))
+    events.extend(_micro_batches(schedule, occupancy, num_micro_batches))
+    events.extend(Event("update", unit.name) for unit in schedule.units if unit.trainable)
+    return events
+
+
+def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> list[Event]:
+    events: list[Event] = []
+    for index in range(num_micro_batches):
+        events.extend(_micro_batch(schedule, occupancy, is_last=index == num_micro_batches - 1))
+    return events
+
+
+def _micro_batch(schedule: Schedule, occupancy: Occupancy, is_last: bool) -> Iterator[Event]:
+    units = schedule.units
+    for unit in schedule.order:
+        yield from _gathers(schedule, occupancy, schedule.before_forward[unit])
+        yield Event("forward", units[unit].name)
+    for unit in reversed(schedule.order):
+        yield from _gathers(schedule, occupancy, schedule.before_backward[unit])
+        yield Event("backward", units[unit].name)
+        if units[unit].layout.gathered_until == "backward":
+            occupancy.release(unit)
+        if units[unit].trainable:
+            yield Event("reduce", units[unit].name, tuple(_reduce_calls(units[unit], is_last)))
+
+
+def _gathers(schedule: Schedule, occupancy: Occupancy, units: Iterable[int]) -> Iterator[Event]:
+    for unit in units:
+        if not occupancy.is_ready(unit):
+            calls = [
+                call
+                for flat, refresh, gather in occupancy.take(unit)
+                for call in _calls(flat, (*refresh, *gather), flat.compute)
+            ]
+            yield Event("gather", schedule.units[unit].name, tuple(calls))
+
+
+def _reduce_calls(unit: UnitPlan, is_last: bool) -> Iterator[Call]:
+    for flat in unit.flats:
+        if flat.trainable:
+            yield from _calls(flat, flat.reduce_hops + (flat.sync_hops if is_last else ()), flat.reduce)
+
+
+def _calls(flat: Flat, hops: Iterable[Hop], dtype: torch.dtype) -> Iterator[Call]:
+    sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
+    for hop in hops:
+        num_elems = flat.spans[hop.depth].num_elems
+        if sizes[hop.axis] > 1 and num_elems:
+            yield describe_call(hop.kind, hop.axis, sizes[hop.axis], num_elems, dtype)

@@ -1,0 +1,133 @@
+"""The table: how each way of sharded training differs from the others.
+
+Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says
+over which ranks each of them is split, and until when gathered parameters are kept. That is all: the
+engine reads the answers, and no other file knows the name of a preset.
+
+`whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
+the nodes hold equal copies), `world` that all ranks together hold one copy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from .errors import ConfigurationError, did_you_mean
+
+Split = Literal["whole", "node", "world"]
+Until = Literal["forward", "backward", "always"]
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never."""
+
+    params: Split = "whole"
+    grads: Split = "whole"
+    optimizer: Split = "whole"
+    gathered_until: Until = "always"
+
+    def __post_init__(self) -> None:
+        for field, known in (
+            ("params", SPLITS),
+            ("grads", SPLITS),
+            ("optimizer", SPLITS),
+            ("gathered_until", get_args(Until)),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise ConfigurationError(f"layout: {field}={value!r}; {did_you_mean(str(value), known)}")
+        for field in ("params", "grads"):
+            value = getattr(self, field)
+            if SPLITS.index(value) > SPLITS.index(self.optimizer):
+                raise ConfigurationError(
+                    f"layout: {field}={value!r} with optimizer={self.optimizer!r} saves nothing, because the "
+                    f"optimizer's step needs its {field} {self.optimizer!r} on every rank; "
+                    f"split the optimizer at least as far as the {field}"
+                )
+        if (self.params == "whole") != (self.gathered_until == "always"):
+            raise ConfigurationError(
+                f"layout: params={self.params!r} with gathered_until={self.gathered_until!r} contradict each "
+                "other: parameters that are always gathered are whole, and whole ones always gathered"
+            )
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The mesh axes that splitting goes along, outermost first.
+
+        Where nothing stops at the node, one step over the whole world is enough.
+        """
+        stops_at_node = "node" in (self.params, self.grads, self.optimizer)
+        return ("node", "replicate") if stops_at_node else ("world",)
+
+    def depth(self, split: Split) -> int:
+        """How many axes of `chain` something split so is split over."""
+        return {"whole": 0, "node": 1, "world": len(self.chain)}[split]
+
+    def __str__(self) -> str:
+        named = next((name for name, layout in PRESETS.items() if layout == self), "custom")
+        answers = ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+        return f"{named} ({answers})"
+
+
+PRESETS: dict[str, Layout] = {
+    #                             params   grads    optimizer  gathered until
+    "ddp": Layout("whole", "whole", "whole", "always"),
+    "zero1": Layout("whole", "whole", "world", "always"),
+    "zero2": Layout("whole", "world", "world", "always"),
+    "shard_grad_op": Layout("world", "world", "world", "backward"),
+    "zero3": Layout("world", "world", "world", "forward"),
+    "hsdp": Layout("node", "node", "node", "forward"),
+    "hybrid_shard_zero2": Layout("node", "node", "node", "backward"),
+    "hfsdp": Layout("node", "node", "world", "forward"),
+    "hpz": Layout("node", "world", "world", "forward"),
+}
+
+ALIASES: dict[str, str] = {
+    "no_shard": "ddp",
+    "fsdp": "zero3",
+    "full_shard": "zero3",
+    "hybrid_shard": "hsdp",
+    "mics": "hsdp",
+}
+
+AUTO = "auto"
+# What `auto` tries, cheapest communication first; the first whose state fits is taken.
+AUTO_ORDER: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3")
+
+Strategy = str | Layout | Mapping[str, "str | Layout"]
+
+
+def layout_of(strategy: str | Layout) -> Layout:
+    """A preset's row by its name or alias (hyphens and capitals allowed), or the layout itself."""
+    if isinstance(strategy, Layout):
+        return strategy
+    name = strategy.lower().replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name not in PRESETS:
+        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
+    return PRESETS[name]
+
+
+def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
+    """The layout of each unit: one for all, or the first pattern of a mapping that matches its name."""
+    if isinstance(strategy, (str, Layout)):
+        return [layout_of(strategy)] * len(unit_names)
+    if not isinstance(strategy, Mapping):
+        raise ConfigurationError(f"strategy must be a name, a Layout or a mapping, not {type(strategy).__name__}")
+    rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
+    for pattern in rows:
+        if not any(fnmatchcase(name, pattern) for name in unit_names):
+            raise ConfigurationError(f"strategy: {pattern!r} matches no unit; {did_you_mean(pattern, unit_names)}")
+    found = []
+    for name in unit_names:
+        match = next((rows[pattern] for pattern in rows if fnmatchcase(name, pattern)), None)
+        if match is None:
+            raise ConfigurationError(
+                f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
+            )
+        found.append(match)
+    return found

@@ -1,0 +1,133 @@
+"""Ranks and the named axes they form.
+
+Rank r sits in node r // node_size. The axis `node` joins the ranks of one node, `replicate` the ranks
+that hold the same place in their nodes, `world` all of them. Each axis has one communicator for
+gathers and one for reductions, so that neither queues behind the other.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigurationError, StateError
+from .wire.collectives import Channel
+from .wire.ledger import Ledger
+
+Lane = Literal["gather", "reduce"]
+LANES: tuple[Lane, ...] = ("gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's view: its device, and a channel per lane and axis."""
+
+    rank: int
+    world_size: int
+    node_size: int
+    device: torch.device
+    channels: dict[tuple[Lane, str], Channel]
+    ledger: Ledger
+
+    def channel(self, lane: Lane, axis: str) -> Channel:
+        return self.channels[lane, axis]
+
+    @property
+    def world(self) -> Channel:
+        """All ranks, for set-up and agreement."""
+        return self.channels["gather", "world"]
+
+
+def init(
+    *,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Join the process group that torchrun's environment describes, or make a world of one.
+
+    A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
+    `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
+    than `timeout_s` fail on every rank.
+    """
+    global _device, _timeout
+    found = _choose_device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        backend = backend or ("nccl" if found.type == "cuda" else "gloo")
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif backend is not None and backend != dist.get_backend():
+        raise ConfigurationError(
+            f"sw.init(backend={backend!r}): a process group with backend {dist.get_backend()!r} exists already; "
+            "leave backend out to adopt it"
+        )
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    _device, _timeout = found, timeout
+
+
+def make_mesh(node_size: int | None) -> Mesh:
+    """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
+    if _device is None or not dist.is_initialized():
+        raise StateError("no process group: call sw.init() before sw.shard()")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if node_size is None:
+        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if node_size < 1 or world_size % node_size:
+        raise ConfigurationError(
+            f"a world of {world_size} ranks does not divide into nodes of {node_size}: "
+            f"{world_size} = {world_size // max(node_size, 1)} x {node_size} + {world_size % max(node_size, 1)}; "
+            "set node_size to a divisor of the world"
+        )
+    node, place = divmod(rank, node_size)
+    members = {
+        "world": list(range(world_size)),
+        "node": list(range(node * node_size, (node + 1) * node_size)),
+        "replicate": list(range(place, world_size, node_size)),
+    }
+    ledger = Ledger()
+    channels = {
+        (lane, axis): Channel(axis, len(ranks), ranks.index(rank), _group(lane, ranks), ledger)
+        for lane in LANES
+        for axis, ranks in members.items()
+    }
+    return Mesh(rank, world_size, node_size, _device, channels, ledger)
+
+
+_device: torch.device | None = None
+_timeout: datetime.timedelta | None = None
+# Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
+_groups: dict[tuple[object, Lane, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def _group(lane: Lane, ranks: list[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    key = (dist.group.WORLD, lane, tuple(ranks))
+    if key not in _groups:
+        # Only the members meet; every rank makes its own groups in the same order of axes.
+        _groups[key] = dist.new_group(
+            ranks, timeout=_timeout, use_local_synchronization=True, group_desc=f"shardwise_{lane}"
+        )
+    return _groups[key]
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"sw.init: LOCAL_RANK {local_rank} has no GPU, this machine has {torch.cuda.device_count()}; "
+                "start one process per GPU, or give device="
+            )
+        found = torch.device("cuda", local_rank)
+    return found

@@ -1,0 +1,1 @@
+"""Any torch optimizer, on shards."""

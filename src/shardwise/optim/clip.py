@@ -1,0 +1,32 @@
+"""The norm of all gradients, from whatever each rank holds of them.
+
+Squares are summed in fp64, so that the result does not depend on how the gradients are split: every layout and
+every rank gets the same fp32 number.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..unit import Channels, FlatState
+from ..wire.collectives import finish, start_all_reduce
+
+
+def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.device) -> Tensor:
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for state in states:
+        flat = state.flat
+        if state.grad_state != "final":
+            continue
+        # Axes behind the optimizer's depth hold equal copies, which must be counted once.
+        axes = flat.layout.chain[: flat.depth_of_master]
+        square = torch.linalg.vector_norm(state.final, dtype=torch.float64).square()
+        sums[axes] = sums[axes] + square if axes in sums else square
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in sorted(sums):
+        part = sums[axes].reshape(1)
+        for axis in axes:
+            finish(start_all_reduce(channels[axis], part, "the gradients' norm"))
+        total = total + part[0]
+    return total.sqrt().float()

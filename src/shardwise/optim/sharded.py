@@ -1,0 +1,159 @@
+"""The user's optimizer, updating this rank's part of the masters.
+
+Class, groups, hyper-parameters and state stay the inner optimizer's own; only what its groups hold is replaced, by
+the resting parameters of the model: views of the masters. Learning-rate schedulers see the same groups.
+"""
+
+from collections.abc import Callable, Container
+from typing import Any, NoReturn, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError, StateError
+from ..unit import Channels, FlatState
+from .clip import global_norm
+from .scaler import LossScaler
+
+
+class Stepper(Protocol):
+    """What the optimizer asks of the engine."""
+
+    @property
+    def trainable_states(self) -> list[FlatState]: ...
+    def finish_gradients(self) -> None: ...
+    def forget_gradients(self) -> None: ...
+    def close_step(self, updated: bool) -> None: ...
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    def __init__(
+        self, inner: torch.optim.Optimizer, stepper: Stepper, channels: Channels, scaler: LossScaler | None
+    ) -> None:
+        # Not super().__init__: groups and state are the inner optimizer's.
+        self._inner = inner
+        self._stepper = stepper
+        self._channels = channels
+        self._scaler = scaler
+        self._norm: Tensor | None = None
+
+    # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __repr__(self) -> str:
+        return f"Sharded{self._inner!r}"
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 gradients are multiplied by at present; 1 in every other precision."""
+        return 1.0 if self._scaler is None else float(self._scaler.scale)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps left out because an fp16 gradient overflowed."""
+        return 0 if self._scaler is None else self._scaler.num_skipped
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients down so that their norm is at most `max_norm`; returns the norm before.
+
+        The norm is over all parameters and ranks, and the same on every rank.
+        """
+        norm = self._prepare()
+        if norm is None:
+            norm = global_norm(self._stepper.trainable_states, self._channels, self._device)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        finals = [state.final for state in self._stepper.trainable_states if state.grad_state == "final"]
+        if finals:
+            torch._foreach_mul_(finals, factor)
+        return norm
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        norm = self._prepare()
+        overflowed = norm is not None and not bool(torch.isfinite(norm))
+        if not overflowed:
+            self._hand_over_gradients()
+            self._inner.step()
+            self._take_back_gradients()
+        if self._scaler is not None:
+            self._scaler.after_step(overflowed)
+        self._norm = None
+        self._stepper.close_step(updated=not overflowed)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._norm = None
+        self._stepper.forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise StateError("parameters cannot join a sharded optimizer: build it with all groups, then call sw.shard")
+
+    def state_dict(self) -> NoReturn:
+        raise StateError(
+            "optimizer.state_dict() would hold this rank's shards only, without saying which; it is not a checkpoint"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        raise StateError("optimizer.load_state_dict() does not know about shards; load before sw.shard is called")
+
+    @property
+    def _device(self) -> torch.device:
+        return self._stepper.trainable_states[0].master.device
+
+    def _prepare(self) -> Tensor | None:
+        """Final gradients; under loss scaling also unscaled, with their norm, which tells of an overflow."""
+        self._stepper.finish_gradients()
+        if self._scaler is not None and self._norm is None:
+            states = self._stepper.trainable_states
+            finals = [state.final for state in states if state.grad_state == "final"]
+            if finals:
+                torch._foreach_mul_(finals, 1.0 / self._scaler.scale)
+            self._norm = global_norm(states, self._channels, self._device)
+        return self._norm
+
+    def _hand_over_gradients(self) -> None:
+        for state in self._stepper.trainable_states:
+            if state.grad_state != "final":
+                continue
+            final = state.final.to(state.flat.master)
+            for index, inside in state.held.items():
+                if state.used[index]:
+                    param = state.resting_params[index]
+                    param.grad = final[inside].view(param.shape)
+
+    def _take_back_gradients(self) -> None:
+        for state in self._stepper.trainable_states:
+            for index in state.held:
+                state.resting_params[index].grad = None
+
+
+def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
+    """Refuse an optimizer that has begun already, or that was built on something else than the model."""
+    if optimizer.state:
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} already holds state for {len(optimizer.state)} parameters: "
+            "call sw.shard before the first step"
+        )
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param not in params:
+                raise ConfigurationError(
+                    f"parameter {index} of the optimizer's group {group_index} (shape {tuple(param.shape)}) is not a "
+                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
+                    "after it was moved or changed for the last time"
+                )
+
+
+def put_shards_into_groups(optimizer: torch.optim.Optimizer, resting_of: dict[Tensor, Tensor]) -> None:
+    """Replace each parameter of the optimizer's groups by this rank's part of it, where it has one."""
+    for group in optimizer.param_groups:
+        parts = [resting_of[param] for param in group["params"]]
+        group["params"] = [part for part in parts if part.requires_grad and part.numel()]

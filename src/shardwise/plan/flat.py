@@ -1,0 +1,140 @@
+"""One flat buffer of a unit as a pure value: what lies in it, and every hop that gathers or reduces it.
+
+Parameters of one unit with the same dtypes and trainability share a flat. The layout's chain of axes
+splits it again and again; `spans[d]` is what this rank holds after d splits. Parameters, gradients and
+optimizer each stop at a depth of the chain, so every layout is three numbers:
+
+    gather   master at depth O -> copy at rest at depth P -> whole at depth 0
+    reduce   whole at depth 0 -> gradient at depth G, each micro-batch -> depth O, once a step
+
+and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
+Frozen parameters have no optimizer: they stop at P.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from .. import shard
+from ..layout import Layout
+from ..precision import Precision
+from ..wire.ledger import Kind
+from .model import FoundUnit, Param, matches
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One collective over `axis`, in place on the part of the flat that a rank holds at `depth`."""
+
+    kind: Kind
+    axis: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    params: tuple[Param, ...]
+    layout: Layout
+    axis_sizes: tuple[int, ...]
+    axis_indices: tuple[int, ...]
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+    trainable: bool
+
+    @cached_property
+    def depth_of_params(self) -> int:
+        return self.layout.depth(self.layout.params)
+
+    @cached_property
+    def depth_of_grads(self) -> int:
+        return self.layout.depth(self.layout.grads)
+
+    @cached_property
+    def depth_of_master(self) -> int:
+        return self.layout.depth(self.layout.optimizer) if self.trainable else self.depth_of_params
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[shard.Interval, ...], int]:
+        sizes = [param.shape.numel() for param in self.params]
+        return shard.place(sizes, prod(self.axis_sizes[: self.depth_of_master]))
+
+    @property
+    def intervals(self) -> tuple[shard.Interval, ...]:
+        return self._placed[0]
+
+    @property
+    def num_elems(self) -> int:
+        return self._placed[1]
+
+    @cached_property
+    def spans(self) -> tuple[shard.Interval, ...]:
+        depth = self.depth_of_master
+        return shard.nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
+
+    @cached_property
+    def master_is_whole(self) -> bool:
+        """The master is the compute copy: same dtype, same place, nothing to gather."""
+        return self.depth_of_master == 0 and self.master == self.compute
+
+    @cached_property
+    def has_rest(self) -> bool:
+        """A 16-bit copy at rest between master and whole, because the optimizer is split further."""
+        return 0 < self.depth_of_params < self.depth_of_master
+
+    @cached_property
+    def refresh_hops(self) -> tuple[Hop, ...]:
+        return self._gathers(self.depth_of_master, self.depth_of_params)
+
+    @cached_property
+    def gather_hops(self) -> tuple[Hop, ...]:
+        return self._gathers(self.depth_of_params, 0)
+
+    @cached_property
+    def master_hops(self) -> tuple[Hop, ...]:
+        """From the master straight to the whole, for reading weights in full precision."""
+        return self._gathers(self.depth_of_master, 0)
+
+    @cached_property
+    def reduce_hops(self) -> tuple[Hop, ...]:
+        return self._scatters(0, self.depth_of_grads)
+
+    @cached_property
+    def sync_hops(self) -> tuple[Hop, ...]:
+        rest = self.layout.chain[self.depth_of_master :]
+        sums = tuple(Hop("all_reduce", axis, self.depth_of_master) for axis in rest)
+        return self._scatters(self.depth_of_grads, self.depth_of_master) + sums
+
+    def _gathers(self, inner: int, outer: int) -> tuple[Hop, ...]:
+        chain = self.layout.chain
+        return tuple(Hop("all_gather", chain[depth], depth) for depth in reversed(range(outer, inner)))
+
+    def _scatters(self, outer: int, inner: int) -> tuple[Hop, ...]:
+        chain = self.layout.chain
+        return tuple(Hop("reduce_scatter", chain[depth], depth) for depth in range(outer, inner))
+
+
+def flats_of(
+    unit: FoundUnit,
+    layout: Layout,
+    precision: Precision,
+    axes: dict[str, tuple[int, int]],
+    keep_fp32: Sequence[str],
+) -> tuple[Flat, ...]:
+    """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[Param]] = {}
+    for param in unit.params:
+        kept = matches(param.sites[0].module, keep_fp32) or matches(param.name, keep_fp32)
+        compute = torch.float32 if kept else precision.compute
+        master = (torch.float32 if kept else precision.master) if param.trainable else param.dtype
+        # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
+        groups.setdefault((compute, master, param.dtype, param.trainable), []).append(param)
+    sizes = tuple(axes[axis][0] for axis in layout.chain)
+    indices = tuple(axes[axis][1] for axis in layout.chain)
+    return tuple(
+        Flat(tuple(params), layout, sizes, indices, compute, master, precision.reduce, trainable)
+        for (compute, master, _, trainable), params in groups.items()
+    )

@@ -1,0 +1,39 @@
+"""Bytes of training state per rank, from the flats alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .flat import Flat
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """`params` are copies in the compute dtype that stay between steps, `optimizer` is master and moments."""
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+def state_bytes(flats: Iterable[Flat], num_moments: int = 2) -> StateBytes:
+    """What a rank holds between backward and step, padding included. Adam keeps two moments in the master's dtype."""
+    params = grads = optimizer = 0
+    for flat in flats:
+        master = flat.spans[flat.depth_of_master].num_elems
+        if flat.trainable:
+            optimizer += master * flat.master.itemsize * num_moments
+            grads += flat.spans[flat.depth_of_grads].num_elems * flat.reduce.itemsize
+        if flat.depth_of_params == 0 and not flat.master_is_whole:
+            params += flat.num_elems * flat.compute.itemsize
+        if flat.has_rest:
+            params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+        # A master that is the parameters themselves counts as them.
+        if flat.master == flat.compute or not flat.trainable:
+            params += master * flat.master.itemsize
+        else:
+            optimizer += master * flat.master.itemsize
+    return StateBytes(params, grads, optimizer)

@@ -1,0 +1,103 @@
+"""Interval arithmetic: where a parameter lies in a flat buffer, and which part of it a rank holds.
+
+Everything here is pure and counts elements. The engine, the optimizer, the planner and the checkpoints
+all ask this module, so that they cannot disagree.
+
+A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS`, the whole padded so
+that it divides into equal shards that again are multiples of `BLOCK_ELEMS`. So no shard boundary ever
+cuts a quantisation block, and a block holds elements of one parameter only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+BLOCK_ELEMS = 256
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """The elements from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not an interval: start {self.start}, stop {self.stop}")
+
+    @property
+    def num_elems(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: "Interval") -> "Interval":
+        """The common part; empty (and inside `self`) when there is none."""
+        start = min(max(self.start, other.start), self.stop)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, outer: "Interval") -> slice:
+        """This interval as a slice of a buffer that holds `outer`."""
+        if not (outer.start <= self.start and self.stop <= outer.stop):
+            raise ValueError(f"{self} is not inside {outer}")
+        return slice(self.start - outer.start, self.stop - outer.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a shard holds of one parameter: the same elements, counted in the flat and in the parameter."""
+
+    param: int
+    in_flat: Interval
+    in_param: Interval
+
+
+def round_up(num_elems: int, multiple: int) -> int:
+    return -(-num_elems // multiple) * multiple
+
+
+def place(sizes: Sequence[int], num_shards: int) -> tuple[tuple[Interval, ...], int]:
+    """Lay parameters of these sizes in a row; returns where each lies and the padded length of the row."""
+    intervals = []
+    end = 0
+    for size in sizes:
+        start = round_up(end, BLOCK_ELEMS)
+        end = start + size
+        intervals.append(Interval(start, end))
+    return tuple(intervals), round_up(end, BLOCK_ELEMS * num_shards)
+
+
+def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) -> tuple[Interval, ...]:
+    """What a rank holds after 0, 1, 2, ... splits.
+
+    The row is split over an axis of `sizes[0]` ranks, of which this one is `indices[0]`; its part again
+    over `sizes[1]`, and so on. Entry 0 is the whole row.
+    """
+    spans = [Interval(0, num_elems)]
+    for size, index in zip(sizes, indices, strict=True):
+        outer = spans[-1]
+        length, rest = divmod(outer.num_elems, size)
+        if rest:
+            raise ValueError(f"{outer.num_elems} elements do not divide into {size} equal shards")
+        start = outer.start + index * length
+        spans.append(Interval(start, start + length))
+    return tuple(spans)
+
+
+def pieces(params: Sequence[Interval], span: Interval) -> Iterator[Piece]:
+    """What `span` holds of each parameter; parameters it does not touch are left out."""
+    for index, interval in enumerate(params):
+        common = interval.overlap(span)
+        if common.num_elems:
+            yield Piece(index, common, Interval(common.start - interval.start, common.stop - interval.start))
+
+
+def gaps(params: Sequence[Interval], num_elems: int) -> tuple[Interval, ...]:
+    """The padding: what lies between the parameters and behind the last one."""
+    found = []
+    end = 0
+    for interval in params:
+        if interval.start > end:
+            found.append(Interval(end, interval.start))
+        end = interval.stop
+    if num_elems > end:
+        found.append(Interval(end, num_elems))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Training on top of the engine: a model and data that need no downloads."""

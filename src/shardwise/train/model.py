@@ -1,0 +1,150 @@
+"""A Llama-like decoder in plain torch: what examples, tests and benchmarks train.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward. Nothing here
+knows about sharding. Every module that owns parameters has `reset_parameters`, and no module owns a buffer
+(the rotary table is computed from the positions in each forward), so a model made on the meta device can be
+filled in module by module.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    max_seq: int
+    tied: bool = False  # the output projection is the embedding
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or self.head_dim % 2:
+            raise ConfigurationError(
+                f"shape: hidden {self.hidden} / heads {self.heads} is not an even whole number; "
+                "choose heads so that each has an even dim, which rotary positions turn in pairs"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigurationError(
+                f"shape: heads {self.heads} does not divide into kv_heads {self.kv_heads}; "
+                "every key-value head serves the same number of query heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+class Linear(nn.Linear):
+    """A projection without bias that keeps the variance of its input when it is fresh."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+
+class Embedding(nn.Embedding):
+    """Drawn like a `Linear` from `hidden`, so that a tied weight is the same whichever of the two drew it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.query = Linear(shape.hidden, shape.heads * shape.head_dim)
+        self.key = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.value = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.out = Linear(shape.heads * shape.head_dim, shape.hidden)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        query = rotate(self._heads(self.query(x)), rotary)
+        key = rotate(self._heads(self.key(x)), rotary)
+        value = self._heads(self.value(x))
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (batch, heads, seq, dim) -> (batch, seq, hidden)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(batch, seq, heads * dim) -> (batch, heads, seq, dim)"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.gate = Linear(shape.hidden, shape.ffn)
+        self.up = Linear(shape.hidden, shape.ffn)
+        self.down = Linear(shape.ffn, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.ffn = FeedForward(shape)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.head = Linear(shape.hidden, shape.vocab)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab), or the mean cross-entropy in fp32 where targets are given."""
+        num_tokens = tokens.shape[1]
+        if num_tokens > self.shape.max_seq:
+            raise ValueError(f"{num_tokens} tokens in a row, but the shape's max_seq is {self.shape.max_seq}")
+        rotary = rotary_table(num_tokens, self.shape.head_dim, tokens.device)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def rotary_table(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
+    """Cosine and sine of position x frequency, (2, seq, dim / 2); in fp32, as bf16 merges late positions."""
+    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 10000.0 ** (-pairs / head_dim)
+    positions = torch.arange(num_tokens, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn each pair (i, i + dim / 2) of a head by its angle, in fp32, and return x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rotary
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

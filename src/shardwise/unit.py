@@ -1,0 +1,304 @@
+"""A unit: parameters that travel together, and the life of their tensors.
+
+Every other file uses these words and no others:
+
+    master    what the optimizer updates. This rank's part at the optimizer's depth of the chain, in the
+              master dtype. The only truth; everything else is made from it.
+    rest      a copy in the compute dtype at the depth of the parameters, only where the optimizer is
+              split further than they are (`Flat.has_rest`).
+    whole     all of the flat in the compute dtype: what forward and backward read. It lies in a gather
+              slot or in memory of its own. The module's parameters are views into it: nothing is copied
+              in before a gather or out after it. Where the layout splits nothing and the dtypes agree,
+              it is the master (`Flat.master_is_whole`).
+    grads     the gradient at rest, at the depth of the gradients, in the reduce dtype.
+    final     the part of `grads` at the optimizer's depth; once reduced, it is what the optimizer reads.
+
+Outside forward and backward a unit is *resting*: its modules show `resting` parameters, views of this rank's
+part of the master (one-dimensional where the master is split), so nobody ever reads memory that is stale,
+freed or another unit's. While a unit computes they show the `compute` parameters. Both sets of objects are
+made once and live as long as the unit, so hooks, compiled code and guards stay valid.
+
+Autograd keeps aliases of the compute parameters between forward and backward, so a unit's `whole` must have
+the same storage in both. It is written through tensors that share no version counter with the parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigurationError
+from .plan.flat import Flat, Hop
+from .shard import gaps, pieces
+from .wire.collectives import (
+    Channel,
+    InFlight,
+    finish,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+STARTERS = {
+    "all_gather": start_all_gather,
+    "reduce_scatter": start_reduce_scatter,
+    "all_reduce": start_all_reduce,
+}
+
+Channels = dict[str, Channel]
+
+
+class FlatState:
+    """The tensors of one flat on this rank."""
+
+    def __init__(self, flat: Flat, device: torch.device, unit_name: str) -> None:
+        self.flat = flat
+        self.unit_name = unit_name
+        spans = flat.spans
+        self.master = torch.zeros(spans[flat.depth_of_master].num_elems, dtype=flat.master, device=device)
+        self.rest: Tensor | None = None
+        if flat.has_rest:
+            self.rest = torch.zeros(spans[flat.depth_of_params].num_elems, dtype=flat.compute, device=device)
+        self.whole: Tensor = self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute, device=device)
+        self.compute_params = [
+            nn.Parameter(torch.empty(0, dtype=flat.compute, device=device), requires_grad=flat.trainable)
+            for _ in flat.params
+        ]
+        own = spans[flat.depth_of_master]
+        # Which parameters this rank's part of the master touches, and where in it they lie.
+        self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
+        self.resting_params = [
+            nn.Parameter(self._resting_view(self.held.get(index, slice(0, 0)), param.shape), requires_grad=flat.trainable)
+            for index, param in enumerate(flat.params)
+        ]
+        self.grads: Tensor | None = None
+        self.grad_state: Literal["empty", "local", "final"] = "empty"
+        self.used = [False] * len(flat.params)
+        self.gaps = gaps(flat.intervals, flat.num_elems)
+        self._views: dict[int, list[Tensor]] = {}
+
+    def _resting_view(self, held: slice, shape: torch.Size) -> Tensor:
+        view = self.master[held]
+        return view.view(shape) if self.flat.depth_of_master == 0 else view
+
+    def bind(self, whole: Tensor) -> None:
+        """Let the compute parameters be views into `whole`."""
+        self.whole = whole
+        for param, interval, spec in zip(self.compute_params, self.flat.intervals, self.flat.params, strict=True):
+            # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
+            param.data = whole.data[interval.start : interval.stop].view(spec.shape)
+
+    def write(self, index: int, value: Tensor) -> None:
+        """Set the master of one parameter from its whole value: this rank keeps its own part."""
+        flat = self.flat
+        own = flat.spans[flat.depth_of_master]
+        for piece in pieces(flat.intervals, own):
+            if piece.param == index:
+                source = value.detach().reshape(-1)[piece.in_param.start : piece.in_param.stop]
+                self.master[piece.in_flat.within(own)].copy_(source)
+
+    def start_gather(self, refresh: Sequence[Hop], gather: Sequence[Hop], channels: Channels) -> list[InFlight]:
+        """Bring the master to `whole`. All hops but the last are finished here, in stream order."""
+        flat = self.flat
+        own = flat.spans[flat.depth_of_master]
+        if flat.master_is_whole:
+            return []
+        if self.rest is None:
+            self.whole[own.start : own.stop].copy_(self.master)
+            return self._run(self.whole, 0, [*refresh, *gather], channels)
+        if refresh:
+            at_rest = flat.spans[flat.depth_of_params]
+            self.rest[own.within(at_rest)].copy_(self.master)
+            self.run_hops(self.rest, flat.depth_of_params, refresh, channels)
+        at_rest = flat.spans[flat.depth_of_params]
+        self.whole[at_rest.start : at_rest.stop].copy_(self.rest)
+        return self._run(self.whole, 0, gather, channels)
+
+    def _run(self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels) -> list[InFlight]:
+        """Queue `hops` on `buffer`, which holds the span at `depth`; each waits for the one before."""
+        outer = self.flat.spans[depth]
+        flights: list[InFlight] = []
+        for hop in hops:
+            for flight in flights:
+                finish(flight)
+            part = buffer[self.flat.spans[hop.depth].within(outer)]
+            flights = [STARTERS[hop.kind](channels[hop.axis], part, self.unit_name)]
+        return flights
+
+    def run_hops(self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels) -> None:
+        for flight in self._run(buffer, depth, hops, channels):
+            finish(flight)
+
+    @property
+    def final(self) -> Tensor:
+        flat = self.flat
+        assert self.grads is not None
+        return self.grads[flat.spans[flat.depth_of_master].within(flat.spans[flat.depth_of_grads])]
+
+    def start_reduce(self, slot: Tensor | None, sync: bool, channels: Channels, scale: "GradScale") -> "Reduction":
+        """Collect the gradients that autograd left on the compute parameters and send them on their way.
+
+        They are put where the collective reads them: into `grads` itself when gradients rest whole, else
+        into `slot`. Only the first hop is started here.
+        """
+        flat = self.flat
+        taken = [param.grad for param in self.compute_params]
+        for param in self.compute_params:
+            param.grad = None
+        if self.grads is None:
+            num_elems = flat.spans[flat.depth_of_grads].num_elems
+            self.grads = torch.zeros(num_elems, dtype=flat.reduce, device=self.master.device)
+        if self.grad_state == "final":
+            self._make_local(scale)
+        buffer = self.grads if slot is None else slot
+        held = self._fill(buffer, taken, slot is None and self.grad_state == "local", scale)
+        hops = flat.reduce_hops or (flat.sync_hops if sync else ())
+        return Reduction(self, buffer, held, self._run(buffer, 0, hops[:1], channels), sync)
+
+    def _fill(self, buffer: Tensor, taken: Sequence[Tensor | None], add: bool, scale: "GradScale") -> list[Tensor]:
+        views = self._views_of(buffer)
+        targets, sources = [], []
+        for index, grad in enumerate(taken):
+            if grad is None:
+                if not add:
+                    views[index].zero_()
+                continue
+            if grad.layout != torch.strided:
+                raise ConfigurationError(
+                    f"parameter {self.flat.params[index].name!r} got a sparse gradient; shardwise reduces dense ones: "
+                    "set sparse=False on its module"
+                )
+            self.used[index] = True
+            targets.append(views[index])
+            sources.append(grad)
+        if self.flat.depth_of_grads > 0:
+            for gap in self.gaps:
+                buffer[gap.start : gap.stop].zero_()
+        if sources:
+            if scale.before != 1.0:
+                torch._foreach_mul_(sources, scale.before)
+            if add:
+                torch._foreach_add_(targets, sources)
+            else:
+                torch._foreach_copy_(targets, sources)
+        return sources
+
+    def _views_of(self, buffer: Tensor) -> list[Tensor]:
+        """Each parameter's place in a gradient buffer; the few buffers there are stay where they are."""
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = [
+                buffer[interval.start : interval.stop].view(param.shape)
+                for interval, param in zip(self.flat.intervals, self.flat.params, strict=True)
+            ]
+            self._views[buffer.data_ptr()] = views
+        return views
+
+    def sync(self, hops: Sequence[Hop], channels: Channels, scale: "GradScale") -> None:
+        """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
+        assert self.grads is not None
+        self.run_hops(self.grads, self.flat.depth_of_grads, hops, channels)
+        if scale.after != 1.0:
+            self.final.mul_(scale.after)
+        self.grad_state = "final"
+
+    def _make_local(self, scale: "GradScale") -> None:
+        """Turn a finished gradient back into a partial sum, such that the next sync gives it again plus the new."""
+        flat = self.flat
+        assert self.grads is not None
+        sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
+        num_copies = 1
+        for hop in flat.sync_hops:
+            num_copies *= sizes[hop.axis] if hop.kind == "all_reduce" else 1
+        kept = self.final.clone()
+        self.grads.zero_()
+        self.final.copy_(kept).mul_(1.0 / (num_copies * scale.after))
+        self.grad_state = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class GradScale:
+    """The mean over ranks: multiplied in before the sum where that could overflow, else after it."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def mean(cls, num_ranks: int, dtype: torch.dtype) -> "GradScale":
+        if dtype == torch.float16:
+            return cls(1.0 / num_ranks, 1.0)
+        return cls(1.0, 1.0 / num_ranks)
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A gradient on its way. `held` are autograd's own tensors, kept until the fill has read them."""
+
+    state: FlatState
+    buffer: Tensor
+    held: list[Tensor]
+    flights: list[InFlight]
+    is_sync: bool
+
+    def finish(self, channels: Channels, scale: GradScale) -> None:
+        state, flat = self.state, self.state.flat
+        assert state.grads is not None
+        for flight in self.flights:
+            finish(flight)
+        sync_hops = flat.sync_hops
+        if flat.depth_of_grads > 0:
+            state.run_hops(self.buffer, 0, flat.reduce_hops[1:], channels)
+            at_rest = flat.spans[flat.depth_of_grads]
+            part = self.buffer[at_rest.start : at_rest.stop]
+            if state.grad_state == "local":
+                state.grads.add_(part)
+            else:
+                state.grads.copy_(part)
+        else:
+            # Whole gradients: the first hop of the sync was the reduction itself.
+            sync_hops = sync_hops[1:]
+        state.grad_state = "local"
+        if self.is_sync:
+            state.sync(sync_hops, channels, scale)
+
+
+class Unit:
+    """The flats of one module and the places where its parameters are registered."""
+
+    def __init__(self, index: int, name: str, module: nn.Module, states: list[FlatState], modules: dict[str, nn.Module]):
+        self.index = index
+        self.name = name
+        self.module = module
+        self.states = states
+        self._show_compute: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._show_resting: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for state in states:
+            for spec, compute, resting in zip(state.flat.params, state.compute_params, state.resting_params, strict=True):
+                for site in spec.sites:
+                    registered = modules[site.module]._parameters
+                    self._show_compute.append((registered, site.attribute, compute))
+                    self._show_resting.append((registered, site.attribute, resting))
+
+    def show_compute(self) -> None:
+        for registered, attribute, param in self._show_compute:
+            registered[attribute] = param
+
+    def show_resting(self) -> None:
+        for registered, attribute, param in self._show_resting:
+            registered[attribute] = param
+
+    def is_registered_in(self, registered: set[int]) -> bool:
+        """Whether one of the modules with these parameter dicts holds a parameter of this unit."""
+        return any(id(entry[0]) in registered for entry in self._show_compute)
+
+    def show(self, param_of: Callable[[FlatState, int], nn.Parameter]) -> None:
+        """Register other parameters, e.g. whole ones in the master's precision."""
+        modules = iter(self._show_compute)
+        for state in self.states:
+            for index, spec in enumerate(state.flat.params):
+                param = param_of(state, index)
+                for _ in spec.sites:
+                    registered, attribute, _ = next(modules)
+                    registered[attribute] = param

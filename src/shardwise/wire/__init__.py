@@ -1,0 +1,1 @@
+"""Moving bytes between ranks: collectives and the ledger that counts them."""

@@ -1,0 +1,72 @@
+"""Where in the source a thing may appear, so that there is one place to look for it and one to change."""
+
+import ast
+import re
+from collections.abc import Callable
+
+from shardwise.layout import ALIASES, PRESETS
+from tests.architecture.source import docstrings, names_used, trees
+
+STREAM_NAMES = {
+    "Stream", "ExternalStream", "StreamContext", "Event", "stream", "set_stream",
+    "current_stream", "default_stream",
+}  # fmt: skip
+STREAM_METHODS = {"wait_stream", "wait_event", "record_event"}
+
+
+def uses(name_is: Callable[[str], bool], allowed: tuple[str, ...]) -> list[str]:
+    """Where names for which `name_is` holds are used outside the allowed files and folders."""
+    return sorted(
+        {
+            f"src/shardwise/{path}:{line} uses {name}"
+            for path in trees()
+            if not path.startswith(allowed)
+            for line, name in names_used(path)
+            if name_is(name)
+        }
+    )
+
+
+def test_torch_distributed_is_called_in_wire_and_mesh_only() -> None:
+    def distributed(name: str) -> bool:
+        return f"{name}.".startswith(("torch.distributed.", "torch._C._distributed"))
+
+    assert not uses(distributed, allowed=("wire/", "mesh.py"))
+
+
+def test_streams_are_used_in_one_file() -> None:
+    def stream(name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return last in STREAM_METHODS or (name.startswith("torch.") and last in STREAM_NAMES)
+
+    assert not uses(stream, allowed=("engine/streams.py",))
+
+
+def test_the_environment_is_read_in_mesh_only() -> None:
+    def environment(name: str) -> bool:
+        return re.match(r"os\.(environ|getenv|putenv)", name) is not None
+
+    assert not uses(environment, allowed=("mesh.py",))
+
+
+def test_what_is_nowhere() -> None:
+    """State is a value, not an attribute's presence; events keep lifetimes; loading executes nothing."""
+
+    def banned(name: str) -> bool:
+        return (
+            name == "hasattr" or name.endswith("record_stream") or re.match(r"c?pickle\b", name) is not None
+        )
+
+    assert not uses(banned, allowed=())
+
+
+def test_preset_names_are_known_to_layout_only() -> None:
+    presets = {*PRESETS, *ALIASES}
+    found = [
+        f"src/shardwise/{path}:{node.lineno} says {node.value!r}"
+        for path, tree in trees().items()
+        if path != "layout.py"
+        for node in {*ast.walk(tree)} - docstrings(path)
+        if isinstance(node, ast.Constant) and node.value in presets
+    ]
+    assert not found
