@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from .errors import ConfigurationError, StateError
 from .wire.collectives import Channel
@@ -61,7 +62,7 @@ def init(
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif backend is not None and backend != dist.get_backend():
         raise ConfigurationError(
             f"sw.init(backend={backend!r}): a process group with backend {dist.get_backend()!r} exists already; "
@@ -119,11 +120,9 @@ def _group(lane: Lane, ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if str(found) == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             raise ConfigurationError(
                 f"sw.init: LOCAL_RANK {local_rank} has no GPU, this machine has {torch.cuda.device_count()}; "

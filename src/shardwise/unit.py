@@ -70,7 +70,10 @@ class FlatState:
         # Which parameters this rank's part of the master touches, and where in it they lie.
         self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
         self.resting_params = [
-            nn.Parameter(self._resting_view(self.held.get(index, slice(0, 0)), param.shape), requires_grad=flat.trainable)
+            nn.Parameter(
+                self._resting_view(self.held.get(index, slice(0, 0)), param.shape),
+                requires_grad=flat.trainable,
+            )
             for index, param in enumerate(flat.params)
         ]
         self.grads: Tensor | None = None
@@ -267,7 +270,9 @@ class Reduction:
 class Unit:
     """The flats of one module and the places where its parameters are registered."""
 
-    def __init__(self, index: int, name: str, module: nn.Module, states: list[FlatState], modules: dict[str, nn.Module]):
+    def __init__(
+        self, index: int, name: str, module: nn.Module, states: list[FlatState], modules: dict[str, nn.Module]
+    ):
         self.index = index
         self.name = name
         self.module = module
@@ -275,7 +280,9 @@ class Unit:
         self._show_compute: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._show_resting: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for state in states:
-            for spec, compute, resting in zip(state.flat.params, state.compute_params, state.resting_params, strict=True):
+            for spec, compute, resting in zip(
+                state.flat.params, state.compute_params, state.resting_params, strict=True
+            ):
                 for site in spec.sites:
                     registered = modules[site.module]._parameters
                     self._show_compute.append((registered, site.attribute, compute))

@@ -18,7 +18,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_agreement(
-    mesh: Mesh, model: nn.Module, found: list[FoundUnit], plans: list[UnitPlan], precision: Precision, version: str
+    mesh: Mesh,
+    model: nn.Module,
+    found: list[FoundUnit],
+    plans: list[UnitPlan],
+    precision: Precision,
+    version: str,
 ) -> None:
     """An error on every rank, naming the first thing that differs and both values of it."""
     facts = [

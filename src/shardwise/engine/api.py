@@ -76,7 +76,9 @@ def shard(
         if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
             refuse_unless_elementwise(optimizer)
     if any(param.is_meta for param in params) and seed is None:
-        raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights with")
+        raise ConfigurationError(
+            "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
+        )
     require_agreement(mesh, model, found, plans, chosen, VERSION)
 
     modules = dict(model.named_modules())

@@ -72,6 +72,6 @@ def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
 def _refuse_load(module: nn.Module, *args: Any) -> None:
     if not engine_of(module).allows_state_dict:
         raise StateError(
-            "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on every "
-            "rank, or use `with sw.whole(model, write=True):`"
+            "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
+            "every rank, or use `with sw.whole(model, write=True):`"
         )

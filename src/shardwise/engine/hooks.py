@@ -19,12 +19,12 @@ class _Marker(torch.autograd.Function):
     """The identity; its backward tells that all that came after it in the forward is done."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, on_backward: Callable[[], None]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, on_backward: Callable[[], None]) -> Tensor:
         ctx.on_backward = on_backward
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.on_backward()
         return grad, None
 
@@ -71,7 +71,7 @@ def _mark_one(args: tuple[Any, ...], kwargs: dict[str, Any], on_backward: Callab
         if is_marked or not tensor.requires_grad:
             return tensor
         is_marked = True
-        return _Marker.apply(tensor, on_backward)  # type: ignore[no-any-return,no-untyped-call]
+        return _Marker.apply(tensor, on_backward)  # type: ignore[no-untyped-call]
 
     changed = map_tensors(args, mark), map_tensors(kwargs, mark)
     return changed if is_marked else None
@@ -99,13 +99,13 @@ class _ScaleGradient(torch.autograd.Function):
     """The model's output in fp32; its gradient comes back multiplied by the loss scale, in fp32, then cast."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, scale: Tensor) -> Tensor:
         ctx.dtype = tensor.dtype
         ctx.scale = scale
         return tensor.float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return (grad * ctx.scale).to(ctx.dtype), None
 
 
@@ -123,7 +123,9 @@ def install_root_hooks(engine: Engine, model: nn.Module, loss_scale: Tensor | No
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def scale(tensor: Tensor) -> Tensor:
-            return _ScaleGradient.apply(tensor, loss_scale) if tensor.grad_fn is not None else tensor  # type: ignore
+            if tensor.grad_fn is None:
+                return tensor
+            return _ScaleGradient.apply(tensor, loss_scale)  # type: ignore[no-untyped-call]
 
         return map_tensors(output, scale)
 
@@ -182,7 +184,7 @@ def _is_recompute() -> bool:
 
 def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Compilers call the hook; they do not look into it."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+    return torch.compiler.disable(hook)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -48,9 +48,8 @@ def _reset_of(model: nn.Module, path: str, module: nn.Module) -> Callable[[], An
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
-            return reset  # type: ignore[no-any-return]
+            return reset
     raise ConfigurationError(
         f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): "
         "give it one, or build the model on a real device"
     )
-

@@ -39,9 +39,10 @@ class GatherMemory:
 
     def rearrange(self, schedule: Schedule) -> None:
         """Take over another order of units; nothing may be gathered or in flight."""
-        for slot, size in enumerate(schedule.slot_bytes):
-            if size > self.slots[slot].numel():
-                self.slots[slot] = self._bytes(size)
+        self.slots = [
+            old if old.numel() >= size else self._bytes(size)
+            for old, size in zip(self.slots, schedule.slot_bytes, strict=True)
+        ]
         for unit in self._units:
             slot = schedule.slot_of[unit.index]
             if slot is not None:

@@ -28,7 +28,7 @@ from ..unit import Channels, FlatState, GradScale, Reduction, Unit
 from ..wire.collectives import InFlight, exchange, finish
 from .memory import GatherMemory
 from .schedule import Occupancy, Schedule, aligned, make_schedule
-from .streams import Lane, trace_range
+from .streams import Lane, Mark, trace_range
 
 # Reductions whose buffers may be in use at once: one travels while the next is filled.
 NUM_REDUCTIONS = 2
@@ -48,13 +48,13 @@ class ReductionInFlight:
     """A unit's gradients on their way, and the mark after which autograd's own tensors are no longer read."""
 
     reductions: list[Reduction]
-    filled: torch.cuda.Event | None
+    filled: Mark
 
 
 @dataclass(slots=True)
 class GatherInFlight:
     flights: list[InFlight]
-    queued: torch.cuda.Event | None
+    queued: Mark
 
 
 class Engine:
@@ -318,7 +318,7 @@ class Engine:
     # Phase 6: the step.
 
     def finish_gradients(self) -> None:
-        """Bring every gradient to the optimizer's layout, also after micro-batches of which none was the last."""
+        """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
         with self._reduce_lane.after_compute():
             synced = False
             for state in self.trainable_states:

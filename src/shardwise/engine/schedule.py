@@ -182,7 +182,7 @@ def step_events(schedule: Schedule, num_micro_batches: int = 1, first_step: bool
     if not first_step:
         _micro_batches(schedule, occupancy, num_micro_batches)
         occupancy.masters_changed(range(len(schedule.units)))
-    events = []
+    events: list[Event] = []
     if not first_step:
         events.extend(_gathers(schedule, occupancy, schedule.after_step))
     events.extend(_micro_batches(schedule, occupancy, num_micro_batches))

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.profiler import record_function
 
+# A point on a lane; on a CPU there is nothing to wait for.
+Mark = torch.cuda.Event | None
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -28,15 +31,15 @@ class Lane:
         """Inside, work goes to the lane, behind the lane's own work only."""
         return _NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Mark:
         """A point on the lane that `compute_waits_for` can name."""
         return None if self._stream is None else self._stream.record_event()
 
-    def compute_waits_for(self, mark: torch.cuda.Event | None) -> None:
+    def compute_waits_for(self, mark: Mark) -> None:
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
 
 def trace_range(name: str) -> AbstractContextManager[object]:
     """A named range in profiler traces; costs nothing while no profiler runs."""
-    return record_function(f"shardwise::{name}") if torch.autograd._profiler_enabled() else _NOTHING
+    return record_function(f"shardwise::{name}") if torch._C._autograd._profiler_enabled() else _NOTHING

@@ -50,7 +50,9 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
                 _write_master(engine, state, buffers[id(state)])
         engine.was_updated()
     elif any(param._version for _, param in shown):
-        raise StateError("parameters were changed inside sw.whole(...), which was for reading: use sw.whole(..., write=True)")
+        raise StateError(
+            "parameters were changed inside sw.whole(...), which was for reading: use sw.whole(..., write=True)"
+        )
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -76,7 +78,11 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     if not wanted:
         return {}
     return {
-        key: found[value] if value in found else value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        key: found[value]
+        if value in found
+        else value.detach().to("cpu", copy=True)
+        if isinstance(value, Tensor)
+        else value
         for key, value in entries.items()
     }
 
@@ -118,8 +124,9 @@ def _check_keys(engine: Engine, state_dict: Mapping[str, Tensor] | None, expecte
         if missing:
             message = f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
         elif unknown:
-            message = f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}; " + (
-                did_you_mean(unknown[0], expected)[:200]
+            message = (
+                f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}; "
+                + (did_you_mean(unknown[0], expected)[:200])
             )
     if state_dict is not None and not message:
         for unit in engine.units:
@@ -127,7 +134,9 @@ def _check_keys(engine: Engine, state_dict: Mapping[str, Tensor] | None, expecte
                 for spec in state.flat.params:
                     given = state_dict[spec.name].shape if spec.name in state_dict else spec.shape
                     if given != spec.shape and not message:
-                        message = f"{spec.name!r} is {tuple(given)} in the state dict and {tuple(spec.shape)} in the model"
+                        message = (
+                            f"{spec.name!r} is {tuple(given)} in the state dict and {tuple(spec.shape)} in the model"
+                        )
     message = next((other for other in exchange(engine.mesh.world, message) if other), "")
     if message:
         raise ConfigurationError(f"sw.load_full_state_dict: {message}")

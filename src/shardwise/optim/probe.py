@@ -27,7 +27,11 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
         with torch.random.fork_rng(devices=[]):
             whole = torch.cat([part.reshape(-1) for part in _train(optimizer, [weights], [[grad] for grad in grads])])
             halves = torch.cat(
-                _train(optimizer, list(weights.reshape(-1).chunk(2)), [list(grad.reshape(-1).chunk(2)) for grad in grads])
+                _train(
+                    optimizer,
+                    list(weights.reshape(-1).chunk(2)),
+                    [list(grad.reshape(-1).chunk(2)) for grad in grads],
+                )
             )
         same = torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
     except Exception as error:

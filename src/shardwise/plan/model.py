@@ -58,7 +58,12 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
     for param in _params(model):
         owned[_common_unit([site.module for site in param.sites], paths)].append(param)
     return [
-        FoundUnit(path or ROOT, path, tuple(owned[path]), any(_inside(other, path) for other in paths if owned[other]))
+        FoundUnit(
+            path or ROOT,
+            path,
+            tuple(owned[path]),
+            any(_inside(other, path) for other in paths if owned[other]),
+        )
         for path in paths
         if owned[path]
     ]

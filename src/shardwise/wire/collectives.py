@@ -18,6 +18,7 @@ from .ledger import Kind, Ledger, describe_call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
 @dataclass(frozen=True, slots=True)
 class Channel:
     """One axis of the mesh, seen from this rank, with a communicator of its own."""
@@ -43,20 +44,36 @@ class InFlight:
 def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Fill `buffer` with every rank's part; this rank's own part is already in its place."""
     part = _own_part(channel, buffer)
-    return _start("all_gather", channel, buffer, what, lambda: _all_gather(buffer, part, group=channel.group, async_op=True))
+    return _start(
+        "all_gather",
+        channel,
+        buffer,
+        what,
+        lambda: _all_gather(buffer, part, group=channel.group, async_op=True),
+    )
 
 
 def start_reduce_scatter(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Sum `buffer` over the ranks; afterwards only this rank's own part of it means anything."""
     part = _own_part(channel, buffer)
     return _start(
-        "reduce_scatter", channel, buffer, what, lambda: _reduce_scatter(part, buffer, group=channel.group, async_op=True)
+        "reduce_scatter",
+        channel,
+        buffer,
+        what,
+        lambda: _reduce_scatter(part, buffer, group=channel.group, async_op=True),
     )
 
 
 def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Sum `buffer` over the ranks, on every rank."""
-    return _start("all_reduce", channel, buffer, what, lambda: dist.all_reduce(buffer, group=channel.group, async_op=True))
+    return _start(
+        "all_reduce",
+        channel,
+        buffer,
+        what,
+        lambda: dist.all_reduce(buffer, group=channel.group, async_op=True),
+    )
 
 
 def finish(flight: InFlight) -> None:
