@@ -1,0 +1,150 @@
+"""One story of training, told twice: by real ranks on shares of the batch, and by one process on all of it.
+
+A story is a module-level function that takes a `Trainee`. It never asks whether it is sharded: it asks the trainee for
+its share of a loss, for the mean of a value, for the weights. What it returns, and the weights at the end, must be the
+same both times.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.layout import Strategy
+from tests.harness import Pool
+from tests.support.training import adamw, weight_error
+
+# What a rank of two can tell apart. `hsdp` and its like need two nodes: `NODES`, on four ranks.
+LAYOUTS = ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"]
+NODES = ["hsdp", "hfsdp", "hpz"]
+
+# fp32 sums in another order: a few roundings of 6e-8 each, grown over a few steps.
+TOLERANCE = 1e-5
+
+Build = Callable[[], nn.Module]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Trainee:
+    model: nn.Module
+    optimizer: Any
+    world: int
+    rank: int | None  # None: one process that does every rank's share
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.rank is not None
+
+    def share(self, loss_of: Callable[[int], Tensor]) -> Tensor:
+        """This rank's loss, or the mean over all ranks' losses."""
+        if self.rank is not None:
+            return loss_of(self.rank)
+        return torch.stack([loss_of(rank) for rank in range(self.world)]).mean()
+
+    def mean(self, loss: Tensor) -> float:
+        """The mean over the ranks of a share."""
+        value = loss.detach().clone().float()
+        if self.is_sharded:
+            dist.all_reduce(value)
+            value /= self.world
+        return float(value)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return sw.accumulate(self.model) if self.is_sharded else nullcontext()
+
+    def clip(self, max_norm: float) -> float:
+        if self.is_sharded:
+            return float(self.optimizer.clip_grad_norm(max_norm))
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return float(nn.utils.clip_grad_norm_(params, max_norm))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        if self.is_sharded:
+            return sw.full_state_dict(self.model)
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+Story = Callable[[Trainee], Sequence[float] | None]
+
+
+@dataclass(frozen=True)
+class Told:
+    values: list[float]
+    weights: dict[str, Tensor]
+
+
+def features(step: int, rank: int, num_samples: int = 4, width: int = 16) -> Tensor:
+    """A rank's samples of a step: the same numbers whoever asks."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(num_samples, width, generator=generator)
+
+
+def tell_sharded(
+    story: Story,
+    build: Build,
+    strategy: Strategy,
+    make_optimizer: MakeOptimizer = adamw,
+    **options: Any,
+) -> Told:
+    """Runs on every rank."""
+    sw.init()
+    torch.manual_seed(0)
+    model = build()
+    model, optimizer = sw.shard(
+        model, make_optimizer(list(model.parameters())), strategy, **{"precision": "fp32", **options}
+    )
+    trainee = Trainee(model, optimizer, dist.get_world_size(), dist.get_rank())
+    torch.manual_seed(1)
+    return Told(list(story(trainee) or []), trainee.weights())
+
+
+def tell_alone(story: Story, build: Build, world: int, make_optimizer: MakeOptimizer = adamw) -> Told:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks
+    try:
+        torch.manual_seed(0)
+        model = build()
+        trainee = Trainee(model, make_optimizer(list(model.parameters())), world, None)
+        torch.manual_seed(1)
+        return Told(list(story(trainee) or []), trainee.weights())
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def assert_told_alike(seen: Told, expected: Told, tolerance: float = TOLERANCE) -> None:
+    assert len(seen.values) == len(expected.values)
+    for index, (a, b) in enumerate(zip(seen.values, expected.values, strict=True)):
+        assert abs(a - b) <= tolerance * max(abs(b), 1e-3), (
+            f"value {index}: {a} sharded, {b} alone; all: {seen.values}, {expected.values}"
+        )
+    error = weight_error(seen.weights, expected.weights)
+    assert error <= tolerance, f"weights differ by {error}"
+
+
+def check(
+    pool: Pool,
+    story: Story,
+    build: Build,
+    strategy: Strategy,
+    *,
+    world: int = 2,
+    make_optimizer: MakeOptimizer = adamw,
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> list[Told]:
+    """The story must come out the same on every rank as in one process."""
+    expected = tell_alone(story, build, world, make_optimizer)
+    told = pool(world, tell_sharded, story, build, strategy, make_optimizer, **options)
+    for seen in told:
+        assert_told_alike(seen, expected, tolerance)
+    return told
