@@ -10,6 +10,7 @@ from ..errors import WireError
 from ..mesh import Mesh
 from ..plan.model import FoundUnit
 from ..precision import Precision
+from ..version import VERSION
 from ..wire.collectives import exchange
 from .schedule import UnitPlan
 
@@ -18,16 +19,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_agreement(
-    mesh: Mesh,
-    model: nn.Module,
-    found: list[FoundUnit],
-    plans: list[UnitPlan],
-    precision: Precision,
-    version: str,
+    mesh: Mesh, model: nn.Module, found: list[FoundUnit], plans: list[UnitPlan], precision: Precision
 ) -> None:
     """An error on every rank, naming the first thing that differs and both values of it."""
     facts = [
-        ("shardwise's version", version),
+        ("shardwise's version", VERSION),
         ("torch's version", torch.__version__),
         ("Python's version", platform.python_version()),
         ("the precision", str(precision)),

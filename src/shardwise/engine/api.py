@@ -30,8 +30,6 @@ from .initialise import initialise_module
 from .runtime import Engine, channels_of
 from .schedule import UnitPlan, make_schedule
 
-VERSION = "0.1.0"
-
 # `auto` leaves this share of the free memory to activations and temporary buffers.
 AUTO_RESERVE = 0.25
 
@@ -79,7 +77,7 @@ def shard(
         raise ConfigurationError(
             "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
         )
-    require_agreement(mesh, model, found, plans, chosen, VERSION)
+    require_agreement(mesh, model, found, plans, chosen)
 
     modules = dict(model.named_modules())
     resting_of: dict[Tensor, Tensor] = {}
@@ -134,7 +132,7 @@ def describe(model: nn.Module) -> str:
     lines = [
         f"world {mesh.world_size} = {mesh.world_size // mesh.node_size} nodes x {mesh.node_size}, on {mesh.device}",
         f"computes in {precision.compute}, updates in {precision.master}, reduces in {precision.reduce}",
-        f"state per rank: params {held.params}, grads {held.grads}, optimizer {held.optimizer} bytes (Adam)",
+        f"state per rank (Adam): {held}",
     ]
     runs: list[tuple[Layout, list[str]]] = []
     for plan in engine.schedule.units:

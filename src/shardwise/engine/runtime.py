@@ -36,11 +36,12 @@ NUM_REDUCTIONS = 2
 
 @dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One forward of a unit that a backward may come back to."""
+    """One forward of a unit that a backward may come back to; `closed_in` is the last backward that went through it."""
 
     unit: int
     num_updates: int
     is_open: bool = False
+    closed_in: int = -1
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Engine:
         self.reduction_slots: list[Tensor] = []
         self._num_started = 0
         self._in_backward = False
+        self._num_backwards = 0
         self._busy = [0] * len(units)
         self._pending_calls = [0] * len(units)
         self._complete = [False] * len(units)
@@ -179,7 +181,8 @@ class Engine:
         return None
 
     def before_backward(self, call: ForwardCall) -> None:
-        if call.is_open:
+        # An input that a unit hands through unchanged gets its gradient after the unit is done.
+        if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
             return
         unit = self.units[call.unit]
         if call.num_updates != self.num_updates:
@@ -200,9 +203,10 @@ class Engine:
             return
         self._open_calls.discard(call)
         call.is_open = False
+        call.closed_in = self._num_backwards
         index = call.unit
         self._busy[index] -= 1
-        self._pending_calls[index] -= 1
+        self._pending_calls[index] = max(0, self._pending_calls[index] - 1)
         if self._busy[index] == 0 and self._pending_calls[index] == 0:
             self.units[index].show_resting()
             self._drop(index)
@@ -212,6 +216,7 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self._num_backwards += 1
         self._complete = [False] * len(self.units)
         self._opened = [False] * len(self.units)
         self._reduce_queue = deque(self.schedule.reduce_order)
@@ -271,7 +276,7 @@ class Engine:
         for call in self._open_calls:
             call.is_open = False
             self._busy[call.unit] -= 1
-            self._pending_calls[call.unit] -= 1
+            self._pending_calls[call.unit] = max(0, self._pending_calls[call.unit] - 1)
         self._open_calls.clear()
         while self._reduce_queue:
             self._refuse_unseen(self._reduce_queue[0])
@@ -294,8 +299,8 @@ class Engine:
             return
         if any(param.grad is not None for state in unit.states for param in state.compute_params):
             raise StateError(
-                f"a backward reached unit {unit.name!r} ({type(unit.module).__name__}), but no tensor was found in what "
-                "its forward returned; return tensors, tuples, lists, dicts or dataclasses of them"
+                f"a backward reached unit {unit.name!r} ({type(unit.module).__name__}), but no tensor was found in "
+                "what its forward returned; return tensors, tuples, lists, dicts or dataclasses of them"
             )
 
     def _agree_on_use(self) -> None:

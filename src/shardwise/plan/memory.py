@@ -18,6 +18,10 @@ class StateBytes:
     def total(self) -> int:
         return self.params + self.grads + self.optimizer
 
+    def __str__(self) -> str:
+        parts = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+        return ", ".join(f"{name} {num_bytes / 1e6:.1f} MB" for name, num_bytes in parts.items())
+
 
 def state_bytes(flats: Iterable[Flat], num_moments: int = 2) -> StateBytes:
     """What a rank holds between backward and step, padding included. Adam keeps two moments in the master's dtype."""

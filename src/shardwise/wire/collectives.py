@@ -5,6 +5,7 @@ CPU: the caller) wait for it. The record keeps the buffer alive until then. On a
 nothing is queued. This module does not know what a parameter is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +79,13 @@ def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str) -> InFli
 
 def finish(flight: InFlight) -> None:
     if flight.work is not None:
-        try:
-            flight.work.wait()
-        except RuntimeError as error:
-            raise _failed(flight.kind, flight.channel, flight.what, error) from error
+        _checked(flight.kind, flight.channel, flight.what, flight.work.wait)
 
 
 def broadcast_from_first(channel: Channel, buffer: torch.Tensor) -> None:
     """Rank 0's `buffer` on every rank; set-up only, not counted."""
     if channel.num_ranks > 1:
-        dist.broadcast(buffer, src=0, group=channel.group)
+        _checked("broadcast", channel, "weights", lambda: dist.broadcast(buffer, src=0, group=channel.group))
 
 
 def exchange(channel: Channel, value: Any) -> list[Any]:
@@ -95,7 +93,12 @@ def exchange(channel: Channel, value: Any) -> list[Any]:
     if channel.num_ranks == 1:
         return [value]
     found: list[Any] = [None] * channel.num_ranks
-    dist.all_gather_object(found, value, group=channel.group)
+    _checked(
+        "exchange",
+        channel,
+        "what the ranks agree on",
+        lambda: dist.all_gather_object(found, value, group=channel.group),
+    )
     return found
 
 
@@ -104,18 +107,18 @@ def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
     return buffer.narrow(0, channel.index * length, length)
 
 
-def _start(kind: Kind, channel: Channel, buffer: torch.Tensor, what: str, call: Any) -> InFlight:
+def _start(kind: Kind, channel: Channel, buffer: torch.Tensor, what: str, call: Callable[[], Any]) -> InFlight:
     if channel.num_ranks == 1 or buffer.numel() == 0:
         return InFlight(kind, channel, what, buffer, None)
     channel.ledger.calls.append(describe_call(kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype))
+    return InFlight(kind, channel, what, buffer, _checked(kind, channel, what, call))
+
+
+def _checked(kind: str, channel: Channel, what: str, call: Callable[[], Any]) -> Any:
     try:
-        return InFlight(kind, channel, what, buffer, call())
+        return call()
     except RuntimeError as error:
-        raise _failed(kind, channel, what, error) from error
-
-
-def _failed(kind: Kind, channel: Channel, what: str, error: Exception) -> WireError:
-    return WireError(
-        f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}. "
-        "Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
-    )
+        raise WireError(
+            f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}. "
+            "Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
+        ) from error

@@ -1,0 +1,1260 @@
+"""Forward and backward as users write them: whatever the graph, the result is that of one process."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+import shardwise as sw
+from shardwise.layout import Strategy
+from tests.harness import Pool, WorldFailed
+from tests.support.trainee import LAYOUTS, NODES, Trainee, check, features
+
+NUM_STEPS = 3
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards cut through parameters."""
+
+    def __init__(self, width: int = 16, hidden: int = 37) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Stack(nn.Module):
+    """Five blocks: more than there are gather slots. The root keeps `scale`."""
+
+    block: Callable[[], nn.Module] = Block
+
+    def __init__(self, num_blocks: int = 5) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList(self.block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def loss_on(trainee: Trainee, step: int) -> Tensor:
+    return trainee.share(lambda rank: trainee.model(features(step, rank)).square().mean())
+
+
+def train(trainee: Trainee, num_steps: int = NUM_STEPS, first: int = 0) -> list[float]:
+    """Plain training; what a story goes on with to show that nothing was left behind."""
+    losses = []
+    for step in range(first, first + num_steps):
+        loss = loss_on(trainee, step)
+        loss.backward()
+        losses.extend([trainee.mean(loss), trainee.clip(0.5)])
+        trainee.step()
+    return losses
+
+
+def refused(trainee: Trainee, call: Callable[[], Any], *words: str) -> None:
+    """When sharded, the call must raise a StateError that says all these words."""
+    if not trainee.is_sharded:
+        return
+    with pytest.raises(sw.StateError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# modules and calls
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_plain(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Stack, strategy)
+
+
+@pytest.mark.parametrize("strategy", NODES)
+def test_plain_on_nodes(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Stack, strategy, world=4, node_size=2)
+
+
+class CalledTwice(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0], self.layers[2], self.layers[2]):
+            x = layer(x)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_module_called_twice(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, CalledTwice, strategy)
+
+
+class CallsItself(Block):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x)
+        return self(x, depth=depth - 1) if depth else x
+
+
+def recursive() -> nn.Module:
+    model = Stack()
+    model.layers = nn.ModuleList(CallsItself() for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "zero3"])
+def test_a_module_that_calls_itself(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, recursive, strategy)
+
+
+class OneObjectTwice(nn.Module):
+    """The same block object under several names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = Block(), Block(), Block()
+        self.layers = nn.ModuleList([first, second, first, third, first])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_one_module_under_several_names(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, OneObjectTwice, strategy)
+
+
+class Discards(Stack):
+    """Calls a block for nothing; a unit whose only call of a step is thrown away gets no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[3](x)
+        for layer in self.layers[:3]:
+            x = layer(x)
+        self.layers[4](x)
+        return self.layers[4](x) * self.scale
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_call_whose_result_is_discarded(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Discards, strategy)
+
+
+class Nested(nn.Module):
+    """Units inside units: the outer has parameters before, between and after those of the inner ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((16,), 0.9))
+        self.inner = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner[0](x * self.first)
+        return x + self.last(self.inner[1](x * self.first))
+
+
+def nested() -> nn.Module:
+    model = Stack()
+    model.layers = nn.ModuleList(Nested() for _ in range(3))
+    return model
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("units", [("Nested", "Block"), ("Nested",), ("Block",), ("Linear", "LayerNorm"), 300, 1])
+def test_nested_units_and_other_cuts(run_ranks: Pool, strategy: str, units: Any) -> None:
+    check(run_ranks, train, nested, strategy, units=units if isinstance(units, int) else list(units))
+
+
+@pytest.mark.parametrize("strategy", NODES)
+def test_nested_units_on_nodes(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, nested, strategy, world=4, node_size=2, units=["Nested", "Block"])
+
+
+def test_a_layout_per_unit(run_ranks: Pool) -> None:
+    strategy: Strategy = {
+        "layers.0": "ddp",
+        "layers.1*": "zero3",
+        "layers.2": "shard_grad_op",
+        "layers.2.*": "zero1",
+        "layers.*": "hpz",
+        "*": "zero2",
+    }
+    check(run_ranks, train, nested, strategy, world=4, node_size=2, units=["Nested", "Block"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# order
+
+
+class Backwards(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x * self.scale
+
+
+class Shuffled(Stack):
+    """Another order in each forward, the same on all ranks; by the data, so that one process sees it too."""
+
+    num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(self.num_forwards // self.per_step))
+        self.num_forwards += 1
+        for index in order.tolist():
+            x = self.layers[index](x)
+        return x * self.scale
+
+
+def train_shuffled(trainee: Trainee) -> list[float]:
+    trainee.model.per_step = 1 if trainee.is_sharded else trainee.world
+    return train(trainee, 6)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_blocks_that_run_in_another_order_than_registered(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Backwards, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "zero3"])
+def test_another_order_in_every_forward(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train_shuffled, Shuffled, strategy)
+
+
+def num_gathers(build: Callable[[], nn.Module], num_steps: int) -> list[int]:
+    """All-gathers in each step under zero3."""
+    sw.init()
+    model = build()
+    model, optimizer = sw.shard(model, sgd(list(model.parameters())), "zero3", precision="fp32")
+    calls = []
+    for step in range(num_steps):
+        model(features(step, dist.get_rank())).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.append(sum(row.num_calls for row in sw.traffic(model).rows if row.kind == "all_gather"))
+    return calls
+
+
+def test_the_order_seen_in_the_first_step_becomes_the_plan(run_ranks: Pool) -> None:
+    in_order = run_ranks(2, num_gathers, Stack, 4)[0]
+    assert run_ranks(2, num_gathers, Backwards, 4)[0][2:] == in_order[2:]
+
+
+class Branches(Stack):
+    """Blocks side by side on one input, and a skip over all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth, last = self.layers
+        left, right = first(x), second(x)
+        middle = third(left + right)
+        return last(left * 0.5 + fourth(middle) - right + x) * self.scale
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_parallel_branches(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Branches, strategy)
+
+
+class TwoInputs(Block):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x + y), super().forward(y) * 0.5
+
+
+class Crossed(Stack):
+    block = TwoInputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        for layer in self.layers:
+            y, x = layer(x, y)
+        return (x - y) * self.scale
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "zero3"])
+def test_blocks_of_two_inputs_and_two_outputs(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Crossed, strategy)
+
+
+class InPlace(Block):
+    """Writes into its own input first, as models that save memory do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.25
+        return super().forward(x)
+
+
+class WritesInPlace(Stack):
+    block = InPlace
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+            x *= 1.5  # into the output of a block
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_in_place_operations_between_blocks_and_in_them(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, WritesInPlace, strategy)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# several forwards and backwards
+
+
+def several_forwards_one_backward(trainee: Trainee) -> list[float]:
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = loss_on(trainee, 3 * step) + 2 * loss_on(trainee, 3 * step + 1) - loss_on(trainee, 3 * step + 2)
+        loss.backward()
+        losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses
+
+
+def forwards_then_backwards(trainee: Trainee, in_order: bool, accumulate: bool) -> list[float]:
+    values = []
+    for step in range(NUM_STEPS):
+        losses = [loss_on(trainee, 3 * step + part) for part in range(3)]
+        values.extend(trainee.mean(loss) for loss in losses)
+        for index, loss in enumerate(losses if in_order else losses[::-1]):
+            if accumulate and index < 2:
+                with trainee.accumulate():
+                    loss.backward()
+            else:
+                loss.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values
+
+
+def in_order(trainee: Trainee) -> list[float]:
+    return forwards_then_backwards(trainee, in_order=True, accumulate=False)
+
+
+def in_order_accumulated(trainee: Trainee) -> list[float]:
+    return forwards_then_backwards(trainee, in_order=True, accumulate=True)
+
+
+def reversed_accumulated(trainee: Trainee) -> list[float]:
+    return forwards_then_backwards(trainee, in_order=False, accumulate=True)
+
+
+def interleaved(trainee: Trainee) -> list[float]:
+    """A forward between the forward and the backward of another."""
+    values = []
+    for step in range(NUM_STEPS):
+        first = loss_on(trainee, 2 * step)
+        second = loss_on(trainee, 2 * step + 1)
+        with trainee.accumulate():
+            first.backward()
+        third = loss_on(trainee, 2 * step + 100)
+        second.backward()
+        with trainee.accumulate():  # also after one that was not: the step brings it home
+            third.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values
+
+
+def never_zeroed(trainee: Trainee) -> list[float]:
+    """Gradients go on adding up over steps when nobody clears them."""
+    values = []
+    for step in range(4):
+        loss = loss_on(trainee, step)
+        loss.backward()
+        values.append(trainee.mean(loss))
+        trainee.optimizer.step()
+        if step == 2:
+            trainee.optimizer.zero_grad()
+    return values
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize(
+    "story",
+    [
+        several_forwards_one_backward,
+        in_order,
+        in_order_accumulated,
+        reversed_accumulated,
+        interleaved,
+        never_zeroed,
+    ],
+)
+def test_several_forwards_and_backwards(run_ranks: Pool, story: Any, strategy: str) -> None:
+    check(run_ranks, story, Stack, strategy)
+
+
+@pytest.mark.parametrize("strategy", NODES)
+@pytest.mark.parametrize("story", [in_order, interleaved])
+def test_several_forwards_and_backwards_on_nodes(run_ranks: Pool, story: Any, strategy: str) -> None:
+    check(run_ranks, story, Stack, strategy, world=4, node_size=2)
+
+
+def without_backward(trainee: Trainee) -> list[float]:
+    """Forwards whose graph is thrown away, and steps without any gradient."""
+    values = train(trainee, 1)
+    loss_on(trainee, 50)
+    loss_on(trainee, 51)
+    values += train(trainee, 2, first=1)
+    loss_on(trainee, 52)
+    trainee.step()
+    trainee.step()
+    return values + train(trainee, 2, first=3)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_forwards_without_backward_and_steps_without_gradient(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, without_backward, Stack, strategy)
+
+
+def retained(trainee: Trainee) -> list[float]:
+    values = []
+    for step in range(NUM_STEPS):
+        loss = loss_on(trainee, step)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        with trainee.accumulate():
+            loss.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values + train(trainee, 2, first=10)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_retained_graphs(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, retained, Stack, strategy)
+
+
+def retained_crosswise(trainee: Trainee) -> list[float]:
+    """Two graphs alive, each run through twice."""
+    values = []
+    for step in range(NUM_STEPS):
+        first, second = loss_on(trainee, 2 * step), loss_on(trainee, 2 * step + 1)
+        first.backward(retain_graph=True)
+        second.backward(retain_graph=True)
+        third = loss_on(trainee, 2 * step + 50)
+        first.backward()
+        third.backward()
+        second.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "zero3"])
+@pytest.mark.parametrize("build", [Stack, Backwards])
+def test_retained_graphs_of_several_forwards(run_ranks: Pool, strategy: str, build: Any) -> None:
+    check(run_ranks, retained_crosswise, build, strategy)
+
+
+def gradients_only(trainee: Trainee) -> list[float]:
+    """Gradients of the inputs, without touching the parameters' (and before a backward that does)."""
+    values = []
+    for step in range(NUM_STEPS):
+        sizes = []
+
+        def loss_of(rank: int, step: int = step, sizes: list[Tensor] = sizes) -> Tensor:
+            x = features(step, rank).requires_grad_()
+            loss = trainee.model(x).square().mean()
+            (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+            sizes.append(grad.norm())
+            return loss
+
+        loss = trainee.share(loss_of)
+        values.append(trainee.mean(torch.stack(sizes).mean()))
+        loss.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_gradients_of_inputs_without_those_of_parameters(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, gradients_only, Stack, strategy)
+
+
+def inputs_with_gradients(trainee: Trainee) -> list[float]:
+    values = []
+    for step in range(NUM_STEPS):
+        inputs: list[Tensor] = []
+
+        def loss_of(rank: int, step: int = step, inputs: list[Tensor] = inputs) -> Tensor:
+            inputs.append(features(step, rank).requires_grad_())
+            return trainee.model(inputs[-1]).square().mean()
+
+        loss = trainee.share(loss_of)
+        loss.backward()
+        scale = 1 if trainee.is_sharded else trainee.world
+        norms = torch.stack([x.grad.norm() * scale for x in inputs if x.grad is not None])
+        values.append(trainee.mean(norms.mean()))
+        trainee.step()
+    return values
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_inputs_that_require_gradients(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, inputs_with_gradients, Stack, strategy)
+
+
+def penalised(trainee: Trainee) -> list[float]:
+    """A gradient penalty: backward through a backward."""
+    values = []
+    for step in range(NUM_STEPS):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            x = features(step, rank).requires_grad_()
+            loss = trainee.model(x).square().mean()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + grad.square().sum()
+
+        loss = trainee.share(loss_of)
+        loss.backward()
+        values.append(trainee.clip(0.3))
+        trainee.step()
+    return values
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3"])
+def test_a_backward_through_a_backward_is_right_or_refused(run_ranks: Pool, strategy: str) -> None:
+    try:
+        check(run_ranks, penalised, Stack, strategy)
+    except WorldFailed as failed:
+        assert all("StateError" in ending.error for ending in failed.endings), failed
+        assert strategy not in ("ddp", "zero2"), "whole parameters need no gather in the backward"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# parameters that get no gradient
+
+
+class Choosy(Block):
+    """One of two branches, by the data; the other one's parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, use_other: bool = False) -> Tensor:
+        return x + self.other(x) if use_other else super().forward(x)
+
+
+class Chooses(Stack):
+    block = Choosy
+
+    def forward(self, x: Tensor, others: tuple[int, ...] = ()) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, use_other=index in others)
+        return x * self.scale
+
+
+def train_with(trainee: Trainee, others_of: Callable[[int, int], tuple[int, ...]]) -> list[float]:
+    """`others_of` gives the blocks that take their other branch, by step and rank."""
+    losses = []
+    for step in range(5):
+        loss = trainee.share(
+            lambda rank, step=step: trainee.model(
+                features(step, rank), others_of(step, rank)
+            ).square().mean()
+        )
+        loss.backward()
+        losses.extend([trainee.mean(loss), trainee.clip(0.5)])
+        trainee.step()
+    return losses
+
+
+def unused_on_some_ranks(trainee: Trainee) -> list[float]:
+    return train_with(trainee, lambda step, rank: (0, 3) if rank == 0 else (3, 4))
+
+
+def unused_on_all_ranks(trainee: Trainee) -> list[float]:
+    return train_with(trainee, lambda step, rank: (1, 2))
+
+
+def unused_now_and_then(trainee: Trainee) -> list[float]:
+    """Everything is used in the first step, on one rank or the other; later something is missing everywhere."""
+    return train_with(
+        trainee,
+        lambda step, rank: ((0, 1, 2, 3, 4) if rank == 0 else ()) if step in (0, 3) else (0, 1, step),
+    )
+
+
+def unused_in_accumulation(trainee: Trainee) -> list[float]:
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            loss = trainee.share(
+                lambda rank, step=step, micro=micro: trainee.model(
+                    features(2 * step + micro, rank), (micro, step)
+                ).square().mean()
+            )
+            if micro == 0 or step == 1:  # in step 1 none is the last
+                with trainee.accumulate():
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize(
+    "story", [unused_on_some_ranks, unused_on_all_ranks, unused_now_and_then, unused_in_accumulation]
+)
+def test_unused_parameters(run_ranks: Pool, story: Any, strategy: str) -> None:
+    check(run_ranks, story, Chooses, strategy)
+
+
+@pytest.mark.parametrize("strategy", NODES)
+def test_unused_parameters_on_nodes(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, unused_now_and_then, Chooses, strategy, world=4, node_size=2)
+
+
+class Skips(Stack):
+    def forward(self, x: Tensor, skipped: tuple[int, ...] = ()) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index not in skipped:
+                x = layer(x)
+        return x * self.scale
+
+
+def skipped_on_all_ranks(trainee: Trainee) -> list[float]:
+    """Layer dropping: whole units left out, others in every step, none in the first."""
+    return train_with(trainee, lambda step, rank: ((), (1, 2), (0,), (3, 4), (0, 1, 2, 3, 4))[step])
+
+
+def skipped_on_one_rank(trainee: Trainee) -> list[float]:
+    return train_with(trainee, lambda step, rank: () if rank else ((2,), (1,), (0,), (4,), (3,))[step])
+
+
+def run_of_units_skipped_on_one_rank(trainee: Trainee) -> list[float]:
+    return train_with(trainee, lambda step, rank: () if rank else (1, 2, 3))
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_units_skipped_on_all_ranks(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, skipped_on_all_ranks, Skips, strategy)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("story", [skipped_on_one_rank, run_of_units_skipped_on_one_rank])
+def test_units_skipped_on_one_rank(run_ranks: Pool, story: Any, strategy: str) -> None:
+    check(run_ranks, story, Skips, strategy)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what a unit takes and returns
+
+
+class Point(NamedTuple):
+    x: Tensor
+    label: str
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    parts: list[Tensor]
+    label: str = "a record"
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    x: Tensor | None = None
+    parts: tuple[Tensor, ...] | None = None
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Wraps(Block):
+    """Returns its result in something, and takes it out of the same."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, value: Any) -> Any:
+        x = self.taken(value)
+        y = super().forward(x)
+        match self.kind:
+            case "tuple":
+                return (y, None, 3)
+            case "list":
+                return [y]
+            case "nested":
+                return {"a": [({"b": y},)]}
+            case "dict":
+                return {"x": y, "half": y / 2}
+            case "ordered":
+                return OrderedDict(x=y)
+            case "named tuple":
+                return Point(y, "here")
+            case "dataclass":
+                return Record(y, [y / 2])
+            case "ModelOutput":
+                return Output(x=y, parts=(y / 2, y))
+            case _:
+                return Opaque(y)
+
+    @staticmethod
+    def taken(value: Any) -> Tensor:
+        match value:
+            case Tensor():
+                return value
+            case {"a": [({"b": x},)]}:
+                return x
+            case Output():
+                return value.x + value.parts[0]
+            case Record():
+                return value.x + value.parts[0]
+            case {"x": x, **others}:
+                return x + others["half"] if "half" in others else x
+            case Point() | Opaque():
+                return value.x
+            case _:
+                return value[0]
+
+
+class Wrapped(nn.Module):
+    kind = "opaque"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wraps(self.kind) for _ in range(5))
+
+    def forward(self, x: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return Wraps.taken(x)
+
+
+KINDS = ["tuple", "list", "nested", "dict", "ordered", "named tuple", "dataclass", "ModelOutput"]
+
+
+class Wrapping:
+    """Builds a model whose blocks return this kind of thing; an object, so that it travels to the ranks."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self) -> nn.Module:
+        model = Wrapped()
+        model.layers = nn.ModuleList(Wraps(self.kind) for _ in range(5))
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "zero3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_outputs(run_ranks: Pool, kind: str, strategy: str) -> None:
+    check(run_ranks, train, Wrapping(kind), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_an_opaque_output_is_right_where_parameters_are_whole(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Wrapping("opaque"), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "zero3"])
+def test_an_opaque_output_is_refused_where_a_backward_must_gather(run_ranks: Pool, strategy: str) -> None:
+    with pytest.raises(WorldFailed) as failed:
+        check(run_ranks, train, Wrapping("opaque"), strategy)
+    for ending in failed.value.endings:
+        assert "StateError" in ending.error
+        assert "layers." in ending.error
+        assert "Wraps" in ending.error
+
+
+class Leaks(Block):
+    """Leaves something on itself that the loss is made of, beside what it returns (auxiliary losses do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.auxiliary = (self.router(x).sigmoid() * self.up.weight.mean()).square().mean()
+        return y
+
+
+class WithAuxiliaryLoss(Stack):
+    block = Leaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + torch.stack([layer.auxiliary for layer in self.layers]).sum()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3"])
+def test_an_auxiliary_loss_left_on_the_module_is_right_or_refused(run_ranks: Pool, strategy: str) -> None:
+    try:
+        check(run_ranks, train, WithAuxiliaryLoss, strategy)
+    except WorldFailed as failed:
+        assert all("StateError" in ending.error for ending in failed.endings), failed
+        assert strategy not in ("ddp", "zero2")
+
+
+class ByKeyword(Block):
+    def forward(self, *, hidden: Tensor, options: dict[str, Any], scale: float = 1.0) -> Tensor:
+        options["num_calls"] = options.get("num_calls", 0) + 1
+        return super().forward(hidden) * scale + options["bias"]
+
+
+class TakesKeywords(Stack):
+    block = ByKeyword
+
+    def forward(self, *, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = {"bias": 0.0 if bias is None else bias}
+        for layer in self.layers:
+            x = layer(options=options, hidden=x, scale=0.9)
+        assert options["num_calls"] == len(self.layers)
+        return x * self.scale
+
+
+def train_by_keyword(trainee: Trainee) -> list[float]:
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = trainee.share(
+            lambda rank, step=step: trainee.model(x=features(step, rank), bias=features(9, rank)).square().mean()
+        )
+        loss.backward()
+        losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "shard_grad_op", "zero3"])
+def test_keyword_only_arguments(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train_by_keyword, TakesKeywords, strategy)
+
+
+class Reads(nn.Module):
+    """The output projection is the embedding's weight, read without calling the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 64, bias=False)
+        self.layers = nn.ModuleList(Block(64, 31) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_weight_read_outside_its_own_unit_is_right_or_refused(run_ranks: Pool, strategy: str) -> None:
+    try:
+        check(run_ranks, train, Reads, strategy, units=["Linear", "Block"])
+    except WorldFailed as failed:
+        assert all("StateError" in ending.error for ending in failed.endings), failed
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_weight_of_the_root_may_be_read_anywhere_in_it(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, train, Reads, strategy, units=["Block"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# parts of a model called by hand
+
+
+def by_parts(trainee: Trainee) -> list[float]:
+    """The user runs the parts and never the model."""
+    losses = []
+    for step in range(NUM_STEPS):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            x = trainee.model.stem(features(step, rank))
+            x = trainee.model.body(x)
+            return trainee.model.head(x).square().mean()
+
+        loss = trainee.share(loss_of)
+        loss.backward()
+        losses.extend([trainee.mean(loss), trainee.clip(0.5)])
+        trainee.step()
+    return losses
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.body = nn.Sequential(*(Block() for _ in range(4)))
+        self.head = nn.Linear(16, 3)
+
+
+def head_only(trainee: Trainee) -> list[float]:
+    """A backward that meets no unit but the one around it."""
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = trainee.share(
+            lambda rank, step=step: trainee.model.head(features(step, rank)).square().mean()
+        )
+        loss.backward()
+        losses.extend([trainee.mean(loss), trainee.clip(0.5)])
+        trainee.step()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("story", [by_parts, head_only])
+def test_parts_called_without_the_model(run_ranks: Pool, story: Any, strategy: str) -> None:
+    check(run_ranks, story, Parts, strategy)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+def evaluated_in_between(trainee: Trainee) -> list[float]:
+    values = train(trainee, 2)
+    trainee.model.eval()
+    with torch.no_grad():
+        values.append(trainee.mean(loss_on(trainee, 70)))
+    with torch.inference_mode():
+        values.append(trainee.mean(loss_on(trainee, 71)))
+    trainee.model.train()
+    values += train(trainee, 2, first=2)
+    # Between a forward and its backward, and inside an accumulation.
+    first = loss_on(trainee, 40)
+    with torch.no_grad():
+        values.append(trainee.mean(loss_on(trainee, 72)))
+    with trainee.accumulate():
+        first.backward()
+    with torch.inference_mode():
+        values.append(trainee.mean(loss_on(trainee, 73)))
+    second = loss_on(trainee, 41)
+    second.backward()
+    values.append(trainee.clip(0.5))
+    with torch.no_grad():  # between backward and step
+        values.append(trainee.mean(loss_on(trainee, 74)))
+    trainee.step()
+    return values + train(trainee, 2, first=4)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("build", [Stack, Backwards])
+def test_evaluation_in_the_middle_of_training(run_ranks: Pool, build: Any, strategy: str) -> None:
+    check(run_ranks, evaluated_in_between, build, strategy)
+
+
+@pytest.mark.parametrize("strategy", NODES)
+def test_evaluation_in_the_middle_of_training_on_nodes(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, evaluated_in_between, Stack, strategy, world=4, node_size=2)
+
+
+def evaluated_first(trainee: Trainee) -> list[float]:
+    """Everything the engine makes lazily is made in inference mode, and must serve training all the same."""
+    with torch.inference_mode():
+        values = [trainee.mean(loss_on(trainee, 70)), trainee.mean(loss_on(trainee, 71))]
+    return values + train(trainee)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "shard_grad_op", "zero3"])
+@pytest.mark.parametrize("build", [Stack, Backwards, nested])
+def test_inference_mode_before_training(run_ranks: Pool, build: Any, strategy: str) -> None:
+    check(run_ranks, evaluated_first, build, strategy, units=["Block", "Nested"] if build is nested else "auto")
+
+
+class WithDropout(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+def flipped(trainee: Trainee) -> list[float]:
+    """`eval` and `train` reach the modules: dropout is off, on, and off again."""
+    zeros = []
+    for mode in (True, False, True, False):
+        trainee.model.train(mode)
+        out = trainee.model(features(0, 0, num_samples=64))
+        zeros.append(float((out == 0).any()))
+        assert trainee.model.layers[0].training == mode
+    return zeros
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_training_flipped_on_and_off(run_ranks: Pool, strategy: str) -> None:
+    told = check(run_ranks, flipped, WithDropout, strategy)
+    assert told[0].values == [1.0, 0.0, 1.0, 0.0]
+
+
+def evaluate_only(strategy: str, precision: str, num_rounds: int) -> tuple[list[Tensor], Any, int]:
+    sw.init()
+    torch.manual_seed(0)
+    model, optimizer = sw.shard(Stack(), None, strategy, precision=precision)
+    outputs = []
+    for step in range(num_rounds):
+        with torch.no_grad():
+            outputs.append(model(features(step, dist.get_rank())))
+    return outputs, optimizer, sw.traffic(model).num_calls
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_without_an_optimizer(run_ranks: Pool, strategy: str, precision: str) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    dtype = torch.float32
+    if precision == "bf16":
+        model, dtype = model.bfloat16(), torch.bfloat16
+    for rank, (outputs, optimizer, _) in enumerate(run_ranks(2, evaluate_only, strategy, precision, 3)):
+        assert optimizer is None
+        for step, output in enumerate(outputs):
+            with torch.no_grad():
+                expected = model(features(step, rank).to(dtype))
+            assert output.dtype == dtype
+            torch.testing.assert_close(output, expected, rtol=1e-5 if precision == "fp32" else 2e-2, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# errors on the way
+
+
+class Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("trapped in the backward")
+
+
+class Trapped(Stack):
+    """Raises in front of, inside or behind a block, in forward or backward, when told to."""
+
+    trap: tuple[str, int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.trap == ("forward", index):
+                raise ValueError("trapped in the forward")
+            x = layer(x)
+            if self.trap == ("backward", index):
+                x = Trap.apply(x)
+        return x * self.scale
+
+
+class TrappedBlock(Block):
+    trap = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        if self.trap == "forward":
+            raise ValueError("trapped in the forward")
+        if self.trap == "backward":
+            y = Trap.apply(y)
+        return x + self.down(y.tanh())
+
+
+class TrappedInside(Stack):
+    block = TrappedBlock
+
+
+def spring(trainee: Trainee, step: int) -> None:
+    with pytest.raises(ValueError, match="trapped"):
+        loss_on(trainee, step).backward()
+
+
+def survives_trap(trainee: Trainee, direction: str, index: int, inside: bool) -> list[float]:
+    values = train(trainee, 2)
+    target = trainee.model.layers[index] if inside else trainee.model
+    target.trap = direction if inside else (direction, index)
+    before = trainee.weights()
+    spring(trainee, 33)
+    # Nothing of the broken pass may be seen.
+    after = trainee.weights()
+    assert list(after) == list(before)
+    for name in before:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name]), name
+    target.trap = "" if inside else None
+    trainee.optimizer.zero_grad()
+    return values + train(trainee, 3, first=2)
+
+
+class Surviving:
+    def __init__(self, direction: str, index: int, inside: bool) -> None:
+        self.case = direction, index, inside
+
+    def __call__(self, trainee: Trainee) -> list[float]:
+        return survives_trap(trainee, *self.case)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_training_goes_on_after_an_error(run_ranks: Pool, strategy: str, direction: str, inside: bool) -> None:
+    for index in (0, 2, 4):
+        build = TrappedInside if inside else Trapped
+        check(run_ranks, Surviving(direction, index, inside), build, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "zero3"])
+def test_weights_after_an_error_are_the_masters(run_ranks: Pool, strategy: str) -> None:
+    """In bf16 a compute copy that were still shown would be seen by its dtype and its rounding."""
+    for direction in ("forward", "backward"):
+        run_ranks(2, trap_in_bf16, strategy, direction)
+
+
+def trap_in_bf16(strategy: str, direction: str) -> None:
+    sw.init()
+    torch.manual_seed(0)
+    model = TrappedInside()
+    model, optimizer = sw.shard(model, sgd(list(model.parameters())), strategy, precision="bf16")
+    trainee = Trainee(model, optimizer, dist.get_world_size(), dist.get_rank())
+    survives_trap(trainee, direction, 2, inside=True)
+
+
+def error_then_accumulate(trainee: Trainee) -> list[float]:
+    """Gradients of complete backwards survive a forward that fails afterwards."""
+    train(trainee, 1)
+    with trainee.accumulate():
+        loss_on(trainee, 20).backward()
+    trainee.model.trap = ("forward", 3)
+    spring(trainee, 21)
+    trainee.model.trap = None
+    loss_on(trainee, 22).backward()
+    values = [trainee.clip(0.5)]
+    trainee.step()
+    return values + train(trainee, 2, first=1)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_failed_forward_keeps_gradients_that_were_complete(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, error_then_accumulate, Trapped, strategy)
+
+
+def freed(trainee: Trainee) -> list[float]:
+    values = train(trainee, 1)
+    loss = loss_on(trainee, 20)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"second time|freed"):
+        loss.backward()
+    values.append(trainee.clip(0.5))
+    trainee.step()
+    return values + train(trainee, 2, first=1)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_backward_through_a_freed_graph(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, freed, Stack, strategy)
+
+
+def freed_then_another(trainee: Trainee) -> list[float]:
+    """The failed backward is followed at once by a good one, with no forward between them."""
+    values = train(trainee, 1)
+    first, second = loss_on(trainee, 20), loss_on(trainee, 21)
+    first.backward()
+    with pytest.raises(RuntimeError, match=r"second time|freed"):
+        first.backward()
+    second.backward()
+    values.append(trainee.clip(0.5))
+    trainee.step()
+    return values + train(trainee, 2, first=1)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_good_backward_right_after_one_through_a_freed_graph(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, freed_then_another, Stack, strategy)
+
+
+def stale(trainee: Trainee) -> list[float]:
+    values = train(trainee, 1)
+    if trainee.is_sharded:  # one process notices only what it saved itself
+        old = loss_on(trainee, 20)
+        values += train(trainee, 1, first=1)
+        refused(trainee, old.backward, "optimizer.step()", "run the forward again")
+        trainee.optimizer.zero_grad()
+    else:
+        values += train(trainee, 1, first=1)
+    return values + train(trainee, 2, first=2)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_backward_of_a_forward_before_the_step_is_refused(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, stale, Stack, strategy)
+
+
+def overflowing(trainee: Trainee) -> list[float]:
+    """A NaN in a gradient is the user's: it arrives, and it does not outlive zero_grad."""
+    loss = loss_on(trainee, 5) * float("nan")
+    loss.backward()
+    assert trainee.clip(1.0) != trainee.clip(1.0)
+    trainee.optimizer.zero_grad()
+    return train(trainee)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_nan_does_not_outlive_zero_grad(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, overflowing, Stack, strategy)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# other ways to run a model
+
+
+def under_autocast(trainee: Trainee) -> list[float]:
+    values = []
+    for step in range(NUM_STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = trainee.share(lambda rank, step=step: trainee.model(features(step, rank)).float().square().mean())
+        loss.backward()
+        values.append(trainee.mean(loss))
+        trainee.step()
+    return values
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_autocast_by_the_user(run_ranks: Pool, strategy: str) -> None:
+    # The mean is over other sizes of batch, and autocast rounds what it multiplies to 8 bits.
+    check(run_ranks, under_autocast, Stack, strategy, tolerance=2e-3)
+
+
+def hooked(trainee: Trainee) -> list[float]:
+    """The user's own module hooks see whole parameters and may change outputs."""
+    seen = []
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(tuple(module.up.weight.shape))
+        return output * 0.5
+
+    trainee.model.layers[1].register_forward_hook(after)
+    trainee.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + module.up.bias.mean(),))
+    losses = train(trainee)
+    assert set(seen) == {(37, 16)}
+    return losses
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_hooks_of_the_user(run_ranks: Pool, strategy: str) -> None:
+    check(run_ranks, hooked, Stack, strategy)

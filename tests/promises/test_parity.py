@@ -1,0 +1,164 @@
+"""Every strategy trains as one process does: losses, gradient norms and weights.
+
+Two measures. Against one process on the *whole batch*, results differ by the order of summation only: in fp32 by
+less than 1e-5, relative, after twenty steps. Against one process that cuts the batch as a world of two does and adds
+its two gradients, nothing at all differs, because a sum of two has no order: strategies must be *bit-identical*
+to it, and so to each other, in every precision.
+
+For 16-bit formats the second measure is the sharp one. For the first there is no tolerance that is both small and
+honest (a gradient whose rounding flips its sign moves a weight by a whole learning rate under Adam), so it is
+calibrated by the format itself: distances to fp32 may be at most `FAITHFUL` times what the format alone costs one
+process.
+"""
+
+from functools import cache
+from statistics import fmean
+
+import pytest
+
+from tests.harness import Pool
+from tests.support.models import HUGGING_FACE, IN_TREE, MODELS
+from tests.support.strategies import ALL, SOME, STRATEGIES
+from tests.support.training import (
+    FORMATS,
+    Outcome,
+    Poke,
+    assert_close,
+    assert_same,
+    relative,
+    train_alone,
+    train_sharded,
+    weight_error,
+)
+
+FP32_TOLERANCE = 1e-5
+FAITHFUL = 3.0
+
+alone = cache(train_alone)
+
+# (world, ranks per node)
+ONE_NODE, TWO_NODES_OF_ONE, TWO_NODES_OF_TWO = (2, 2), (2, 1), (4, 2)
+
+PRECISIONS = {
+    "bf16": {"precision": "bf16"},
+    "bf16, reduced in bf16": {"precision": "bf16", "reduce_dtype": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "pure-bf16": {"precision": "pure-bf16"},
+}
+
+
+def sharded(
+    pool: Pool, world: int, node_size: int, strategy: str, model: str = IN_TREE, **options: object
+) -> Outcome:
+    """The outcome of rank 0, once all ranks are known to agree on every bit of it."""
+    outcomes = pool(world, train_sharded, model, STRATEGIES[strategy], node_size=node_size, **options)
+    for outcome in outcomes[1:]:
+        assert_same(outcome, outcomes[0])
+    return outcomes[0]
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize(("world", "node_size"), [ONE_NODE, TWO_NODES_OF_ONE])
+def test_all_strategies_are_bit_identical_in_a_world_of_two(
+    run_ranks: Pool, strategy: str, world: int, node_size: int
+) -> None:
+    outcome = sharded(run_ranks, world, node_size, strategy, precision="fp32")
+    assert_same(outcome, alone(IN_TREE, num_slices=2))
+    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_two_nodes_of_two_equal_one_process(run_ranks: Pool, strategy: str) -> None:
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32")
+    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", [*SOME, "hpz", "mapping"])
+@pytest.mark.parametrize(("world", "node_size"), [(1, 1), (3, 3), (3, 1), (4, 4)])
+def test_other_worlds_equal_one_process(
+    run_ranks: Pool, strategy: str, world: int, node_size: int
+) -> None:
+    outcome = sharded(run_ranks, world, node_size, strategy, precision="fp32")
+    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
+    if world == 1:
+        assert_same(outcome, alone(IN_TREE))
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_micro_batches_do_not_change_the_result(run_ranks: Pool, strategy: str) -> None:
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp32", num_micro=3)
+    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != IN_TREE])
+def test_models_as_users_have_them(run_ranks: Pool, model: str, strategy: str) -> None:
+    outcome = sharded(run_ranks, *ONE_NODE, strategy, model, precision="fp32")
+    assert_same(outcome, alone(model, num_slices=2))
+    assert_close(outcome, alone(model), FP32_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["in-tree tied", *HUGGING_FACE])
+def test_models_on_two_nodes_in_micro_batches(run_ranks: Pool, model: str) -> None:
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, "hpz", model, precision="fp32", num_micro=3)
+    assert_close(outcome, alone(model), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sixteen_bits_are_bit_identical_in_a_world_of_two(
+    run_ranks: Pool, precision: str, strategy: str
+) -> None:
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, **PRECISIONS[precision])
+    assert_same(outcome, alone(IN_TREE, formats=FORMATS[precision], num_slices=2))
+    assert outcome.num_skipped == 0
+
+
+@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sixteen_bits_cost_no_more_than_in_one_process(
+    run_ranks: Pool, precision: str, strategy: str
+) -> None:
+    exact = alone(IN_TREE)
+    rounded = alone(IN_TREE, formats=FORMATS[precision])
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, **PRECISIONS[precision])
+
+    def distances(of: Outcome) -> dict[str, float]:
+        return {
+            "losses": fmean(map(relative, of.losses, exact.losses)),
+            "norms": fmean(map(relative, of.norms, exact.norms)),
+            "weights": weight_error(of.weights, exact.weights),
+        }
+
+    allowed = distances(rounded)
+    for what, distance in distances(outcome).items():
+        assert distance <= FAITHFUL * allowed[what], (what, distance, allowed[what])
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_hugging_face_models_in_bf16(run_ranks: Pool, strategy: str, model: str) -> None:
+    outcome = sharded(run_ranks, *ONE_NODE, strategy, model, precision="bf16")
+    assert_same(outcome, alone(model, formats=FORMATS["bf16"], num_slices=2))
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_overflow_skips_the_step_everywhere(run_ranks: Pool, strategy: str) -> None:
+    """One rank's gradient overflows in step 3: no rank takes that step, the scale halves, and training goes on."""
+    poke = Poke(step=3, slice=1)
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp16", num_steps=8, poke=poke)
+    assert (outcome.num_skipped, outcome.loss_scale) == (1, 2.0**15)
+    assert_same(
+        outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, num_steps=8, poke=poke)
+    )
+
+
+@pytest.mark.parametrize("strategy", SOME)
+def test_overflow_without_clipping(run_ranks: Pool, strategy: str) -> None:
+    """Nobody asks for the norm; the overflow must be found all the same."""
+    poke = Poke(step=1, slice=0)
+    options = {"num_steps": 4, "clip": None, "poke": poke}
+    outcome = sharded(run_ranks, *ONE_NODE, strategy, precision="fp16", **options)
+    assert outcome.num_skipped == 1
+    assert_same(outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, **options))
