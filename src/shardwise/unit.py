@@ -176,7 +176,8 @@ class FlatState:
             self.used[index] = True
             targets.append(views[index])
             sources.append(grad)
-        if self.flat.depth_of_grads > 0:
+        if not add:
+            # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
             for gap in self.gaps:
                 buffer[gap.start : gap.stop].zero_()
         if sources:

@@ -339,13 +339,16 @@ class Engine:
             state.grad_state = "empty"
             state.used = [False] * len(state.used)
 
-    def was_updated(self, index: int | None = None) -> None:
-        """The masters are newer than every copy of them, of one unit or of all."""
+    def was_updated(self) -> None:
+        """The masters that are trained are newer than every copy of them."""
         self.num_updates += 1
-        changed = range(len(self.units)) if index is None else (index,)
-        for unit in changed:
-            self._finish_gather(unit)
-        self._occupancy.masters_changed(changed)
+        self.settle()
+        self._occupancy.masters_changed()
+
+    def was_rewritten(self) -> None:
+        """Weights were set from outside, frozen ones too."""
+        self.was_updated()
+        self._occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
         if updated:

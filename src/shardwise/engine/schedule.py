@@ -161,9 +161,15 @@ class Occupancy:
         """Forget a unit that gives its own memory back."""
         self.held[unit] = False
 
-    def masters_changed(self, units: Iterable[int]) -> None:
-        for unit in units:
-            self.fresh[unit] = self.rest_fresh[unit] = False
+    def masters_changed(self) -> None:
+        """After an update: what is trained is stale everywhere, what is frozen is not."""
+        num_units = len(self.held)
+        self.fresh = [False] * num_units
+        self.rest_fresh = [False] * num_units
+
+    def forget_all(self) -> None:
+        self.masters_changed()
+        self.held = [False] * len(self.held)
 
 
 Verb = Literal["gather", "forward", "backward", "reduce", "update"]
@@ -181,7 +187,7 @@ def step_events(schedule: Schedule, num_micro_batches: int = 1, first_step: bool
     occupancy = Occupancy(schedule)
     if not first_step:
         _micro_batches(schedule, occupancy, num_micro_batches)
-        occupancy.masters_changed(range(len(schedule.units)))
+        occupancy.masters_changed()
     events: list[Event] = []
     if not first_step:
         events.extend(_gathers(schedule, occupancy, schedule.after_step))

@@ -48,7 +48,7 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
         for unit in units:
             for state in unit.states:
                 _write_master(engine, state, buffers[id(state)])
-        engine.was_updated()
+        engine.was_rewritten()
     elif any(param._version for _, param in shown):
         raise StateError(
             "parameters were changed inside sw.whole(...), which was for reading: use sw.whole(..., write=True)"
@@ -114,7 +114,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
             value.copy_(state_dict[key])
         if from_first:
             broadcast_from_first(engine.mesh.world, value)
-    engine.was_updated()
+    engine.was_rewritten()
 
 
 def _check_keys(engine: Engine, state_dict: Mapping[str, Tensor] | None, expected: set[str], strict: bool) -> None:
