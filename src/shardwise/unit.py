@@ -140,27 +140,32 @@ class FlatState:
         assert self.grads is not None
         return self.grads[flat.spans[flat.depth_of_master].within(flat.spans[flat.depth_of_grads])]
 
-    def start_reduce(self, slot: Tensor | None, sync: bool, channels: Channels, scale: "GradScale") -> "Reduction":
-        """Collect the gradients that autograd left on the compute parameters and send them on their way.
-
-        They are put where the collective reads them: into `grads` itself when gradients rest whole, else
-        into `slot`. Only the first hop is started here.
-        """
-        flat = self.flat
+    def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
         for param in self.compute_params:
             param.grad = None
+        return taken
+
+    def start_reduce(
+        self, taken: Sequence[Tensor | None], slot: Tensor | None, sync: bool, channels: Channels, scale: "GradScale"
+    ) -> "Reduction":
+        """Send the gradients on their way that autograd left on the compute parameters.
+
+        They are put where the collective reads them: into `grads` itself when gradients rest whole, else
+        into `slot`. Only the first hop is started here. `taken` must be held until the fill has run.
+        """
+        flat = self.flat
         if self.grads is None:
             num_elems = flat.spans[flat.depth_of_grads].num_elems
             self.grads = torch.zeros(num_elems, dtype=flat.reduce, device=self.master.device)
         if self.grad_state == "final":
             self._make_local(scale)
         buffer = self.grads if slot is None else slot
-        held = self._fill(buffer, taken, slot is None and self.grad_state == "local", scale)
+        self._fill(buffer, taken, slot is None and self.grad_state == "local", scale)
         hops = flat.reduce_hops or (flat.sync_hops if sync else ())
-        return Reduction(self, buffer, held, self._run(buffer, 0, hops[:1], channels), sync)
+        return Reduction(self, buffer, self._run(buffer, 0, hops[:1], channels), sync)
 
-    def _fill(self, buffer: Tensor, taken: Sequence[Tensor | None], add: bool, scale: "GradScale") -> list[Tensor]:
+    def _fill(self, buffer: Tensor, taken: Sequence[Tensor | None], add: bool, scale: "GradScale") -> None:
         views = self._views_of(buffer)
         targets, sources = [], []
         for index, grad in enumerate(taken):
@@ -187,7 +192,6 @@ class FlatState:
                 torch._foreach_add_(targets, sources)
             else:
                 torch._foreach_copy_(targets, sources)
-        return sources
 
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
         """Each parameter's place in a gradient buffer; the few buffers there are stay where they are."""
@@ -238,11 +242,10 @@ class GradScale:
 
 @dataclass(slots=True)
 class Reduction:
-    """A gradient on its way. `held` are autograd's own tensors, kept until the fill has read them."""
+    """A gradient on its way in `buffer`."""
 
     state: FlatState
     buffer: Tensor
-    held: list[Tensor]
     flights: list[InFlight]
     is_sync: bool
 

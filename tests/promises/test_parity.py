@@ -47,9 +47,7 @@ PRECISIONS = {
 }
 
 
-def sharded(
-    pool: Pool, world: int, node_size: int, strategy: str, model: str = IN_TREE, **options: object
-) -> Outcome:
+def sharded(pool: Pool, world: int, node_size: int, strategy: str, model: str = IN_TREE, **options: object) -> Outcome:
     """The outcome of rank 0, once all ranks are known to agree on every bit of it."""
     outcomes = pool(world, train_sharded, model, STRATEGIES[strategy], node_size=node_size, **options)
     for outcome in outcomes[1:]:
@@ -73,11 +71,9 @@ def test_two_nodes_of_two_equal_one_process(run_ranks: Pool, strategy: str) -> N
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [*SOME, "hpz", "mapping"])
+@pytest.mark.parametrize("strategy", [*SOME, "mapping"])
 @pytest.mark.parametrize(("world", "node_size"), [(1, 1), (3, 3), (3, 1), (4, 4)])
-def test_other_worlds_equal_one_process(
-    run_ranks: Pool, strategy: str, world: int, node_size: int
-) -> None:
+def test_other_worlds_equal_one_process(run_ranks: Pool, strategy: str, world: int, node_size: int) -> None:
     outcome = sharded(run_ranks, world, node_size, strategy, precision="fp32")
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
     if world == 1:
@@ -105,21 +101,22 @@ def test_models_on_two_nodes_in_micro_batches(run_ranks: Pool, model: str) -> No
     assert_close(outcome, alone(model), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ALL)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_sixteen_bits_are_bit_identical_in_a_world_of_two(
-    run_ranks: Pool, precision: str, strategy: str
-) -> None:
+@pytest.mark.parametrize(
+    ("precision", "strategy"),
+    [
+        *(("bf16", strategy) for strategy in ALL),
+        *((precision, strategy) for precision in PRECISIONS if precision != "bf16" for strategy in SOME),
+    ],
+)
+def test_sixteen_bits_are_bit_identical_in_a_world_of_two(run_ranks: Pool, precision: str, strategy: str) -> None:
     outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, **PRECISIONS[precision])
     assert_same(outcome, alone(IN_TREE, formats=FORMATS[precision], num_slices=2))
     assert outcome.num_skipped == 0
 
 
 @pytest.mark.parametrize("strategy", SOME)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_sixteen_bits_cost_no_more_than_in_one_process(
-    run_ranks: Pool, precision: str, strategy: str
-) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16, reduced in bf16", "pure-bf16"])
+def test_bf16_costs_no_more_than_in_one_process(run_ranks: Pool, precision: str, strategy: str) -> None:
     exact = alone(IN_TREE)
     rounded = alone(IN_TREE, formats=FORMATS[precision])
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, **PRECISIONS[precision])
@@ -136,6 +133,17 @@ def test_sixteen_bits_cost_no_more_than_in_one_process(
         assert distance <= FAITHFUL * allowed[what], (what, distance, allowed[what])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "hpz"])
+def test_fp16_in_a_world_of_four(run_ranks: Pool, strategy: str) -> None:
+    """Slices of three samples have gradients so large that the first scale overflows: here as in one process."""
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp16")
+    expected = alone(IN_TREE, formats=FORMATS["fp16"], num_slices=4)
+    assert (outcome.num_skipped, outcome.loss_scale) == (expected.num_skipped, expected.loss_scale)
+    assert expected.num_skipped == 1
+    # A sum of four in another order is rounded differently in fp32, and fp16 (2**-11) makes that visible.
+    assert max(map(relative, outcome.losses, expected.losses)) < 2**-11
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_hugging_face_models_in_bf16(run_ranks: Pool, strategy: str, model: str) -> None:
@@ -149,9 +157,7 @@ def test_overflow_skips_the_step_everywhere(run_ranks: Pool, strategy: str) -> N
     poke = Poke(step=3, slice=1)
     outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp16", num_steps=8, poke=poke)
     assert (outcome.num_skipped, outcome.loss_scale) == (1, 2.0**15)
-    assert_same(
-        outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, num_steps=8, poke=poke)
-    )
+    assert_same(outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, num_steps=8, poke=poke))
 
 
 @pytest.mark.parametrize("strategy", SOME)

@@ -49,9 +49,7 @@ def _sample(index: int) -> Tensor:
 def _in_tree(tied: bool) -> nn.Module:
     # Five blocks: more units than gather slots, and an odd number of them. The root keeps the final norm.
     return Transformer(
-        TransformerShape(
-            vocab=VOCAB, hidden=24, layers=5, heads=2, kv_heads=1, ffn=41, max_seq=SEQ, tied=tied
-        )
+        TransformerShape(vocab=VOCAB, hidden=24, layers=5, heads=2, kv_heads=1, ffn=41, max_seq=SEQ, tied=tied)
     )
 
 

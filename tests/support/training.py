@@ -208,10 +208,7 @@ def _grads(loss: Tensor, params: list[nn.Parameter], dtype: torch.dtype) -> list
     for param in params:
         param.grad = None
     loss.backward()
-    return [
-        torch.zeros_like(param, dtype=dtype) if param.grad is None else param.grad.to(dtype)
-        for param in params
-    ]
+    return [torch.zeros_like(param, dtype=dtype) if param.grad is None else param.grad.to(dtype) for param in params]
 
 
 def _add(sums: list[Tensor] | None, grads: list[Tensor]) -> list[Tensor]:
@@ -267,8 +264,6 @@ def assert_same(seen: Outcome, expected: Outcome) -> None:
         equal_nan=True,
     )
     assert list(seen.weights) == list(expected.weights)
-    different = [
-        name for name, value in expected.weights.items() if not torch.equal(seen.weights[name], value)
-    ]
+    different = [name for name, value in expected.weights.items() if not torch.equal(seen.weights[name], value)]
     assert not different, f"weights differ: {different}"
     assert (seen.num_skipped, seen.loss_scale) == (expected.num_skipped, expected.loss_scale)

@@ -153,7 +153,13 @@ def _plan(
     axes = {axis: (channel.num_ranks, channel.index) for (_, axis), channel in mesh.channels.items()}
     layouts = layouts_for(strategy, [unit.name for unit in found])
     return [
-        UnitPlan(unit.name, layout, flats_of(unit, layout, precision, axes, keep_fp32), unit.holds_units)
+        UnitPlan(
+            unit.name,
+            layout,
+            flats_of(unit, layout, precision, axes, keep_fp32),
+            unit.holds_units,
+            unit.backward_reads,
+        )
         for unit, layout in zip(found, layouts, strict=True)
     ]
 

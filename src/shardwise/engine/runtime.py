@@ -30,7 +30,7 @@ from .memory import GatherMemory
 from .schedule import Occupancy, Schedule, aligned, make_schedule
 from .streams import Lane, Mark, trace_range
 
-# Reductions whose buffers may be in use at once: one travels while the next is filled.
+# Reduction slots: one travels while the next is filled. Gradients that rest whole need none.
 NUM_REDUCTIONS = 2
 
 
@@ -46,10 +46,18 @@ class ForwardCall:
 
 @dataclass(slots=True)
 class ReductionInFlight:
-    """A unit's gradients on their way, and the mark after which autograd's own tensors are no longer read."""
+    """A unit's gradients on their way; `slot` is the reduction slot they occupy, if they need one."""
 
     reductions: list[Reduction]
-    filled: Mark
+    slot: int | None
+
+
+@dataclass(slots=True)
+class Fill:
+    """Autograd's own gradients, held until the mark says that the reduce lane has read them."""
+
+    taken: list[list[Tensor | None]]
+    read: Mark
 
 
 @dataclass(slots=True)
@@ -84,7 +92,8 @@ class Engine:
         self._gathers: dict[int, GatherInFlight] = {}
         self._reductions: deque[ReductionInFlight] = deque()
         self.reduction_slots: list[Tensor] = []
-        self._num_started = 0
+        self._next_slot = 0
+        self._fill: Fill | None = None
         self._in_backward = False
         self._num_backwards = 0
         self._busy = [0] * len(units)
@@ -194,7 +203,12 @@ class Engine:
             self._begin_backward()
         call.is_open = self._opened[call.unit] = True
         self._open_calls.add(call)
-        self.make_ready(call.unit, self.schedule.before_backward[call.unit])
+        wanted = self.schedule.before_backward[call.unit]
+        if self.schedule.units[call.unit].backward_reads:
+            self.make_ready(call.unit, wanted)
+        else:
+            for other in wanted:
+                self._start_gather(other, needed_now=False)
         self._busy[call.unit] += 1
 
     def after_backward(self, call: ForwardCall) -> None:
@@ -231,44 +245,56 @@ class Engine:
     # Phases 4 and 5: reduce.
 
     def _start_reduce(self, index: int) -> None:
-        while len(self._reductions) >= NUM_REDUCTIONS:
-            self._finish_reduction()
         unit = self.units[index]
+        slot = self._next_slot if self.schedule.units[index].reduced_bytes else None
+        if slot is not None:
+            self._next_slot = (slot + 1) % NUM_REDUCTIONS
+            while any(flight.slot == slot for flight in self._reductions):
+                self._finish_reduction()
+        self._release_fill()
+        states = [state for state in unit.states if state.flat.trainable]
+        taken = [state.take_gradients() for state in states]
         with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute():
-            slots = self._reduction_views(index)
             reductions = [
-                state.start_reduce(slot, self.is_sync, self._reduce_channels, self.scale)
-                for state, slot in zip(unit.states, slots, strict=True)
-                if state.flat.trainable
+                state.start_reduce(grads, view, self.is_sync, self._reduce_channels, self.scale)
+                for state, grads, view in zip(states, taken, self._reduction_views(states, slot), strict=True)
             ]
-            self._reductions.append(ReductionInFlight(reductions, self._reduce_lane.mark()))
+            self._reductions.append(ReductionInFlight(reductions, slot))
+            self._fill = Fill(taken, self._reduce_lane.mark())
+
+    def _release_fill(self) -> None:
+        """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
+        if self._fill is not None:
+            self._reduce_lane.compute_waits_for(self._fill.read)
+            self._fill = None
 
     def _finish_reduction(self) -> None:
         flight = self._reductions.popleft()
         with self._reduce_lane.beside_compute():
             for reduction in flight.reductions:
                 reduction.finish(self._reduce_channels, self.scale)
-        # Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill.
-        self._reduce_lane.compute_waits_for(flight.filled)
 
-    def _reduction_views(self, index: int) -> list[Tensor | None]:
-        """A piece of the next reduction slot for every flat whose gradient rests split."""
-        if not self.reduction_slots:
+    def _finish_reductions(self) -> None:
+        self._release_fill()
+        while self._reductions:
+            self._finish_reduction()
+        self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+
+    def _reduction_views(self, states: list[FlatState], slot: int | None) -> list[Tensor | None]:
+        """A part of the reduction slot for every flat whose gradient rests split."""
+        if slot is not None and not self.reduction_slots:
             num_bytes = self.schedule.reduction_slot_bytes
             self.reduction_slots = [
                 torch.zeros(num_bytes, dtype=torch.uint8, device=self.mesh.device) for _ in range(NUM_REDUCTIONS)
             ]
-        slot = self.reduction_slots[self._num_started % NUM_REDUCTIONS]
-        self._num_started += 1
         views: list[Tensor | None] = []
         start = 0
-        for state in self.units[index].states:
-            flat = state.flat
-            if not flat.trainable or flat.depth_of_grads == 0:
+        for flat in (state.flat for state in states):
+            if slot is None or flat.depth_of_grads == 0:
                 views.append(None)
                 continue
             num_bytes = flat.num_elems * flat.reduce.itemsize
-            views.append(slot[start : start + num_bytes].view(flat.reduce))
+            views.append(self.reduction_slots[slot][start : start + num_bytes].view(flat.reduce))
             start += aligned(num_bytes)
         return views
 
@@ -281,9 +307,7 @@ class Engine:
         while self._reduce_queue:
             self._refuse_unseen(self._reduce_queue[0])
             self._start_reduce(self._reduce_queue.popleft())
-        while self._reductions:
-            self._finish_reduction()
-        self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+        self._finish_reductions()
         for unit in self.units:
             unit.show_resting()
             if not self._pending_calls[unit.index] and self._occupancy.held[unit.index]:
@@ -380,8 +404,7 @@ class Engine:
         """Forget a forward or backward that was broken off by an error, so that this one starts clean."""
         self._busy = [0] * len(self.units)
         if self._in_backward:
-            while self._reductions:
-                self._finish_reduction()
+            self._finish_reductions()
             self._in_backward = False
             self._pending_calls = [0] * len(self.units)
             self._open_calls.clear()

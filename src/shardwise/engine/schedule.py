@@ -35,6 +35,7 @@ class UnitPlan:
     layout: Layout
     flats: tuple[Flat, ...]
     holds_units: bool
+    backward_reads: bool
 
     @property
     def trainable(self) -> bool:
@@ -96,7 +97,9 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     for unit in range(len(units)):
         position = position_of[unit]
         before_forward.append(tuple(order[position : position + 1 + ahead]))
-        before_backward.append(tuple(order[position::-1][: 1 + ahead]))
+        before_backward.append(
+            tuple(other for other in order[position::-1][: 1 + ahead] if units[other].backward_reads)
+        )
     return Schedule(
         tuple(units),
         tuple(order),

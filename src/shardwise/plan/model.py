@@ -43,12 +43,16 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class FoundUnit:
-    """`path` is the module's path in the model; `holds_units` says that other units lie inside it."""
+    """`path` is the module's path in the model; `holds_units` says that other units lie inside it.
+
+    `backward_reads` is False where a backward computes gradients without the weights: plain embeddings.
+    """
 
     name: str
     path: str
     params: tuple[Param, ...]
     holds_units: bool
+    backward_reads: bool
 
 
 def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
@@ -57,16 +61,19 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
     owned: dict[str, list[Param]] = {path: [] for path in paths}
     for param in _params(model):
         owned[_common_unit([site.module for site in param.sites], paths)].append(param)
-    return [
-        FoundUnit(
-            path or ROOT,
-            path,
-            tuple(owned[path]),
-            any(_inside(other, path) for other in paths if owned[other]),
-        )
-        for path in paths
-        if owned[path]
-    ]
+    modules = dict(model.named_modules())
+    found = []
+    for path in paths:
+        if owned[path]:
+            owners = [modules[site.module] for param in owned[path] for site in param.sites]
+            holds_units = any(_inside(other, path) for other in paths if owned[other])
+            backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
+            found.append(FoundUnit(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
+    return found
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def _params(model: nn.Module) -> list[Param]:
