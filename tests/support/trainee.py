@@ -140,11 +140,12 @@ def check(
     world: int = 2,
     make_optimizer: MakeOptimizer = adamw,
     tolerance: float = TOLERANCE,
+    deadline: float = 60.0,
     **options: Any,
 ) -> list[Told]:
     """The story must come out the same on every rank as in one process."""
     expected = tell_alone(story, build, world, make_optimizer)
-    told = pool(world, tell_sharded, story, build, strategy, make_optimizer, **options)
+    told = pool(world, tell_sharded, story, build, strategy, make_optimizer, deadline=deadline, **options)
     for seen in told:
         assert_told_alike(seen, expected, tolerance)
     return told

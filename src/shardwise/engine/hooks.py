@@ -211,15 +211,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if isinstance(value, tuple) and type(value) is not tuple else type(value)(items)
-    if isinstance(value, Mapping):
-        pairs = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(pairs[key] is value[key] for key in pairs):
-            return value
-        return type(value)(**pairs) if type(value) is not dict else pairs
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         changed = {name: map_tensors(item, change) for name, item in found.items()}
         if all(changed[name] is found[name] for name in found):
             return value
         return dataclasses.replace(value, **changed)
+    if isinstance(value, Mapping):
+        pairs = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(pairs[key] is value[key] for key in pairs):
+            return value
+        return pairs if type(value) is dict else type(value)(pairs)  # type: ignore[call-arg]
     return value

@@ -46,6 +46,7 @@ class GatherMemory:
         for unit in self._units:
             slot = schedule.slot_of[unit.index]
             if slot is not None:
+                self.own.pop(unit.index, None)
                 self._bind(unit, self.slots[slot])
 
     def fetch(self, index: int) -> None:

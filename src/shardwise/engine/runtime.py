@@ -377,7 +377,8 @@ class Engine:
     def close_step(self, updated: bool) -> None:
         if updated:
             self.was_updated()
-        self._pending_calls = [0] * len(self.units)
+            # Forwards before the update can no longer lead to a backward.
+            self._pending_calls = [0] * len(self.units)
         self.mesh.ledger.close_step()
         if self._seen_order:
             self._follow(self._seen_order)

@@ -1,0 +1,338 @@
+"""Bytes per parameter and rank are those of the ZeRO paper, in the plan and in the tensors that are really held.
+
+Shapes need no padding here, so the arithmetic is exact. N is the world, n the ranks of a node. A parameter under
+Adam in mixed precision costs 2 bytes as bf16, 2 as a bf16 gradient (4 where gradients are summed in fp32), and 12 for
+the fp32 master and two moments. Beside this state a rank holds gather slots and reduction slots, and nothing else.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine.guards import engine_of
+from shardwise.engine.runtime import NUM_REDUCTIONS, Engine
+from shardwise.layout import PRESETS, Strategy
+from shardwise.plan.memory import StateBytes, state_bytes
+from tests.harness import Pool
+from tests.support.strategies import ALL, STRATEGIES
+
+NUM_BLOCKS = 6
+HIDDEN = 32
+BLOCK_ELEMS = HIDDEN * HIDDEN  # divides into shards of whole quantisation blocks for up to four ranks
+PSI = NUM_BLOCKS * BLOCK_ELEMS
+
+
+class Rows(nn.Module):
+    """Blocks of one matrix each, and nothing for the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def sharded_rows(strategy: Strategy, **options: object) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
+    sw.init()
+    torch.manual_seed(0)
+    model = Rows()
+    model, optimizer = sw.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), strategy, **options)
+    return model, optimizer, engine_of(model)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, HIDDEN)).float().square().mean().backward()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# state
+
+
+def held_state(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
+    """What a rank really holds of parameters, gradients and optimizer, tensor by tensor."""
+    params = grads = optimizer_bytes = 0
+    for unit in engine.units:
+        for state in unit.states:
+            flat = state.flat
+            if flat.depth_of_params == 0 and state.whole.data_ptr() != state.master.data_ptr():
+                params += num_bytes([state.whole])
+            if state.rest is not None:
+                params += num_bytes([state.rest])
+            if flat.master == flat.compute:
+                params += num_bytes([state.master])
+            else:
+                optimizer_bytes += num_bytes([state.master])
+            if state.grads is not None:
+                grads += num_bytes([state.grads])
+    for moments in optimizer.state.values():
+        optimizer_bytes += num_bytes(moment for moment in moments.values() if moment.numel() > 1)
+    return StateBytes(params, grads, optimizer_bytes)
+
+
+def state_after_step(strategy: Strategy, **options: object) -> tuple[StateBytes, StateBytes]:
+    """Planned and held, between the backward and the update of the second step."""
+    model, optimizer, engine = sharded_rows(strategy, **options)
+    step(model, optimizer)
+    backward(model)
+    planned = state_bytes(flat for plan in engine.schedule.units for flat in plan.flats)
+    return planned, held_state(engine, optimizer)
+
+
+# precision -> options of sw.shard
+BF16_GRADS = {"precision": "bf16", "reduce_dtype": "bf16"}
+FP32_GRADS = {"precision": "bf16"}
+PURE = {"precision": "pure-bf16"}
+FP32 = {"precision": "fp32"}
+
+Form = Callable[[float, float], float]  # (N, n) -> bytes per parameter and rank
+
+IN_MIXED_PRECISION: dict[str, Form] = {
+    "ddp": lambda N, n: 2 + 2 + 12,
+    "zero1": lambda N, n: 2 + 2 + 12 / N,
+    "zero2": lambda N, n: 2 + (2 + 12) / N,
+    # ZeRO-3 keeps no 16-bit shard beside the master: 14 where the paper has 16.
+    "shard_grad_op": lambda N, n: (2 + 12) / N,
+    "zero3": lambda N, n: (2 + 12) / N,
+    "hsdp": lambda N, n: (2 + 12) / n,
+    "hybrid_shard_zero2": lambda N, n: (2 + 12) / n,
+    # The optimizer is split further than the parameters: a 16-bit copy rests in the node.
+    "hfsdp": lambda N, n: 2 / n + 2 / n + 12 / N,
+    "hpz": lambda N, n: 2 / n + (2 + 12) / N,
+}
+
+WITH_FP32_GRADIENTS: dict[str, Form] = {
+    "ddp": lambda N, n: 2 + 4 + 12,
+    "zero2": lambda N, n: 2 + 16 / N,
+    "zero3": lambda N, n: 16 / N,
+    "hsdp": lambda N, n: 16 / n,
+}
+
+PURE_BF16: dict[str, Form] = {
+    "ddp": lambda N, n: 8,
+    "shard_grad_op": lambda N, n: 8 / N,
+    "zero3": lambda N, n: 8 / N,
+    "hsdp": lambda N, n: 8 / n,
+}
+
+IN_FP32: dict[str, Form] = {
+    "ddp": lambda N, n: 16,
+    "zero3": lambda N, n: 16 / N,
+}
+
+FORMS = [
+    *(("bf16 gradients", BF16_GRADS, name, form) for name, form in IN_MIXED_PRECISION.items()),
+    *(("fp32 gradients", FP32_GRADS, name, form) for name, form in WITH_FP32_GRADIENTS.items()),
+    *(("pure bf16", PURE, name, form) for name, form in PURE_BF16.items()),
+    *(("fp32", FP32, name, form) for name, form in IN_FP32.items()),
+]
+
+
+def test_every_preset_has_its_bytes() -> None:
+    assert set(IN_MIXED_PRECISION) == set(PRESETS)
+
+
+@pytest.mark.parametrize(("world", "node_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("options", "preset", "form"),
+    [row[1:] for row in FORMS],
+    ids=[f"{precision}-{name}" for precision, _, name, _ in FORMS],
+)
+def test_bytes_per_parameter(
+    run_ranks: Pool, options: dict[str, str], preset: str, form: Form, world: int, node_size: int
+) -> None:
+    for planned, held in run_ranks(world, state_after_step, preset, node_size=node_size, **options):
+        assert planned == held
+        assert held.total / PSI == form(world, node_size)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_what_is_held_is_what_was_planned(run_ranks: Pool, strategy: str) -> None:
+    for planned, held in run_ranks(4, state_after_step, STRATEGIES[strategy], node_size=2, precision="bf16"):
+        assert planned == held
+
+
+# ---------------------------------------------------------------------------------------------------------
+# everything else
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Memory beside the state, after a few steps."""
+
+    slots: int
+    own: int
+    reductions: int
+    live: int  # all tensors of the process that came with the sharded model
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for value in gc.get_objects():
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Beside]:
+    sw.init()
+    before = live_bytes()
+    model, optimizer, engine = sharded_rows(strategy, **options)
+    for _ in range(2):
+        step(model, optimizer)
+    backward(model)
+    planned = state_bytes(flat for plan in engine.schedule.units for flat in plan.flats)
+    # Memory of a unit that is always whole is part of the state.
+    own = sum(
+        memory.untyped_storage().nbytes()
+        for index, memory in engine.memory.own.items()
+        if engine.schedule.units[index].layout.params != "whole"
+    )
+    beside = Beside(num_bytes(engine.memory.slots), own, num_bytes(engine.reduction_slots), live_bytes() - before)
+    return planned, beside
+
+
+@pytest.mark.parametrize("strategy", [name for name in ALL if name != "mapping"])
+def test_slots_are_all_there_is_beside_the_state(run_ranks: Pool, strategy: str) -> None:
+    chosen = STRATEGIES[strategy]
+    layout = PRESETS[chosen] if isinstance(chosen, str) else chosen
+    is_ring = layout.gathered_until == "forward"
+    for planned, beside in run_ranks(4, memory_beside, chosen, node_size=2, precision="bf16"):
+        assert beside.slots == (2 * BLOCK_ELEMS * 2 if is_ring else 0)
+        assert beside.own == 0  # given back with the backward
+        assert beside.reductions == (0 if layout.grads == "whole" else NUM_REDUCTIONS * BLOCK_ELEMS * 4)
+        expected = planned.total + beside.slots + beside.own + beside.reductions
+        # Step counters of the optimizer and a scalar here and there; a forgotten unit would be 2048 bytes or more.
+        assert expected <= beside.live < expected + BLOCK_ELEMS
+
+
+@pytest.mark.parametrize("num_units", [1, 3])
+def test_slots_obey_the_budget(run_ranks: Pool, num_units: int) -> None:
+    budget = num_units * BLOCK_ELEMS * 2 + 100
+    for _, beside in run_ranks(2, memory_beside, "zero3", precision="bf16", memory_budget=budget):
+        assert beside.slots == num_units * BLOCK_ELEMS * 2
+
+
+def are_originals_gone(strategy: Strategy) -> list[bool]:
+    sw.init()
+    model = Rows()
+    originals = [weakref.ref(param) for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = sw.shard(model, optimizer, strategy, precision="bf16")
+    gc.collect()
+    return [original() is None for original in originals]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_weights_as_given_are_let_go(run_ranks: Pool, strategy: str) -> None:
+    for gone in run_ranks(2, are_originals_gone, strategy):
+        assert all(gone)
+
+
+def evaluation_state(strategy: Strategy) -> tuple[int, bool]:
+    sw.init()
+    model, optimizer = sw.shard(Rows().eval(), None, strategy, precision="bf16")
+    assert optimizer is None
+    with torch.no_grad():
+        model(torch.ones(2, HIDDEN))
+    engine = engine_of(model)
+    states = [state for unit in engine.units for state in unit.states]
+    return num_bytes(state.master for state in states), any(state.grads is not None for state in states)
+
+
+def test_evaluation_holds_no_gradients(run_ranks: Pool) -> None:
+    assert run_ranks(2, evaluation_state, "zero3") == [(PSI * 4 // 2, False)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# addresses
+
+
+def gathered_until(strategy: Strategy) -> set[str]:
+    if isinstance(strategy, Mapping):
+        return set().union(*(gathered_until(part) for part in strategy.values()))
+    return {(PRESETS[strategy] if isinstance(strategy, str) else strategy).gathered_until}
+
+
+def addresses(strategy: Strategy) -> list[list[int]]:
+    """Where each compute parameter lies in each forward and in each backward, by step."""
+    model, optimizer, engine = sharded_rows(strategy, precision="bf16", node_size=2)
+    states = [state for unit in engine.units for state in unit.states]
+    seen: list[list[int]] = []
+
+    def look(module: nn.Module, *_: object) -> None:
+        seen[-1].append(module.weight.data_ptr())
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+        block.register_full_backward_pre_hook(look)
+    for _ in range(4):
+        seen.append([])
+        step(model, optimizer)
+        seen[-1].extend(param.data_ptr() for state in states for param in state.resting_params)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "strategy", [name for name, chosen in STRATEGIES.items() if "backward" not in gathered_until(chosen)]
+)
+def test_addresses_never_change(run_ranks: Pool, strategy: str) -> None:
+    for first, *later in run_ranks(4, addresses, STRATEGIES[strategy]):
+        assert len(first) == 3 * NUM_BLOCKS
+        assert all(step_addresses == first for step_addresses in later)
+
+
+def storage_sizes(strategy: Strategy) -> list[tuple[str, int]]:
+    """Bytes of gathered memory at the points of a step, and what is prefetched across its end."""
+    model, optimizer, engine = sharded_rows(strategy, precision="bf16", node_size=2)
+    found = []
+
+    def note(when: str) -> None:
+        sizes = [memory.untyped_storage().nbytes() for memory in engine.memory.own.values()]
+        found.append((when, sum(sizes)))
+
+    note("before the first step")
+    step(model, optimizer)
+    loss = model(torch.ones(2, HIDDEN)).float().mean()
+    note("after the forward")
+    loss.backward()
+    note("after the backward")
+    optimizer.step()
+    note("after the step")
+    with torch.no_grad():
+        model(torch.ones(2, HIDDEN))
+    note("after an evaluation")
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "hybrid_shard_zero2"])
+def test_memory_kept_until_the_backward_is_given_back(run_ranks: Pool, strategy: str) -> None:
+    unit = BLOCK_ELEMS * 2
+    for found in run_ranks(4, storage_sizes, strategy):
+        assert found == [
+            ("before the first step", 0),
+            ("after the forward", NUM_BLOCKS * unit),
+            ("after the backward", 0),
+            ("after the step", 2 * unit),  # gathered ahead for the next forward
+            ("after an evaluation", 0),
+        ]
