@@ -105,6 +105,12 @@ def layout_of(strategy: str | Layout) -> Layout:
     """A preset's row by its name or alias (hyphens and capitals allowed), or the layout itself."""
     if isinstance(strategy, Layout):
         return strategy
+    if not isinstance(strategy, str):
+        raise ConfigurationError(
+            f"a strategy is a preset's name or a Layout, not {type(strategy).__name__} {strategy!r}"
+        )
+    if strategy.lower() == AUTO:
+        raise ConfigurationError(f"strategy {AUTO!r} chooses for the whole model: it cannot be one entry of a mapping")
     name = strategy.lower().replace("-", "_")
     name = ALIASES.get(name, name)
     if name not in PRESETS:
@@ -117,7 +123,10 @@ def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
     if isinstance(strategy, (str, Layout)):
         return [layout_of(strategy)] * len(unit_names)
     if not isinstance(strategy, Mapping):
-        raise ConfigurationError(f"strategy must be a name, a Layout or a mapping, not {type(strategy).__name__}")
+        raise ConfigurationError(
+            f"a strategy is a preset's name, a Layout or a mapping from unit patterns to them, not "
+            f"{type(strategy).__name__} {strategy!r}"
+        )
     rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
     for pattern in rows:
         if not any(fnmatchcase(name, pattern) for name in unit_names):

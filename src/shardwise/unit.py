@@ -93,14 +93,17 @@ class FlatState:
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
-    def write(self, index: int, value: Tensor) -> None:
-        """Set the master of one parameter from its whole value: this rank keeps its own part."""
+    def part_of(self, index: int, value: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor that is shaped like a parameter, as a row."""
         flat = self.flat
         own = flat.spans[flat.depth_of_master]
-        for piece in pieces(flat.intervals, own):
-            if piece.param == index:
-                source = value.detach().reshape(-1)[piece.in_param.start : piece.in_param.stop]
-                self.master[piece.in_flat.within(own)].copy_(source)
+        common = flat.intervals[index].overlap(own)
+        return value.detach().reshape(-1)[common.within(flat.intervals[index])]
+
+    def write(self, index: int, value: Tensor) -> None:
+        """Set the master of one parameter from its whole value: this rank keeps its own part."""
+        if index in self.held:
+            self.master[self.held[index]].copy_(self.part_of(index, value))
 
     def start_gather(self, refresh: Sequence[Hop], gather: Sequence[Hop], channels: Channels) -> list[InFlight]:
         """Bring the master to `whole`. All hops but the last are finished here, in stream order."""

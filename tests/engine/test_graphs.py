@@ -796,7 +796,7 @@ class Leaks(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        self.auxiliary = (self.router(x).sigmoid() * self.up.weight.mean()).square().mean()
+        self.auxiliary = self.router(x).square().mean()
         return y
 
 
@@ -808,13 +808,26 @@ class WithAuxiliaryLoss(Stack):
         return y + torch.stack([layer.auxiliary for layer in self.layers]).sum()
 
 
+# Enough for one gathered block of any of these models: no slot for a block gathered ahead.
+ONE_SLOT = 13_000
+
+
+@pytest.mark.parametrize("memory_budget", [None, ONE_SLOT, 10**6])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3"])
-def test_an_auxiliary_loss_left_on_the_module_is_right_or_refused(run_ranks: Pool, strategy: str) -> None:
+def test_an_auxiliary_loss_left_on_the_module_is_right_or_refused(
+    run_ranks: Pool, strategy: str, memory_budget: int | None
+) -> None:
     try:
-        check(run_ranks, train, WithAuxiliaryLoss, strategy)
+        check(run_ranks, train, WithAuxiliaryLoss, strategy, memory_budget=memory_budget)
     except WorldFailed as failed:
         assert all("StateError" in ending.error for ending in failed.endings), failed
         assert strategy not in ("ddp", "zero2")
+
+
+@pytest.mark.parametrize("memory_budget", [ONE_SLOT, 25_000, 10**6])
+@pytest.mark.parametrize("build", [Stack, CalledTwice, Discards, Backwards, Branches, Crossed])
+def test_other_numbers_of_gather_slots(run_ranks: Pool, build: Any, memory_budget: int) -> None:
+    check(run_ranks, train, build, "zero3", memory_budget=memory_budget)
 
 
 class ByKeyword(Block):
@@ -877,6 +890,28 @@ def test_a_weight_read_outside_its_own_unit_is_right_or_refused(run_ranks: Pool,
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_a_weight_of_the_root_may_be_read_anywhere_in_it(run_ranks: Pool, strategy: str) -> None:
     check(run_ranks, train, Reads, strategy, units=["Block"])
+
+
+class CallsChildren(nn.Module):
+    """Goes through its blocks' parts, and never calls a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, norm in self.layers:
+            x = norm(linear(x))
+        return x
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_children_called_without_their_unit_are_right_or_refused(run_ranks: Pool, strategy: str) -> None:
+    try:
+        check(run_ranks, train, CallsChildren, strategy)
+    except WorldFailed as failed:
+        assert all("StateError" in ending.error for ending in failed.endings), failed
+        assert "layers.0" in str(failed)
 
 
 # ---------------------------------------------------------------------------------------------------------

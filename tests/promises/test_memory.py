@@ -1,8 +1,8 @@
 """Bytes per parameter and rank are those of the ZeRO paper, in the plan and in the tensors that are really held.
 
-Shapes need no padding here, so the arithmetic is exact. N is the world, n the ranks of a node. A parameter under
-Adam in mixed precision costs 2 bytes as bf16, 2 as a bf16 gradient (4 where gradients are summed in fp32), and 12 for
-the fp32 master and two moments. Beside this state a rank holds gather slots and reduction slots, and nothing else.
+Shapes need no padding here, so the arithmetic is exact. A parameter under Adam in mixed precision costs 2 bytes as
+bf16, 2 as a bf16 gradient (4 where gradients are summed in fp32), and 12 for the fp32 master and two moments. Beside
+this state a rank holds gather slots and reduction slots, and nothing else.
 """
 
 import gc
@@ -103,39 +103,39 @@ FP32_GRADS = {"precision": "bf16"}
 PURE = {"precision": "pure-bf16"}
 FP32 = {"precision": "fp32"}
 
-Form = Callable[[float, float], float]  # (N, n) -> bytes per parameter and rank
+Form = Callable[[float, float], float]  # (world, node) -> bytes per parameter and rank
 
 IN_MIXED_PRECISION: dict[str, Form] = {
-    "ddp": lambda N, n: 2 + 2 + 12,
-    "zero1": lambda N, n: 2 + 2 + 12 / N,
-    "zero2": lambda N, n: 2 + (2 + 12) / N,
+    "ddp": lambda world, node: 2 + 2 + 12,
+    "zero1": lambda world, node: 2 + 2 + 12 / world,
+    "zero2": lambda world, node: 2 + (2 + 12) / world,
     # ZeRO-3 keeps no 16-bit shard beside the master: 14 where the paper has 16.
-    "shard_grad_op": lambda N, n: (2 + 12) / N,
-    "zero3": lambda N, n: (2 + 12) / N,
-    "hsdp": lambda N, n: (2 + 12) / n,
-    "hybrid_shard_zero2": lambda N, n: (2 + 12) / n,
+    "shard_grad_op": lambda world, node: (2 + 12) / world,
+    "zero3": lambda world, node: (2 + 12) / world,
+    "hsdp": lambda world, node: (2 + 12) / node,
+    "hybrid_shard_zero2": lambda world, node: (2 + 12) / node,
     # The optimizer is split further than the parameters: a 16-bit copy rests in the node.
-    "hfsdp": lambda N, n: 2 / n + 2 / n + 12 / N,
-    "hpz": lambda N, n: 2 / n + (2 + 12) / N,
+    "hfsdp": lambda world, node: 2 / node + 2 / node + 12 / world,
+    "hpz": lambda world, node: 2 / node + (2 + 12) / world,
 }
 
 WITH_FP32_GRADIENTS: dict[str, Form] = {
-    "ddp": lambda N, n: 2 + 4 + 12,
-    "zero2": lambda N, n: 2 + 16 / N,
-    "zero3": lambda N, n: 16 / N,
-    "hsdp": lambda N, n: 16 / n,
+    "ddp": lambda world, node: 2 + 4 + 12,
+    "zero2": lambda world, node: 2 + 16 / world,
+    "zero3": lambda world, node: 16 / world,
+    "hsdp": lambda world, node: 16 / node,
 }
 
 PURE_BF16: dict[str, Form] = {
-    "ddp": lambda N, n: 8,
-    "shard_grad_op": lambda N, n: 8 / N,
-    "zero3": lambda N, n: 8 / N,
-    "hsdp": lambda N, n: 8 / n,
+    "ddp": lambda world, node: 8,
+    "shard_grad_op": lambda world, node: 8 / world,
+    "zero3": lambda world, node: 8 / world,
+    "hsdp": lambda world, node: 8 / node,
 }
 
 IN_FP32: dict[str, Form] = {
-    "ddp": lambda N, n: 16,
-    "zero3": lambda N, n: 16 / N,
+    "ddp": lambda world, node: 16,
+    "zero3": lambda world, node: 16 / world,
 }
 
 FORMS = [
@@ -275,21 +275,21 @@ def gathered_until(strategy: Strategy) -> set[str]:
 
 
 def addresses(strategy: Strategy) -> list[list[int]]:
-    """Where each compute parameter lies in each forward and in each backward, by step."""
+    """By step: where each block found its weights in the forward, and where they all lie afterwards."""
     model, optimizer, engine = sharded_rows(strategy, precision="bf16", node_size=2)
     states = [state for unit in engine.units for state in unit.states]
     seen: list[list[int]] = []
 
-    def look(module: nn.Module, *_: object) -> None:
+    def look(module: nn.Module, args: object) -> None:
         seen[-1].append(module.weight.data_ptr())
 
     for block in model.blocks:
         block.register_forward_pre_hook(look)
-        block.register_full_backward_pre_hook(look)
     for _ in range(4):
         seen.append([])
         step(model, optimizer)
-        seen[-1].extend(param.data_ptr() for state in states for param in state.resting_params)
+        for state in states:
+            seen[-1].extend(param.data_ptr() for param in (*state.compute_params, *state.resting_params))
     return seen
 
 

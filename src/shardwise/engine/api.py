@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError, StateError
+from ..errors import ConfigurationError, StateError, did_you_mean
 from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
 from ..mesh import Mesh, make_mesh
 from ..optim.probe import refuse_unless_elementwise
 from ..optim.scaler import LossScaler
-from ..optim.sharded import ShardedOptimizer, put_shards_into_groups, require_own_parameters
+from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
 from ..plan.flat import flats_of
 from ..plan.memory import state_bytes
 from ..plan.model import FoundUnit, Units, find_units
@@ -65,6 +65,8 @@ def shard(
     found = find_units(model, units)
     if not found:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
+    modules = dict(model.named_modules())
+    _refuse_idle_patterns(modules, chosen.keep_fp32)
     keep_fp32 = (*chosen.keep_fp32, *_kept_by_model(model, chosen))
     plans = _plan(mesh, found, strategy, chosen, keep_fp32)
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
@@ -79,10 +81,9 @@ def shard(
         )
     require_agreement(mesh, model, found, plans, chosen)
 
-    modules = dict(model.named_modules())
-    resting_of: dict[Tensor, Tensor] = {}
+    place_of: dict[Tensor, Place] = {}
     built = [
-        _build_unit(index, unit, plan, model, modules, mesh, seed, resting_of)
+        _build_unit(index, unit, plan, model, modules, mesh, seed, place_of)
         for index, (unit, plan) in enumerate(zip(found, plans, strict=True))
     ]
     for path, module in modules.items():
@@ -93,18 +94,16 @@ def shard(
     engine = Engine(mesh, schedule, built, chosen, memory_budget)
     scaler = LossScaler(mesh.device) if chosen.loss_scaling else None
     install_hooks(engine, modules)
-    install_cast_hooks(
-        [module for path, module in modules.items() if any(fnmatchcase(path, pattern) for pattern in keep_fp32)],
-        chosen.compute,
-    )
+    install_cast_hooks((modules[path] for path in _kept_modules(modules, keep_fp32)), chosen.compute)
     install_root_hooks(engine, model, None if scaler is None else scaler.scale)
-    guard(model, engine)
+    sharded = None
+    if optimizer is not None:
+        put_shards_into_groups(optimizer, place_of)
+        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler)
+    guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
-    if optimizer is None:
-        return model, None
-    put_shards_into_groups(optimizer, resting_of)
-    return model, ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler)
+    return model, sharded
 
 
 @contextmanager
@@ -198,6 +197,20 @@ def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:
     return sorted(pattern for name in names for pattern in (name, f"*.{name}"))
 
 
+def _kept_modules(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    """The outermost modules that compute in fp32."""
+    kept = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    return [path for path in kept if not any(path.startswith(f"{other}.") for other in kept)]
+
+
+def _refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            raise ConfigurationError(
+                f"keep_fp32: {pattern!r} matches no module; {did_you_mean(pattern, modules)[:300]}"
+            )
+
+
 def _build_unit(
     index: int,
     unit: FoundUnit,
@@ -206,7 +219,7 @@ def _build_unit(
     modules: dict[str, nn.Module],
     mesh: Mesh,
     seed: int | None,
-    resting_of: dict[Tensor, Tensor],
+    place_of: dict[Tensor, Place],
 ) -> Unit:
     """Take a unit's weights into its flats. The module shows the parts from now on; the originals are let go."""
     states = [FlatState(flat, mesh.device, unit.name) for flat in plan.flats]
@@ -216,7 +229,7 @@ def _build_unit(
             module = modules[site.module]
             original = module._parameters[site.attribute]
             assert original is not None
-            resting_of[original] = state.resting_params[position]
+            place_of[original] = Place(state, position)
             initialise_module(model, site.module, module, seed or 0, mesh.device)
             value = module._parameters[site.attribute]
             assert value is not None

@@ -20,16 +20,18 @@ _REFUSALS = {
     "__reduce_ex__": "a sharded model cannot be pickled: save sw.full_state_dict(model)",
     "_apply": "a sharded model cannot be moved or cast with .to(), .cuda(), .half(), ...: do that before sw.shard "
     "(the device is chosen by sw.init, the dtype by precision=)",
+    "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
 
 
-def guard(model: nn.Module, engine: Engine) -> None:
+def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
     for module in model.modules():
         module.__dict__[_KEY] = engine
         for name, reason in _REFUSALS.items():
             module.__dict__[name] = _refuser(reason)
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_load_state_dict_pre_hook(_refuse_load)
+    model.__dict__["zero_grad"] = zero_grad
 
 
 def engine_of(module: nn.Module) -> Engine:

@@ -1,98 +1,50 @@
-"""How the engine learns where the model is: hooks on the units' modules and on the tensors between them.
+"""How the engine learns where the model is: hooks on the units' modules and on the tensors they return.
 
-A unit's forward is seen by module hooks. Its backward begins when the gradient of one of its outputs arrives,
-and ends when autograd reaches a marker put on one of its inputs: autograd runs what was recorded last first,
-so everything the unit recorded has run by then. Units none of whose inputs needs a gradient end with the backward.
+A unit's forward is seen by module hooks. Its backward begins when the gradient of one of its outputs arrives. It has
+ended when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
+everything the unit recorded has run. Units with nothing recorded before them end with the backward.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .runtime import Engine, ForwardCall
-
-
-class _Marker(torch.autograd.Function):
-    """The identity; its backward tells that all that came after it in the forward is done."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, on_backward: Callable[[], None]) -> Tensor:
-        ctx.on_backward = on_backward
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.on_backward()
-        return grad, None
+from ..errors import StateError
+from .runtime import Engine
 
 
 class _UnitHooks:
-    """The hooks of one unit. `_calls` are the forwards under way, innermost last."""
-
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine = engine
         self._index = index
-        self._calls: list[_Call] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine = self._engine
+    def before(self, module: nn.Module, args: Any) -> None:
         if _is_recompute():
-            engine.make_ready(self._index)
-            return None
-        engine.before_forward(self._index)
-        call = _Call(engine)
-        self._calls.append(call)
-        return _mark_one(args, kwargs, call.on_end) if torch.is_grad_enabled() else None
+            self._engine.make_ready(self._index)
+        else:
+            self._engine.before_forward(self._index)
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after an error in the forward too, with nothing as output."""
         if _is_recompute():
             return
-        call = self._calls.pop()
-        recorded = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        call.forward = self._engine.after_forward(self._index, bool(recorded))
-        if call.forward is not None:
+        found = list(tensors_in(output))
+        recorded = [tensor for tensor in found if tensor.grad_fn is not None]
+        call = self._engine.after_forward(self._index, bool(recorded))
+        if call is not None:
             for tensor in recorded:
-                tensor.register_hook(call.on_begin)
-
-
-def _mark_one(args: tuple[Any, ...], kwargs: dict[str, Any], on_backward: Callable[[], None]) -> Any:
-    """Put the marker on one input that needs a gradient; None when there is no such input."""
-    for position, value in enumerate(args):
-        if isinstance(value, Tensor) and value.requires_grad:
-            marked = _Marker.apply(value, on_backward)  # type: ignore[no-untyped-call]
-            return (*args[:position], marked, *args[position + 1 :]), kwargs
-    is_marked = False
-
-    def mark(tensor: Tensor) -> Tensor:
-        nonlocal is_marked
-        if is_marked or not tensor.requires_grad:
-            return tensor
-        is_marked = True
-        return _Marker.apply(tensor, on_backward)  # type: ignore[no-untyped-call]
-
-    changed = map_tensors(args, mark), map_tensors(kwargs, mark)
-    return changed if is_marked else None
-
-
-class _Call:
-    """One forward of a unit, as the tensors around it remember it."""
-
-    __slots__ = ("_engine", "forward")
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.forward: ForwardCall | None = None
-
-    def on_begin(self, grad: Tensor) -> None:
-        if self.forward is not None:
-            self._engine.before_backward(self.forward)
-
-    def on_end(self) -> None:
-        if self.forward is not None:
-            self._engine.after_backward(self.forward)
+                tensor.register_hook(partial(self._engine.before_backward, call))
+        elif not found and output is not None and torch.is_grad_enabled():
+            name = self._engine.units[self._index].name
+            raise StateError(
+                f"no tensor was found in the {type(output).__name__} that unit {name!r} ({type(module).__name__}) "
+                "returned, so its backward could not be followed: return tensors, or tuples, lists, dicts or "
+                "dataclasses of them"
+            )
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -118,10 +70,15 @@ def install_root_hooks(engine: Engine, model: nn.Module, loss_scale: Tensor | No
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_recompute():
-            engine.begin_forward()
+            engine.begin_forward(torch.is_grad_enabled())
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not _is_recompute():
+            engine.end_forward()
+        if loss_scale is None:
+            return None
+
         def scale(tensor: Tensor) -> Tensor:
             if tensor.grad_fn is None:
                 return tensor
@@ -130,11 +87,10 @@ def install_root_hooks(engine: Engine, model: nn.Module, loss_scale: Tensor | No
         return map_tensors(output, scale)
 
     model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)
-    if loss_scale is not None:
-        model.register_forward_hook(_opaque(after))
+    model.register_forward_hook(_opaque(after))
 
 
-def install_cast_hooks(modules: list[nn.Module], compute: torch.dtype) -> None:
+def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
     """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype."""
 
     def enter(tensor: Tensor) -> Tensor:
@@ -155,26 +111,21 @@ def install_cast_hooks(modules: list[nn.Module], compute: torch.dtype) -> None:
 
 
 def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Put hooks on every unit's module, outermost so that the user's own hooks see gathered parameters."""
+    """Put hooks on every unit's module, outermost so that the user's own hooks see gathered parameters.
+
+    Where other units lie inside a unit, the modules that own its parameters get the hooks as well: parts of a model
+    may be called without its root (an encoder in `generate`).
+    """
     for unit in engine.units:
-        hooks = _UnitHooks(engine, unit.index)
-        unit.module.register_forward_pre_hook(_opaque(hooks.before), with_kwargs=True, prepend=True)
-        unit.module.register_forward_hook(_opaque(hooks.after))
+        entries = {id(unit.module): unit.module}
         if engine.schedule.units[unit.index].holds_units:
-            _install_on_owners(engine, unit.index, modules)
-
-
-def _install_on_owners(engine: Engine, index: int, modules: dict[str, nn.Module]) -> None:
-    """Parts of a model may be called without its root (an encoder in `generate`): gather what they own then."""
-    unit = engine.units[index]
-
-    def make_ready(module: nn.Module, args: Any) -> None:
-        engine.make_ready(index)
-
-    owners = {site.module for state in unit.states for spec in state.flat.params for site in spec.sites}
-    for path in owners:
-        if modules[path] is not unit.module:
-            modules[path].register_forward_pre_hook(_opaque(make_ready), prepend=True)
+            owners = {site.module for state in unit.states for spec in state.flat.params for site in spec.sites}
+            entries |= {id(modules[path]): modules[path] for path in sorted(owners)}
+        hooks = _UnitHooks(engine, unit.index)
+        before, after = _opaque(hooks.before), _opaque(hooks.after)
+        for module in entries.values():
+            module.register_forward_pre_hook(before, prepend=True)
+            module.register_forward_hook(after, always_call=True)
 
 
 def _is_recompute() -> bool:

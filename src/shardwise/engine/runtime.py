@@ -6,7 +6,8 @@ One step, in numbered phases:
        for this unit's, show its compute parameters.
     2. after its forward: show the resting ones again. Its slot may now be taken by another unit.
     3. before its backward: as 1, in reverse order.
-    4. after its backward: hand its gradient to the reduce lane, in the schedule's order on every rank.
+    4. after its backward, when that of an earlier unit begins: hand its gradient to the reduce lane, in the schedule's
+       order on every rank.
     5. end of the backward: reduce what is left (parameters that got no gradient count as zero), wait.
     6. the optimizer's step, on masters and final gradients; then the next step's first gathers.
 
@@ -16,6 +17,7 @@ The engine never asks which preset runs: the schedule, the flats' depths and `Oc
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from ..mesh import Lane as LaneName
 from ..mesh import Mesh
 from ..precision import Precision
 from ..unit import Channels, FlatState, GradScale, Reduction, Unit
-from ..wire.collectives import InFlight, exchange, finish
+from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
 from .memory import GatherMemory
 from .schedule import Occupancy, Schedule, aligned, make_schedule
 from .streams import Lane, Mark, trace_range
@@ -36,9 +38,14 @@ NUM_REDUCTIONS = 2
 
 @dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One forward of a unit that a backward may come back to; `closed_in` is the last backward that went through it."""
+    """One forward of a unit that a backward may come back to, between two ticks of the engine's clock.
+
+    `closed_in` is the last backward that went through it.
+    """
 
     unit: int
+    began: int
+    ended: int
     num_updates: int
     is_open: bool = False
     closed_in: int = -1
@@ -101,14 +108,25 @@ class Engine:
         self._complete = [False] * len(units)
         self._opened = [False] * len(units)
         self._reduce_queue: deque[int] = deque()
+        self._clock = 0
+        self._began = [0] * len(units)
+        # Units that run one after the other, and how far this forward and this backward have come among them.
+        self._leaves = schedule.leaves
+        self._position_of = {unit: position for position, unit in enumerate(self._leaves)}
+        self._forward_at = len(self._leaves)
+        self._backward_at = 0
         self._open_calls: set[ForwardCall] = set()
         # The order of units in the first forward, until the first step has been taken.
         self._seen_order: list[int] | None = []
-        self._watch_unused: bool | None = None
+        self._all_used: Tensor | None = None
         for unit in units:
             unit.show_resting()
 
     @property
+    def num_backwards(self) -> int:
+        return self._num_backwards
+
+    @cached_property
     def trainable_states(self) -> list[FlatState]:
         return [state for unit in self.units for state in unit.states if state.flat.trainable]
 
@@ -174,6 +192,9 @@ class Engine:
     def before_forward(self, index: int) -> None:
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
+        if not self._busy[index]:
+            self._began[index] = self._tick()
+            self._pass_over_in_forward(index)
         self.make_ready(index, self.schedule.before_forward[index])
         self._busy[index] += 1
 
@@ -184,49 +205,79 @@ class Engine:
         self.units[index].show_resting()
         if leads_to_backward:
             self._pending_calls[index] += 1
-            return ForwardCall(index, self.num_updates)
+            return ForwardCall(index, self._began[index], self._tick(), self.num_updates)
         if not self._pending_calls[index]:
             self._drop(index)
         return None
 
-    def before_backward(self, call: ForwardCall) -> None:
+    def before_backward(self, call: ForwardCall, grad: Tensor) -> None:
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
         if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
             return
-        unit = self.units[call.unit]
+        index = call.unit
+        unit, plan = self.units[index], self.schedule.units[index]
         if call.num_updates != self.num_updates:
             raise StateError(
                 f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
                 "changed since; run the forward again"
             )
+        if torch.is_grad_enabled() and plan.layout.gathered_until != "always":
+            raise StateError(
+                f"create_graph=True: a second backward would read weights of unit {unit.name!r} that are gone by then; "
+                "use a layout whose parameters are whole"
+            )
         if not self._in_backward:
             self._begin_backward()
-        call.is_open = self._opened[call.unit] = True
+        self._close_calls_after(call)
+        call.is_open = self._opened[index] = True
         self._open_calls.add(call)
-        wanted = self.schedule.before_backward[call.unit]
-        if self.schedule.units[call.unit].backward_reads:
-            self.make_ready(call.unit, wanted)
-        else:
-            for other in wanted:
-                self._start_gather(other, needed_now=False)
-        self._busy[call.unit] += 1
+        self._busy[index] += 1
+        self._pass_over_in_backward(self._position_of.get(index, len(self._leaves)))
+        for other in self.schedule.before_backward[index]:
+            self._start_gather(other, needed_now=other == index)
+        self._start_ready_reductions()
+        if plan.backward_reads:
+            self._finish_gather(index)
+            unit.show_compute()
 
-    def after_backward(self, call: ForwardCall) -> None:
-        """Everything that the unit's forward put into the graph has run."""
-        if not call.is_open:
-            return
+    def _close_calls_after(self, call: ForwardCall) -> None:
+        """Everything recorded after `call` has run backward."""
+        for later in [other for other in self._open_calls if other.began > call.ended]:
+            self._close(later)
+
+    def _close(self, call: ForwardCall) -> None:
+        index = call.unit
         self._open_calls.discard(call)
         call.is_open = False
         call.closed_in = self._num_backwards
-        index = call.unit
         self._busy[index] -= 1
         self._pending_calls[index] = max(0, self._pending_calls[index] - 1)
-        if self._busy[index] == 0 and self._pending_calls[index] == 0:
+        if not self._busy[index] and not self._pending_calls[index]:
             self.units[index].show_resting()
             self._drop(index)
             self._complete[index] = True
-            while self._reduce_queue and self._complete[self._reduce_queue[0]]:
-                self._start_reduce(self._reduce_queue.popleft())
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # Units that this rank leaves out, and others may not: their collectives come in the schedule's order all the same.
+
+    def _pass_over_in_forward(self, index: int) -> None:
+        position = self._position_of.get(index)
+        if position is not None:
+            for other in self._leaves[self._forward_at : position]:
+                self._start_gather(other, needed_now=False)
+            self._forward_at = max(self._forward_at, position + 1)
+
+    def _pass_over_in_backward(self, position: int) -> None:
+        """Left out are the units behind `position` that no forward of this rank waits for."""
+        for other in reversed(self._leaves[position + 1 : self._backward_at]):
+            if not self._pending_calls[other] and not self._complete[other]:
+                if self.schedule.units[other].backward_reads:
+                    self._start_gather(other, needed_now=False)
+                self._complete[other] = True
+        self._backward_at = min(self._backward_at, position + 1)
 
     def _begin_backward(self) -> None:
         self._in_backward = True
@@ -234,6 +285,7 @@ class Engine:
         self._complete = [False] * len(self.units)
         self._opened = [False] * len(self.units)
         self._reduce_queue = deque(self.schedule.reduce_order)
+        self._backward_at = len(self._leaves)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _drop(self, index: int) -> None:
@@ -243,6 +295,10 @@ class Engine:
             self.memory.give_back(index)
 
     # Phases 4 and 5: reduce.
+
+    def _start_ready_reductions(self) -> None:
+        while self._reduce_queue and self._complete[self._reduce_queue[0]]:
+            self._start_reduce(self._reduce_queue.popleft())
 
     def _start_reduce(self, index: int) -> None:
         unit = self.units[index]
@@ -299,19 +355,13 @@ class Engine:
         return views
 
     def end_backward(self) -> None:
-        for call in self._open_calls:
-            call.is_open = False
-            self._busy[call.unit] -= 1
-            self._pending_calls[call.unit] = max(0, self._pending_calls[call.unit] - 1)
-        self._open_calls.clear()
+        for call in list(self._open_calls):
+            self._close(call)
+        self._pass_over_in_backward(-1)
         while self._reduce_queue:
             self._refuse_unseen(self._reduce_queue[0])
             self._start_reduce(self._reduce_queue.popleft())
         self._finish_reductions()
-        for unit in self.units:
-            unit.show_resting()
-            if not self._pending_calls[unit.index] and self._occupancy.held[unit.index]:
-                self._drop(unit.index)
         self._in_backward = False
         if self.is_sync:
             self._agree_on_use()
@@ -330,24 +380,26 @@ class Engine:
     def _agree_on_use(self) -> None:
         """A parameter that no rank used gets no gradient at all, as with one process.
 
-        The first backward tells whether the model has such parameters; only then do later ones ask again.
+        Every rank joins; only one that left something out itself has to read, and wait for, the answer.
         """
         states = self.trainable_states
-        if self._watch_unused is None:
-            unused_here = not all(used for state in states for used in state.used)
-            self._watch_unused = any(exchange(self.mesh.world, unused_here))
-        if not self._watch_unused:
+        used = [flag for state in states for flag in state.used]
+        if self._all_used is None:
+            self._all_used = torch.ones(len(used), dtype=torch.int32, device=self.mesh.device)
+        left_out = not all(used)
+        flags = torch.tensor(used, dtype=torch.int32, device=self.mesh.device) if left_out else self._all_used.clone()
+        flight = start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used")
+        finish(flight)
+        if left_out:
+            answers = iter(flags.tolist())
             for state in states:
-                state.used = [True] * len(state.used)
-        else:
-            reports = exchange(self.mesh.world, [state.used for state in states])
-            for position, state in enumerate(states):
-                state.used = [any(flags) for flags in zip(*(report[position] for report in reports), strict=True)]
+                state.used = [next(answers) > 0 for _ in state.used]
 
     # Phase 6: the step.
 
     def finish_gradients(self) -> None:
         """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
+        self._abandon_backward()
         with self._reduce_lane.after_compute():
             synced = False
             for state in self.trainable_states:
@@ -358,7 +410,8 @@ class Engine:
             self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
             self._agree_on_use()
 
-    def forget_gradients(self) -> None:
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        self._abandon_backward()
         for state in self.trainable_states:
             state.grad_state = "empty"
             state.used = [False] * len(state.used)
@@ -393,6 +446,8 @@ class Engine:
             return
         self.settle()
         self.schedule = make_schedule(self.schedule.units, order, self._budget_bytes)
+        self._leaves = self.schedule.leaves
+        self._position_of = {unit: position for position, unit in enumerate(self._leaves)}
         self._occupancy = Occupancy(self.schedule)
         self.memory.rearrange(self.schedule)
 
@@ -401,17 +456,34 @@ class Engine:
         for index in list(self._gathers):
             self._finish_gather(index)
 
-    def begin_forward(self) -> None:
-        """Forget a forward or backward that was broken off by an error, so that this one starts clean."""
+    def rest(self) -> None:
+        """Nothing under way, and every module shows its part of the masters."""
+        self._abandon_backward()
+        self.settle()
+        for unit in self.units:
+            unit.show_resting()
+
+    def begin_forward(self, leads_to_backward: bool) -> None:
+        self._abandon_backward()
         self._busy = [0] * len(self.units)
-        if self._in_backward:
-            self._finish_reductions()
-            self._in_backward = False
-            self._pending_calls = [0] * len(self.units)
-            self._open_calls.clear()
-            for state in self.trainable_states:
-                for param in state.compute_params:
-                    param.grad = None
+        self._forward_at = 0 if leads_to_backward else len(self._leaves)
+
+    def end_forward(self) -> None:
+        for other in self._leaves[self._forward_at :]:
+            self._start_gather(other, needed_now=False)
+        self._forward_at = len(self._leaves)
+
+    def _abandon_backward(self) -> None:
+        """Forget a backward that was broken off by an error; what it had reduced until then stays in the gradients."""
+        if not self._in_backward:
+            return
+        self._finish_reductions()
+        self._in_backward = False
+        self._busy = [0] * len(self.units)
+        self._pending_calls = [0] * len(self.units)
+        self._open_calls.clear()
+        for state in self.trainable_states:
+            state.take_gradients()
 
 
 def channels_of(mesh: Mesh, lane: LaneName) -> Channels:

@@ -68,6 +68,15 @@ class Schedule:
     after_step: tuple[int, ...]
 
     @property
+    def num_ranks(self) -> int:
+        return self.units[0].flats[0].num_ranks
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The units that run one after the other, none inside another."""
+        return tuple(unit for unit in self.order if not self.units[unit].holds_units)
+
+    @property
     def reduce_order(self) -> tuple[int, ...]:
         """Gradients are reduced in this order on every rank, whatever order they become ready in."""
         return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
@@ -175,7 +184,7 @@ class Occupancy:
         self.held = [False] * len(self.held)
 
 
-Verb = Literal["gather", "forward", "backward", "reduce", "update"]
+Verb = Literal["gather", "forward", "backward", "reduce", "agree", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +204,20 @@ def step_events(schedule: Schedule, num_micro_batches: int = 1, first_step: bool
     if not first_step:
         events.extend(_gathers(schedule, occupancy, schedule.after_step))
     events.extend(_micro_batches(schedule, occupancy, num_micro_batches))
+    events.append(_agreement(schedule))
     events.extend(Event("update", unit.name) for unit in schedule.units if unit.trainable)
     return events
+
+
+def _agreement(schedule: Schedule) -> Event:
+    """The ranks tell each other which parameters were used: one number each, once a step."""
+    flats = [flat for unit in schedule.units for flat in unit.flats if flat.trainable]
+    num_params = sum(len(flat.params) for flat in flats)
+    num_ranks = schedule.num_ranks
+    calls = (
+        [describe_call("all_reduce", "world", num_ranks, num_params, torch.int32)] if num_ranks > 1 and flats else []
+    )
+    return Event("agree", "all", tuple(calls))
 
 
 def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> list[Event]:

@@ -23,7 +23,7 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
     With `write`, what rank 0 leaves in them becomes the weights of all ranks.
     """
     engine = engine_of(module)
-    engine.settle()
+    engine.rest()
     registered = {id(part._parameters) for part in module.modules()}
     units = [unit for unit in engine.units if unit.is_registered_in(registered)]
     buffers = {id(state): _gather_master(engine, state) for unit in units for state in unit.states}
@@ -61,7 +61,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     With `rank0_only` the other ranks take part and get an empty dict.
     """
     engine = engine_of(model)
-    engine.settle()
+    engine.rest()
     with unguarded(engine):
         entries = model.state_dict(keep_vars=True)
     wanted = engine.mesh.rank == 0 or not rank0_only
@@ -94,7 +94,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     time, so a mapping that reads lazily from files never has more than that in memory.
     """
     engine = engine_of(model)
-    engine.settle()
+    engine.rest()
     with unguarded(engine):
         entries = model.state_dict(keep_vars=True)
     givers = exchange(engine.mesh.world, state_dict is not None)

@@ -5,6 +5,8 @@ gives what updating the whole gives: Adam, SGD and Lion do, Muon, Adafactor and 
 """
 
 from collections import defaultdict
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +25,20 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(64, 128, generator=generator)
     grads = [torch.randn(64, 128, generator=generator) for _ in range(2)]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = torch.cat([part.reshape(-1) for part in _train(optimizer, [weights], [[grad] for grad in grads])])
-            halves = torch.cat(
-                _train(
-                    optimizer,
-                    list(weights.reshape(-1).chunk(2)),
-                    [list(grad.reshape(-1).chunk(2)) for grad in grads],
-                )
-            )
-        same = torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
-    except Exception as error:
-        raise _refusal(name, f"it fails on a one-dimensional shard: {error}") from error
-    if not same:
-        raise _refusal(name, "updating two halves of a matrix apart gives another result than updating the whole")
+    for group in optimizer.param_groups:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                whole = _train(optimizer, group, [weights], [[grad] for grad in grads])
+                halves = _train(optimizer, group, _halves(weights), [_halves(grad) for grad in grads])
+            same = torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
+        except Exception as error:
+            raise _refusal(name, f"it fails on a one-dimensional shard: {error}") from error
+        if not same:
+            raise _refusal(name, "updating two halves of a matrix apart gives another result than updating the whole")
+
+
+def _halves(matrix: Tensor) -> list[Tensor]:
+    return list(matrix.reshape(-1).chunk(2))
 
 
 def _refusal(name: str, why: str) -> ConfigurationError:
@@ -47,19 +48,31 @@ def _refusal(name: str, why: str) -> ConfigurationError:
     )
 
 
-def _train(optimizer: torch.optim.Optimizer, tensors: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """Two steps of a copy of the optimizer with the hyper-parameters of its first group."""
+def _train(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], tensors: list[Tensor], grads: list[list[Tensor]]
+) -> Tensor:
+    """Two steps of a copy of the optimizer with the hyper-parameters of one group, on other tensors."""
     params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-    group = {**optimizer.param_groups[0], "params": params}
-    if "lr" in group:
-        # A warm-up may have set it to zero, and then every optimizer looks elementwise.
-        group["lr"] = 0.01
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
-    trial.param_groups = [group]
+    trial.param_groups = [{**group, "params": params}]
+    if "lr" in group:
+        # A warm-up may have set it to zero, and then every optimizer looks elementwise.
+        trial.param_groups[0]["lr"] = 0.01
     trial.state = defaultdict(dict)
+    first = next(iter(group["params"]), None)
+    if first is not None and first in optimizer.state:
+        for param in params:
+            trial.state[param] = {key: _like(value, first, param) for key, value in optimizer.state[first].items()}
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = grad.clone()
         trial.step()
-    return [param.detach() for param in params]
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def _like(value: Any, original: Tensor, param: Tensor) -> Any:
+    """State as the constructor made it for `original`, for `param`."""
+    if isinstance(value, Tensor) and value.shape == original.shape and value.ndim and value.numel():
+        return torch.full_like(param, float(value.reshape(-1)[0]))
+    return deepcopy(value)

@@ -5,6 +5,7 @@ the resting parameters of the model: views of the masters. Learning-rate schedul
 """
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
@@ -21,8 +22,11 @@ class Stepper(Protocol):
 
     @property
     def trainable_states(self) -> list[FlatState]: ...
+    @property
+    def num_backwards(self) -> int: ...
     def finish_gradients(self) -> None: ...
     def forget_gradients(self) -> None: ...
+    def was_updated(self) -> None: ...
     def close_step(self, updated: bool) -> None: ...
 
 
@@ -36,6 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._channels = channels
         self._scaler = scaler
         self._norm: Tensor | None = None
+        self._norm_at = 0
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -73,10 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            return self._step_with(closure)
         norm = self._prepare()
         overflowed = norm is not None and not bool(torch.isfinite(norm))
         if not overflowed:
@@ -87,6 +90,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scaler.after_step(overflowed)
         self._norm = None
         self._stepper.close_step(updated=not overflowed)
+        return None
+
+    def _step_with(self, closure: Callable[[], float]) -> float:
+        """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
+        if self._scaler is not None:
+            raise StateError(
+                "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
+            )
+
+        def evaluate() -> float:
+            self._take_back_gradients()
+            self._stepper.was_updated()
+            with torch.enable_grad():
+                loss = closure()
+            self._prepare()
+            self._hand_over_gradients()
+            return loss
+
+        loss: float = self._inner.step(evaluate)
+        self._take_back_gradients()
+        self._stepper.close_step(updated=True)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -104,6 +128,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
         raise StateError("optimizer.load_state_dict() does not know about shards; load before sw.shard is called")
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise StateError("a sharded optimizer cannot be copied: copy it before sw.shard")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("a sharded optimizer cannot be pickled: it holds this rank's shards only")
+
     @property
     def _device(self) -> torch.device:
         return self._stepper.trainable_states[0].master.device
@@ -111,7 +141,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> Tensor | None:
         """Final gradients; under loss scaling also unscaled, with their norm, which tells of an overflow."""
         self._stepper.finish_gradients()
+        if self._norm is not None and self._norm_at != self._stepper.num_backwards:
+            raise StateError(
+                "a backward ran between clip_grad_norm and step: under fp16 its gradients are still scaled and those "
+                "before it are not; clip after the last backward"
+            )
         if self._scaler is not None and self._norm is None:
+            self._norm_at = self._stepper.num_backwards
             states = self._stepper.trainable_states
             finals = [state.final for state in states if state.grad_state == "final"]
             if finals:
@@ -125,8 +161,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             final = state.final.to(state.flat.master)
             for index, inside in state.held.items():
+                param = state.resting_params[index]
+                if param.grad is not None:
+                    raise StateError(
+                        f"parameter {state.flat.params[index].name!r} was used outside the forward of the unit it "
+                        "belongs to, and its gradient went nowhere; choose units= so that all its uses lie in one"
+                    )
                 if state.used[index]:
-                    param = state.resting_params[index]
                     param.grad = final[inside].view(param.shape)
 
     def _take_back_gradients(self) -> None:
@@ -136,12 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Refuse an optimizer that has begun already, or that was built on something else than the model."""
-    if optimizer.state:
-        raise ConfigurationError(
-            f"optimizer {type(optimizer).__name__} already holds state for {len(optimizer.state)} parameters: "
-            "call sw.shard before the first step"
-        )
+    """Refuse an optimizer that was built on something else than the model."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if param not in params:
@@ -152,8 +188,41 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[T
                 )
 
 
-def put_shards_into_groups(optimizer: torch.optim.Optimizer, resting_of: dict[Tensor, Tensor]) -> None:
-    """Replace each parameter of the optimizer's groups by this rank's part of it, where it has one."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of the model went."""
+
+    state: FlatState
+    index: int
+
+    @property
+    def resting(self) -> Tensor:
+        return self.state.resting_params[self.index]
+
+
+def put_shards_into_groups(optimizer: torch.optim.Optimizer, place_of: dict[Tensor, Place]) -> None:
+    """Replace each parameter of the optimizer's groups by this rank's part of it, where it has one.
+
+    State that is there already (made by the constructor, or loaded) is cut in the same way.
+    """
     for group in optimizer.param_groups:
-        parts = [resting_of[param] for param in group["params"]]
-        group["params"] = [part for part in parts if part.requires_grad and part.numel()]
+        originals = group["params"]
+        group["params"] = []
+        for original in originals:
+            place = place_of[original]
+            state = optimizer.state.pop(original, None)
+            if place.resting.requires_grad and place.resting.numel():
+                group["params"].append(place.resting)
+                if state is not None:
+                    optimizer.state[place.resting] = {
+                        key: _cut(key, value, original, place) for key, value in state.items()
+                    }
+
+
+def _cut(key: str, value: Any, original: Tensor, place: Place) -> Any:
+    """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
+    if not isinstance(value, Tensor) or value.shape != original.shape or key == "step":
+        return value
+    part = place.state.part_of(place.index, value).view(place.resting.shape)
+    dtype = place.resting.dtype if value.is_floating_point() else value.dtype
+    return part.to(place.resting.device, dtype, copy=True)

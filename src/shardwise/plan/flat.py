@@ -45,6 +45,11 @@ class Flat:
     reduce: torch.dtype
     trainable: bool
 
+    @property
+    def num_ranks(self) -> int:
+        """All of them: a chain's axes make up the world."""
+        return prod(self.axis_sizes)
+
     @cached_property
     def depth_of_params(self) -> int:
         return self.layout.depth(self.layout.params)
@@ -127,7 +132,7 @@ def flats_of(
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[Param]] = {}
     for param in unit.params:
-        kept = matches(param.sites[0].module, keep_fp32) or matches(param.name, keep_fp32)
+        kept = matches(param.sites[0].module, keep_fp32)
         compute = torch.float32 if kept else precision.compute
         master = (torch.float32 if kept else precision.master) if param.trainable else param.dtype
         # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.

@@ -1,0 +1,212 @@
+"""Communication runs behind computation.
+
+Collectives are slowed down: each occupies its channel for a while, one after another, and `finish` waits until it is
+through. Blocks compute by sleeping, so that the ranks do not compete for cores. The same step with every collective
+awaited where it starts is the serial one. Nothing is asserted about how much faster ours is: only that it is.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine.guards import engine_of
+from shardwise.wire import collectives
+from tests.harness import Pool
+from tests.support.strategies import ALL, STRATEGIES
+
+COMPUTE_S = 0.004
+COLLECTIVE_S = 0.004
+NUM_BLOCKS = 5
+HIDDEN = 32
+
+
+class Pause(torch.autograd.Function):
+    """Computing, as far as time goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(COMPUTE_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(COMPUTE_S)
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Pause.apply(self.inner(x))
+
+
+class Slowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass
+class SlowWork:
+    work: dist.Work
+    through_at: float
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.through_at - time.monotonic()))
+        self.work.wait()
+
+
+@contextmanager
+def slow_collectives(is_serial: bool) -> Iterator[None]:
+    original = collectives._start
+    free_at: dict[int, float] = {}
+
+    def start(kind: Any, channel: Any, buffer: Tensor, what: str, call: Callable[[], Any]) -> Any:
+        flight = original(kind, channel, buffer, what, call)
+        if flight.work is not None:
+            begins = max(time.monotonic(), free_at.get(id(channel), 0.0))
+            free_at[id(channel)] = begins + COLLECTIVE_S
+            flight.work = SlowWork(flight.work, begins + COLLECTIVE_S)
+            if is_serial:
+                flight.work.wait()
+                flight.work = None
+        return flight
+
+    collectives._start = start
+    try:
+        yield
+    finally:
+        collectives._start = original
+
+
+def seconds_per_step(strategy: Any, node_size: int, is_serial: bool) -> float:
+    sw.init()
+    torch.manual_seed(0)
+    model = Slowed()
+    model, optimizer = sw.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy,
+        precision="bf16",
+        node_size=node_size,
+        units=["Block"],
+    )
+    times = []
+    with slow_collectives(is_serial):
+        for _ in range(4):
+            dist.barrier()
+            began = time.monotonic()
+            model(torch.ones(2, HIDDEN)).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.monotonic() - began)
+    return min(times[1:])
+
+
+@pytest.mark.parametrize(
+    ("world", "node_size", "strategy"),
+    [*((2, 2, strategy) for strategy in ALL), (4, 2, "hsdp"), (4, 2, "hfsdp"), (4, 2, "hpz")],
+)
+def test_a_step_is_faster_than_serial(run_ranks: Pool, world: int, node_size: int, strategy: str) -> None:
+    # The slowest rank is the step's time. Other work on the machine may spoil one measurement: the better of two.
+    def measure(is_serial: bool) -> float:
+        return max(run_ranks(world, seconds_per_step, STRATEGIES[strategy], node_size, is_serial))
+
+    serial, ours = (min(measure(is_serial), measure(is_serial)) for is_serial in (True, False))
+    assert ours < serial
+
+
+# ---------------------------------------------------------------------------------------------------------
+# without a clock
+
+
+def log_of_a_step(strategy: str) -> list[str]:
+    """What was started and computed in the second step, in order; units by their number."""
+    sw.init()
+    torch.manual_seed(0)
+    model = Slowed()
+    model, optimizer = sw.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, precision="bf16", units=["Block"]
+    )
+    log: list[str] = []
+
+    def number(what: str) -> str:
+        return what.rpartition(".")[2]
+
+    original = collectives._start
+
+    def start(kind: Any, channel: Any, buffer: Tensor, what: str, call: Callable[[], Any]) -> Any:
+        log.append(f"start {'gather' if kind == 'all_gather' else 'reduce'} {number(what)}")
+        return original(kind, channel, buffer, what, call)
+
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: log.append(f"forward {index}"))
+        block.inner.register_full_backward_pre_hook(lambda *_, index=index: log.append(f"backward {index}"))
+    collectives._start = start
+    try:
+        for _ in range(2):
+            x = torch.ones(2, HIDDEN, requires_grad=True)
+            model(x).float().mean().backward()
+            log.append("step")  # which starts the first gathers of the next one
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        collectives._start = original
+    return log[log.index("step") :]
+
+
+def test_zero3_gathers_ahead_in_both_directions(run_ranks: Pool) -> None:
+    for log in run_ranks(2, log_of_a_step, "zero3"):
+        last = NUM_BLOCKS - 1
+        assert log[:4] == ["step", "start gather 0", "start gather 1", "forward 0"]
+        for index in range(last):
+            assert log.index(f"start gather {index + 1}") < log.index(f"forward {index}")
+        backward = log[log.index(f"backward {last}") :]
+        # The last two are still in their slots; the others are gathered behind the backward before theirs.
+        assert not {f"start gather {last}", f"start gather {last - 1}"} & set(backward)
+        for index in range(last - 1):
+            assert backward.index(f"start gather {index}") < backward.index(f"backward {index + 1}")
+        # A reduction is on its way before the next unit's backward begins.
+        for index in range(1, NUM_BLOCKS):
+            assert log.index(f"start reduce {index}") < log.index(f"backward {index - 1}")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_whole_parameters_are_gathered_behind_the_next_forward(run_ranks: Pool, strategy: str) -> None:
+    for log in run_ranks(2, log_of_a_step, strategy):
+        for index in range(NUM_BLOCKS - 1):
+            assert log.index(f"start gather {index + 1}") < log.index(f"forward {index}")
+        assert log.index("forward 0") < log.index(f"start gather {NUM_BLOCKS - 1}")
+
+
+def test_ddp_reduces_behind_the_backward(run_ranks: Pool) -> None:
+    for log in run_ranks(2, log_of_a_step, "ddp"):
+        for index in range(1, NUM_BLOCKS):
+            assert log.index(f"start reduce {index}") < log.index(f"backward {index - 1}")
+
+
+def channels_apart() -> bool:
+    sw.init()
+    model, _ = sw.shard(Slowed(), None, "zero3", precision="bf16")
+    mesh = engine_of(model).mesh
+    return mesh.channel("gather", "world").group is not mesh.channel("reduce", "world").group
+
+
+def test_gathers_and_reductions_have_communicators_of_their_own(run_ranks: Pool) -> None:
+    assert all(run_ranks(2, channels_apart))

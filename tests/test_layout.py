@@ -1,0 +1,186 @@
+"""The table: names, aliases, and every combination of answers either builds or is refused with both values named."""
+
+from dataclasses import astuple
+from itertools import product
+from typing import get_args
+
+import pytest
+
+from shardwise.errors import ConfigurationError
+from shardwise.layout import (
+    ALIASES,
+    AUTO_ORDER,
+    PRESETS,
+    SPLITS,
+    Layout,
+    Split,
+    Until,
+    layout_of,
+    layouts_for,
+)
+
+UNITS = ["root", "embed", "blocks.0", "blocks.1", "blocks.10"]
+
+
+def test_the_table() -> None:
+    """The presets as the documents define them: params, grads, optimizer, gathered until."""
+    assert {name: astuple(layout) for name, layout in PRESETS.items()} == {
+        "ddp": ("whole", "whole", "whole", "always"),
+        "zero1": ("whole", "whole", "world", "always"),
+        "zero2": ("whole", "world", "world", "always"),
+        "shard_grad_op": ("world", "world", "world", "backward"),
+        "zero3": ("world", "world", "world", "forward"),
+        "hsdp": ("node", "node", "node", "forward"),
+        "hybrid_shard_zero2": ("node", "node", "node", "backward"),
+        "hfsdp": ("node", "node", "world", "forward"),
+        "hpz": ("node", "world", "world", "forward"),
+    }
+
+
+def test_presets_differ() -> None:
+    assert len(set(PRESETS.values())) == len(PRESETS)
+    assert set(AUTO_ORDER) <= set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("alias", "preset"),
+    [
+        ("no_shard", "ddp"),
+        ("NO_SHARD", "ddp"),
+        ("fsdp", "zero3"),
+        ("full_shard", "zero3"),
+        ("hybrid_shard", "hsdp"),
+        ("hybrid-shard", "hsdp"),
+        ("mics", "hsdp"),
+        ("MiCS", "hsdp"),
+        ("shard-grad-op", "shard_grad_op"),
+        ("ZeRO3", "zero3"),
+    ],
+)
+def test_aliases(alias: str, preset: str) -> None:
+    assert layout_of(alias) is PRESETS[preset]
+
+
+def test_every_alias_leads_to_a_preset() -> None:
+    assert set(ALIASES.values()) <= set(PRESETS)
+    assert not set(ALIASES) & set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("zero4", "zero"),
+        ("zer3", "zero3"),
+        ("fdsp", "fsdp"),
+        ("hsdpp", "hsdp"),
+        ("dpp", "ddp"),
+        ("full_shards", "full_shard"),
+    ],
+)
+def test_did_you_mean(asked: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"unknown strategy '{asked}'; did you mean '{meant}"):
+        layout_of(asked)
+
+
+def test_a_word_like_no_other_lists_what_is_known() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown strategy 'qqqq'; known: .*ddp.*zero3"):
+        layout_of("qqqq")
+
+
+@pytest.mark.parametrize("field", ["params", "grads", "optimizer", "gathered_until"])
+def test_an_unknown_answer_is_refused(field: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{field}='wrld'"):
+        Layout(**{field: "wrld"})
+    with pytest.raises(ConfigurationError, match=r"did you mean 'world'"):
+        Layout(optimizer="wrld")
+
+
+def makes_sense(params: Split, grads: Split, optimizer: Split, until: Until) -> bool:
+    """Nothing is split further than the optimizer, which needs it; and whole is what is always gathered."""
+    order = {"whole": 0, "node": 1, "world": 2}
+    not_wider = order[params] <= order[optimizer] and order[grads] <= order[optimizer]
+    return not_wider and (params == "whole") == (until == "always")
+
+
+@pytest.mark.parametrize("answers", list(product(SPLITS, SPLITS, SPLITS, get_args(Until))), ids="-".join)
+def test_every_combination(answers: tuple[Split, Split, Split, Until]) -> None:
+    if makes_sense(*answers):
+        layout = Layout(*answers)
+        assert layout.depth("whole") == 0
+        depths = [layout.depth(split) for split in (layout.params, layout.grads, layout.optimizer)]
+        assert max(depths) <= len(layout.chain)
+        # A split over the world goes along every axis of the chain, whatever the chain.
+        assert layout.depth("world") == len(layout.chain)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        Layout(*answers)
+    message = str(caught.value)
+    # One sentence that names two fields with their values.
+    named = [
+        field
+        for field, value in zip(("params", "grads", "optimizer", "gathered_until"), answers, strict=True)
+        if f"{field}={value!r}" in message
+    ]
+    assert len(named) == 2, message
+
+
+def test_how_many_make_sense() -> None:
+    combinations = list(product(SPLITS, SPLITS, SPLITS, get_args(Until)))
+    assert len(combinations) == 81
+    # optimizer whole: 1; node: 2 grads x (whole + node twice); world: 3 grads x (whole + node and world twice)
+    assert sum(makes_sense(*answers) for answers in combinations) == 1 + 2 * 3 + 3 * 5
+
+
+def test_a_chain_stops_at_the_node_only_where_something_does() -> None:
+    assert PRESETS["zero3"].chain == ("world",)
+    assert PRESETS["ddp"].chain == ("world",)
+    assert PRESETS["hsdp"].chain == ("node", "replicate")
+    assert PRESETS["hpz"].chain == ("node", "replicate")
+
+
+def test_a_layout_prints_its_name_and_its_answers() -> None:
+    assert str(PRESETS["zero3"]) == ("zero3 (params world, grads world, optimizer world, gathered_until forward)")
+    assert str(Layout("whole", "node", "world", "always")).startswith("custom (")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# one layout for each unit
+
+
+def test_one_strategy_is_every_units() -> None:
+    assert layouts_for("zero3", UNITS) == [PRESETS["zero3"]] * len(UNITS)
+    own = Layout("whole", "node", "world", "always")
+    assert layouts_for(own, UNITS) == [own] * len(UNITS)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    found = layouts_for({"blocks.0": "ddp", "blocks.*": "zero3", "*": "zero2"}, UNITS)
+    assert found == [PRESETS[name] for name in ("zero2", "zero2", "ddp", "zero3", "zero3")]
+
+
+def test_a_pattern_without_a_unit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'block.0' matches no unit; did you mean 'blocks.0'"):
+        layouts_for({"block.0": "ddp", "*": "zero3"}, UNITS)
+
+
+def test_a_unit_without_a_pattern_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"no pattern matches unit 'root'.*'\*'"):
+        layouts_for({"blocks.*": "ddp", "embed": "zero3"}, UNITS)
+
+
+def test_a_bad_name_in_a_mapping_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown strategy 'zero33'; did you mean 'zero3'"):
+        layouts_for({"*": "zero33"}, UNITS)
+
+
+def test_auto_is_for_the_whole_model() -> None:
+    with pytest.raises(ConfigurationError, match="auto") as caught:
+        layouts_for({"*": "auto"}, UNITS)
+    assert "did you mean 'auto'" not in str(caught.value)
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="a name, a Layout or a mapping, not int"):
+        layouts_for(3, UNITS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="a name, a Layout"):
+        layouts_for({"*": 3}, UNITS)  # type: ignore[dict-item]
