@@ -192,10 +192,13 @@ class Engine:
     def before_forward(self, index: int) -> None:
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
-        if not self._busy[index]:
+        if self._busy[index]:
+            # Called from inside its own forward, such as a module that owns parameters of the root.
+            self.make_ready(index)
+        else:
             self._began[index] = self._tick()
             self._pass_over_in_forward(index)
-        self.make_ready(index, self.schedule.before_forward[index])
+            self.make_ready(index, self.schedule.before_forward[index])
         self._busy[index] += 1
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
@@ -277,7 +280,7 @@ class Engine:
                 if self.schedule.units[other].backward_reads:
                     self._start_gather(other, needed_now=False)
                 self._complete[other] = True
-        self._backward_at = min(self._backward_at, position + 1)
+        self._backward_at = min(self._backward_at, max(position, 0))
 
     def _begin_backward(self) -> None:
         self._in_backward = True
