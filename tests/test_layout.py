@@ -180,7 +180,7 @@ def test_auto_is_for_the_whole_model() -> None:
 
 
 def test_what_is_no_strategy_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a name, a Layout or a mapping, not int"):
+    with pytest.raises(ConfigurationError, match=r"a Layout or a mapping.*not int"):
         layouts_for(3, UNITS)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="a name, a Layout"):
+    with pytest.raises(ConfigurationError, match=r"a Layout.*not int"):
         layouts_for({"*": 3}, UNITS)  # type: ignore[dict-item]

@@ -19,7 +19,8 @@ freed or another unit's. While a unit computes they show the `compute` parameter
 made once and live as long as the unit, so hooks, compiled code and guards stay valid.
 
 Autograd keeps aliases of the compute parameters between forward and backward, so a unit's `whole` must have
-the same storage in both. It is written through tensors that share no version counter with the parameters.
+the same storage in both. It is written through tensors that share no version counter with the parameters; the
+engine stamps those itself, with one version while the memory holds the weights and another while it does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -284,6 +285,7 @@ class Unit:
         self.name = name
         self.module = module
         self.states = states
+        self._compute_params = tuple(param for state in states for param in state.compute_params)
         self._show_compute: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._show_resting: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for state in states:
@@ -302,6 +304,13 @@ class Unit:
     def show_resting(self) -> None:
         for registered, attribute, param in self._show_resting:
             registered[attribute] = param
+
+    def stamp(self, version: int) -> None:
+        """Set the version of the compute parameters; autograd refuses to use those of another version than it saved.
+
+        So a backward that comes to a unit whose memory has another unit's weights, or newer ones, cannot go wrong.
+        """
+        torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""

@@ -99,10 +99,9 @@ def tied_inside() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("build", [tied_ends, tied_blocks, tied_inside])
-def test_tied_weights(run_ranks: Pool, build: Any, strategy: str) -> None:
-    check(run_ranks, train, build, strategy)
+def test_tied_weights(run_ranks: Pool, build: Any) -> None:
+    check(run_ranks, train, build, LAYOUTS)
 
 
 @pytest.mark.parametrize("units", [["Linear", "Block"], 1])
@@ -111,9 +110,8 @@ def test_tied_weights_of_units_of_their_own(run_ranks: Pool, units: Any) -> None
     check(run_ranks, train, tied_blocks, "shard_grad_op", units=units)
 
 
-@pytest.mark.parametrize("strategy", NODES)
-def test_tied_weights_on_nodes(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, train, tied_blocks, strategy, world=4, node_size=2)
+def test_tied_weights_on_nodes(run_ranks: Pool) -> None:
+    check(run_ranks, train, tied_blocks, NODES, world=4, node_size=2)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -137,24 +135,21 @@ def frozen_but_one() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("build", [frozen_blocks, frozen_but_one])
-def test_frozen_parameters(run_ranks: Pool, build: Any, strategy: str) -> None:
-    told = check(run_ranks, train, build, strategy, make_optimizer=trained_only)
+def test_frozen_parameters(run_ranks: Pool, build: Any) -> None:
+    told = check(run_ranks, train, build, LAYOUTS, make_optimizer=trained_only)
     torch.manual_seed(0)
     for name, param in build().named_parameters():
         changed = not torch.equal(told[0].weights[name], param.detach())
         assert changed == param.requires_grad, name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_frozen_parameters_may_be_given_to_the_optimizer(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, train, frozen_blocks, strategy)
+def test_frozen_parameters_may_be_given_to_the_optimizer(run_ranks: Pool) -> None:
+    check(run_ranks, train, frozen_blocks, ["ddp", "zero3"])
 
 
-@pytest.mark.parametrize("strategy", NODES)
-def test_frozen_parameters_on_nodes(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, train, frozen_blocks, strategy, world=4, node_size=2)
+def test_frozen_parameters_on_nodes(run_ranks: Pool) -> None:
+    check(run_ranks, train, frozen_blocks, NODES, world=4, node_size=2)
 
 
 def frozen_blocks_in_double() -> nn.Module:
@@ -189,9 +184,7 @@ def test_frozen_weights_lose_nothing(run_ranks: Pool, strategy: str, precision: 
 def with_adapters() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(
-        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-    )
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_peft_model(MODELS["llama"].fresh(), config)
@@ -214,18 +207,22 @@ def train_adapters(trainee: Trainee) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"])
-def test_adapters_equal_one_process(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, train_adapters, with_adapters, strategy, make_optimizer=trained_only)
-
-
-@pytest.mark.parametrize("strategy", NODES)
-def test_adapters_equal_one_process_on_nodes(run_ranks: Pool, strategy: str) -> None:
+def test_adapters_equal_one_process(run_ranks: Pool) -> None:
     check(
         run_ranks,
         train_adapters,
         with_adapters,
-        strategy,
+        ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"],
+        make_optimizer=trained_only,
+    )
+
+
+def test_adapters_equal_one_process_on_nodes(run_ranks: Pool) -> None:
+    check(
+        run_ranks,
+        train_adapters,
+        with_adapters,
+        NODES,
         make_optimizer=trained_only,
         world=4,
         node_size=2,
@@ -245,9 +242,7 @@ def bytes_at_rest(strategy: str, precision: str, node_size: int | None) -> tuple
     base = {id(param): param for name, param in model.named_parameters() if "lora" not in name}
     storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in base.values()}
     assert all(param.dtype == torch.bfloat16 for param in base.values())
-    largest = max(
-        sum(param.numel() for param in layer.parameters()) for layer in with_adapters().model.model.layers
-    )
+    largest = max(sum(param.numel() for param in layer.parameters()) for layer in with_adapters().model.model.layers)
     return sum(param.nbytes for param in base.values()), sum(storages.values()), 2 * largest
 
 
@@ -470,9 +465,7 @@ def train_with_buffers(strategy: str, precision: Any) -> tuple[list[float], dict
     sw.init()
     torch.manual_seed(0)
     model = WithBuffers()
-    model, optimizer = sw.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, precision=precision
-    )
+    model, optimizer = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, precision=precision)
     trainee = Trainee(model, optimizer, dist.get_world_size(), dist.get_rank())
     losses = train(trainee)
     model.eval()
@@ -561,16 +554,14 @@ def scalars() -> nn.Module:
     return nn.Sequential(*(OnlyScalars() for _ in range(4)))
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_odd_shapes(run_ranks: Pool, strategy: str, world: int) -> None:
-    check(run_ranks, train, OddStack, strategy, world=world)
+def test_odd_shapes(run_ranks: Pool, world: int) -> None:
+    check(run_ranks, train, OddStack, LAYOUTS, world=world)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *NODES])
 @pytest.mark.parametrize("build", [OddStack, scalars])
-def test_odd_shapes_on_four_ranks(run_ranks: Pool, strategy: str, build: Any) -> None:
-    check(run_ranks, train, build, strategy, world=4, node_size=2)
+def test_odd_shapes_on_four_ranks(run_ranks: Pool, build: Any) -> None:
+    check(run_ranks, train, build, ["zero3", *NODES], world=4, node_size=2)
 
 
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
@@ -615,9 +606,7 @@ def generate_sharded(name: str, strategy: str, node_size: int | None) -> list[Te
     sw.init()
     rank = dist.get_rank()
     model = MODELS[name].fresh()
-    model, optimizer = sw.shard(
-        model, adamw(list(model.parameters())), strategy, precision="fp32", node_size=node_size
-    )
+    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32", node_size=node_size)
     found = [generate(model, rank % 2)]
     for step in range(2):
         MODELS[name].loss(model, tokens(step)).backward()

@@ -90,6 +90,7 @@ def test_zero3_step() -> None:
         "reduce b",
         "backward a",
         "reduce a",
+        "agree all",
         *(f"update {name}" for name in "abcd"),
     ]
 
@@ -123,7 +124,7 @@ def test_whole_parameters_are_gathered_lazily(layout: str) -> None:
 def test_ddp_in_one_dtype_moves_gradients_only() -> None:
     units = [unit(name, "ddp", compute=torch.float32) for name in "ab"]
     events = step_events(schedule_of(units), num_micro_batches=2)
-    assert not any(event.calls for event in events if event.verb != "reduce")
+    assert not any(event.calls for event in events if event.verb not in ("reduce", "agree"))
     calls = [[call.kind for call in event.calls] for event in events if event.verb == "reduce"]
     assert calls == [[], [], ["all_reduce"], ["all_reduce"]]  # once a step
 
@@ -167,6 +168,13 @@ def test_frozen_units_are_neither_reduced_nor_updated() -> None:
 def test_frozen_units_that_stay_whole_are_not_gathered_again() -> None:
     units = [unit("a", "shard_grad_op"), unit("b", "zero2", trainable=False)]
     assert "gather b" not in short(step_events(schedule_of(units)))
+
+
+def test_ranks_agree_on_use_once_a_step() -> None:
+    """One number for each parameter that is trained, whatever the accumulation."""
+    units = [unit("a"), unit("b", trainable=False), unit("c")]
+    agreements = [event for event in step_events(schedule_of(units), 3) if event.verb == "agree"]
+    assert [[(call.dtype, call.num_bytes) for call in event.calls] for event in agreements] == [[("int32", 8)]]
 
 
 def test_gradients_are_reduced_in_reverse() -> None:
@@ -262,6 +270,8 @@ def test_whoever_computes_is_gathered(schedule: Schedule, num_micro: int) -> Non
             del in_slot[slot]
 
     for event in step_events(schedule, num_micro, first_step=True) + step_events(schedule, num_micro):
+        if event.verb == "agree":
+            continue
         index = index_of[event.unit]
         plan = schedule.units[index]
         if event.verb == "gather":

@@ -99,15 +99,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_equal_to_one_process(run_ranks: Pool, name: str, strategy: str) -> None:
-    check(run_ranks, train, Model, strategy, make_optimizer=OPTIMIZERS[name])
+def test_equal_to_one_process(run_ranks: Pool, name: str) -> None:
+    check(run_ranks, train, Model, ["ddp", "zero1", "zero3"], make_optimizer=OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("name", ["AdamW fused", "Adagrad", "Lion"])
-@pytest.mark.parametrize("strategy", NODES)
-def test_equal_to_one_process_on_nodes(run_ranks: Pool, name: str, strategy: str) -> None:
-    check(run_ranks, train, Model, strategy, make_optimizer=OPTIMIZERS[name], world=4, node_size=2)
+def test_equal_to_one_process_on_nodes(run_ranks: Pool, name: str) -> None:
+    check(run_ranks, train, Model, NODES, make_optimizer=OPTIMIZERS[name], world=4, node_size=2)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
@@ -158,9 +156,8 @@ def grouped_story(trainee: Trainee) -> list[float]:
     return losses + train(trainee, 3)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_groups_stay_right(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, grouped_story, Model, strategy, make_optimizer=ByName())
+def test_groups_stay_right(run_ranks: Pool) -> None:
+    check(run_ranks, grouped_story, Model, LAYOUTS, make_optimizer=ByName())
 
 
 def sums_of_groups(strategy: str) -> list[tuple[int, float]]:
@@ -189,9 +186,8 @@ def some_parameters(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params[::2], lr=1e-2, eps=1e-4)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_parameters_outside_the_optimizer_are_not_updated(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, train, Model, strategy, make_optimizer=some_parameters)
+def test_parameters_outside_the_optimizer_are_not_updated(run_ranks: Pool) -> None:
+    check(run_ranks, train, Model, LAYOUTS, make_optimizer=some_parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -244,17 +240,8 @@ class Scheduled:
 
 
 @pytest.mark.parametrize("make", SCHEDULERS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_scheduler_made_after_sharding(
-    run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler], strategy: str
-) -> None:
-    check(run_ranks, Scheduled(make), Model, strategy, make_optimizer=OPTIMIZERS["AdamW"])
-
-
-class WithScheduler(Model):
-    """Carries the scheduler that was made on the optimizer before sw.shard."""
-
-    scheduler: LRScheduler
+def test_a_scheduler_made_after_sharding(run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
+    check(run_ranks, Scheduled(make), Model, ["ddp", "zero3"], make_optimizer=OPTIMIZERS["AdamW"])
 
 
 class MadeBefore:
@@ -274,11 +261,10 @@ def train_with_early_scheduler(trainee: Trainee) -> list[float]:
 
 
 @pytest.mark.parametrize("make", SCHEDULERS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_scheduler_made_before_sharding(
-    run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler], strategy: str
+    run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler]
 ) -> None:
-    check(run_ranks, train_with_early_scheduler, Model, strategy, make_optimizer=MadeBefore(make))
+    check(run_ranks, train_with_early_scheduler, Model, ["ddp", "zero3"], make_optimizer=MadeBefore(make))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -299,9 +285,8 @@ def by_closure(trainee: Trainee) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_a_closure(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, by_closure, Model, strategy)
+def test_a_closure(run_ranks: Pool) -> None:
+    check(run_ranks, by_closure, Model, ["ddp", "zero2", "zero3"])
 
 
 def by_step_hooks(trainee: Trainee) -> list[float]:
@@ -313,9 +298,8 @@ def by_step_hooks(trainee: Trainee) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_step_hooks_run_once_each(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, by_step_hooks, Model, strategy)
+def test_step_hooks_run_once_each(run_ranks: Pool) -> None:
+    check(run_ranks, by_step_hooks, Model, ["ddp", "zero3"])
 
 
 def model_zero_grad(trainee: Trainee) -> list[float]:
@@ -330,9 +314,8 @@ def model_zero_grad(trainee: Trainee) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_zero_grad_of_the_model(run_ranks: Pool, strategy: str) -> None:
-    check(run_ranks, model_zero_grad, Model, strategy)
+def test_zero_grad_of_the_model(run_ranks: Pool) -> None:
+    check(run_ranks, model_zero_grad, Model, LAYOUTS)
 
 
 def touch_the_optimizer() -> None:
@@ -439,9 +422,7 @@ def try_to_shard(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], st
 
 @pytest.mark.parametrize("name", NEEDS_WHOLE)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name(
-    run_ranks: Pool, name: str, strategy: str
-) -> None:
+def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name(run_ranks: Pool, name: str, strategy: str) -> None:
     for error in run_ranks.errors(2, try_to_shard, NEEDS_WHOLE[name], strategy, deadline=30):
         assert error is not None
         assert error.startswith("ConfigurationError")
@@ -471,12 +452,9 @@ def lbfgs_story(trainee: Trainee) -> list[float]:
     return [trainee.mean(trainee.optimizer.step(closure)) for _ in range(2)]
 
 
-def test_lbfgs_is_right_or_refused_under_ddp(run_ranks: Pool) -> None:
-    try:
-        check(run_ranks, lbfgs_story, Model, "ddp", make_optimizer=lbfgs, tolerance=1e-3)
-    except Exception as failed:  # noqa: BLE001
-        assert "LBFGS" in str(failed)
-        assert "ConfigurationError" in str(failed) or "StateError" in str(failed)
+def test_lbfgs_under_ddp(run_ranks: Pool) -> None:
+    # A line of secants: differences of gradients are divided by, so roundings grow.
+    check(run_ranks, lbfgs_story, Model, "ddp", make_optimizer=lbfgs, tolerance=1e-3)
 
 
 def test_every_elementwise_optimizer_passes_the_trial_whatever_its_learning_rate(run_ranks: Pool) -> None:
@@ -527,7 +505,9 @@ SPLITS = [
 ]
 
 
-def accumulate_exactly(strategy: str, splits: tuple[list[int], list[int]], node_size: int, last_is_open: bool) -> Tensor:
+def accumulate_exactly(
+    strategy: str, splits: tuple[list[int], list[int]], node_size: int, last_is_open: bool
+) -> Tensor:
     sw.init()
     rank = dist.get_rank()
     model = Exact()
@@ -602,8 +582,7 @@ def train_eight_bit(trainee: Trainee) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero3"])
-def test_torchao_eight_bit(run_ranks: Pool, strategy: str) -> None:
+def test_torchao_eight_bit(run_ranks: Pool) -> None:
     # Blocks of 256 elements lie alike in shards and in wholes, so the quantised state is the same but for roundings
     # of the gradient that reach a border between two of the 256 levels.
     with warnings.catch_warnings():
@@ -612,7 +591,7 @@ def test_torchao_eight_bit(run_ranks: Pool, strategy: str) -> None:
             run_ranks,
             train_eight_bit,
             Wide,
-            strategy,
+            ["zero3"],
             make_optimizer=eight_bit,
             tolerance=1e-3,
             deadline=300,

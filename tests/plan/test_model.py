@@ -101,7 +101,7 @@ def test_blocks_without_parameters_are_no_units() -> None:
 class Declared(nn.Module):
     """Like a Hugging Face model: says which classes must stay together."""
 
-    _no_split_modules: list[str] | None = ["Pair"]
+    _no_split_modules = ("Pair",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +138,7 @@ def test_a_declaration_that_names_no_class_of_the_model_is_passed_over() -> None
 def test_the_blocks_of_hugging_face_models_are_units(name: str) -> None:
     model = MODELS[name].fresh()
     blocks = {
-        path
-        for path, module in model.named_modules()
-        if type(module).__name__ in set(model._no_split_modules or ())
+        path for path, module in model.named_modules() if type(module).__name__ in set(model._no_split_modules or ())
     }
     assert blocks
     assert blocks <= set(names(find_units(model)))

@@ -86,6 +86,22 @@ def test_micro_batches_do_not_change_the_result(run_ranks: Pool, strategy: str) 
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
 
 
+@pytest.mark.parametrize("strategy", [*SOME, "zero1", "hfsdp", "hpz", "whole-node-world"])
+@pytest.mark.parametrize("accumulate", ["all", "none"])
+def test_accumulating_otherwise_costs_time_only(run_ranks: Pool, strategy: str, accumulate: str) -> None:
+    """No micro-batch said to be the last, or all of them: gradients come home in the step, or again and again."""
+    options = {"num_micro": 3, "accumulate": accumulate, "num_steps": 8}
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32", **options)
+    assert_close(outcome, alone(IN_TREE, num_steps=8), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", SOME)
+def test_a_run_under_way_can_be_sharded(run_ranks: Pool, strategy: str) -> None:
+    """Weights and the optimizer's moments are taken over in the middle."""
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp32", num_steps_alone=7)
+    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
+
+
 @pytest.mark.parametrize("strategy", SOME)
 @pytest.mark.parametrize("model", [name for name in MODELS if name != IN_TREE])
 def test_models_as_users_have_them(run_ranks: Pool, model: str, strategy: str) -> None:

@@ -267,7 +267,8 @@ def test_closed_forms(run_ranks: Pool, preset: str, world: int, node_size: int, 
             terms = Terms(world, node_size, step.num_micro, compute.itemsize, 4, block, root)
             expected = {key: value for key, value in CLOSED_FORMS[preset](terms).items() if value}
             seen: Bytes = {}
-            for row in step.seen.rows:
+            # A number for each parameter, by which the ranks agree on what was used, is no part of the forms.
+            for row in (row for row in step.seen.rows if row.dtype != "int32"):
                 direction = "gather" if row.kind == "all_gather" else "reduce"
                 key = (row.axis, direction)
                 seen[key] = seen.get(key, 0.0) + row.wire_bytes

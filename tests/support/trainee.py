@@ -108,6 +108,30 @@ def tell_sharded(
     return Told(list(story(trainee) or []), trainee.weights())
 
 
+def tell_each(
+    story: Story,
+    build: Build,
+    strategies: Sequence[Strategy],
+    may_refuse: Sequence[str],
+    make_optimizer: MakeOptimizer,
+    options: dict[str, Any],
+) -> list[Told | str]:
+    """Runs on every rank: one layout after the other. Where one may refuse, its words are what it told."""
+    found: list[Told | str] = []
+    for strategy in strategies:
+        try:
+            found.append(tell_sharded(story, build, strategy, make_optimizer, **options))
+        except sw.StateError as error:
+            if strategy not in may_refuse:
+                error.add_note(f"under {strategy}")
+                raise
+            found.append(str(error))
+        except BaseException as error:
+            error.add_note(f"under {strategy}")
+            raise
+    return found
+
+
 def tell_alone(story: Story, build: Build, world: int, make_optimizer: MakeOptimizer = adamw) -> Told:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks
@@ -121,31 +145,60 @@ def tell_alone(story: Story, build: Build, world: int, make_optimizer: MakeOptim
         torch.set_num_threads(num_threads)
 
 
-def assert_told_alike(seen: Told, expected: Told, tolerance: float = TOLERANCE) -> None:
-    assert len(seen.values) == len(expected.values)
+def assert_told_alike(seen: Told, expected: Told, tolerance: float = TOLERANCE, label: str = "") -> None:
+    assert len(seen.values) == len(expected.values), label
     for index, (a, b) in enumerate(zip(seen.values, expected.values, strict=True)):
         assert abs(a - b) <= tolerance * max(abs(b), 1e-3), (
-            f"value {index}: {a} sharded, {b} alone; all: {seen.values}, {expected.values}"
+            f"{label}: value {index} is {a} sharded, {b} alone; all: {seen.values}, {expected.values}"
         )
     error = weight_error(seen.weights, expected.weights)
-    assert error <= tolerance, f"weights differ by {error}"
+    assert error <= tolerance, f"{label}: weights differ by {error}"
 
 
 def check(
     pool: Pool,
     story: Story,
     build: Build,
-    strategy: Strategy,
+    strategies: Strategy | Sequence[str],
     *,
     world: int = 2,
     make_optimizer: MakeOptimizer = adamw,
     tolerance: float = TOLERANCE,
     deadline: float = 60.0,
+    may_refuse: Sequence[str] = (),
     **options: Any,
-) -> list[Told]:
-    """The story must come out the same on every rank as in one process."""
+) -> dict[str, list[Told | str]]:
+    """The story must come out the same on every rank, under each of the layouts, as in one process.
+
+    Layouts in `may_refuse` may raise a StateError instead; its words are then what the ranks told. Returns what
+    the ranks told, by layout.
+    """
+    each = list(strategies) if isinstance(strategies, (list, tuple)) else [strategies]
     expected = tell_alone(story, build, world, make_optimizer)
-    told = pool(world, tell_sharded, story, build, strategy, make_optimizer, deadline=deadline, **options)
-    for seen in told:
-        assert_told_alike(seen, expected, tolerance)
+    ranks = pool(world, tell_each, story, build, each, may_refuse, make_optimizer, options, deadline=deadline)
+    told: dict[str, list[Told | str]] = {}
+    for index, strategy in enumerate(each):
+        label = strategy if isinstance(strategy, str) else "these layouts"
+        told[label] = [rank[index] for rank in ranks]
+        refusals = [found for found in told[label] if isinstance(found, str)]
+        assert len(refusals) in (0, world), f"{label}: refused by some ranks only: {refusals}"
+        for found in told[label]:
+            if isinstance(found, Told):
+                assert_told_alike(found, expected, tolerance, label)
     return told
+
+
+def check_refused(
+    pool: Pool,
+    story: Story,
+    build: Build,
+    strategies: Sequence[str],
+    words: Sequence[str],
+    **options: Any,
+) -> None:
+    """Under each of the layouts, every rank must raise a StateError that says all these words."""
+    for label, ranks in check(pool, story, build, strategies, may_refuse=strategies, **options).items():
+        for found in ranks:
+            assert isinstance(found, str), f"{label}: nothing was refused"
+            for word in words:
+                assert word in found, f"{label}: {found!r} does not say {word!r}"

@@ -7,7 +7,7 @@ step below, without shardwise, because it is what every promise is measured agai
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -66,24 +66,38 @@ def train_sharded(
     strategy: Strategy,
     *,
     num_micro: int = 1,
+    accumulate: Literal["all but the last", "all", "none"] = "all but the last",
     num_steps: int = NUM_STEPS,
+    num_steps_alone: int = 0,
     clip: float | None = CLIP,
     poke: Poke | None = None,
     **options: Any,
 ) -> Outcome:
-    """Runs on every rank, each on its slice of the batch. `options` are those of `sw.shard`."""
+    """Runs on every rank, each on its slice of the batch. `options` are those of `sw.shard`.
+
+    `accumulate` says which micro-batches run under `sw.accumulate`: as they should, or as a user may have forgotten.
+    For `num_steps_alone` steps every rank trains the whole batch by itself; the model is sharded then.
+    """
     sw.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     spec = MODELS[model_name]
     model = spec.fresh()
-    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, **options)
+    optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
-    for step in range(num_steps):
+    for step in range(num_steps_alone):
+        loss = spec.loss(model, tokens(step))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = sw.shard(model, optimizer, strategy, **options)
+    for step in range(num_steps_alone, num_steps):
         total = torch.zeros(())
         for micro in range(num_micro):
             batch = tokens(step, rank * num_micro + micro, world * num_micro)
-            is_last = micro == num_micro - 1
-            with nullcontext() if is_last else sw.accumulate(model):
+            waits = accumulate == "all" or (accumulate != "none" and micro < num_micro - 1)
+            with sw.accumulate(model) if waits else nullcontext():
                 loss = spec.loss(model, batch)
                 total += loss.detach() / num_micro
                 if poke is not None:

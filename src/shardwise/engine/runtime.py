@@ -106,10 +106,10 @@ class Engine:
         self._busy = [0] * len(units)
         self._pending_calls = [0] * len(units)
         self._complete = [False] * len(units)
-        self._opened = [False] * len(units)
         self._reduce_queue: deque[int] = deque()
         self._clock = 0
         self._began = [0] * len(units)
+        self._called = [False] * len(units)
         # Units that run one after the other, and how far this forward and this backward have come among them.
         self._leaves = schedule.leaves
         self._position_of = {unit: position for position, unit in enumerate(self._leaves)}
@@ -148,8 +148,7 @@ class Engine:
         holder = None if slot is None else occupancy.holder.get(slot)
         if holder is not None and holder != index:
             if not self._busy[holder]:
-                self._finish_gather(holder)
-                self.units[holder].show_resting()
+                self._lose(holder)
             elif needed_now:
                 self._leave_slot(index, holder)
             else:
@@ -165,6 +164,18 @@ class Engine:
                     if flat is state.flat:
                         flights += state.start_gather(refresh, gather, self._gather_channels)
             self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark())
+        unit.stamp(self._lost_version)
+
+    def _lose(self, index: int) -> None:
+        """A unit's gathered memory is about to be another's, or nobody's."""
+        self._finish_gather(index)
+        self.units[index].show_resting()
+        self.units[index].stamp(self._lost_version)
+
+    @property
+    def _lost_version(self) -> int:
+        """What compute parameters are stamped with while their memory does not hold the weights of 2 * num_updates."""
+        return 2 * self.num_updates + 1
 
     def _finish_gather(self, index: int) -> None:
         gather = self._gathers.pop(index, None)
@@ -172,6 +183,7 @@ class Engine:
             for flight in gather.flights:
                 finish(flight)
             self._gather_lane.compute_waits_for(gather.queued)
+            self.units[index].stamp(2 * self.num_updates)
 
     def _leave_slot(self, index: int, holder: int) -> None:
         """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
@@ -197,6 +209,7 @@ class Engine:
             self.make_ready(index)
         else:
             self._began[index] = self._tick()
+            self._called[index] = True
             self._pass_over_in_forward(index)
             self.make_ready(index, self.schedule.before_forward[index])
         self._busy[index] += 1
@@ -232,7 +245,7 @@ class Engine:
         if not self._in_backward:
             self._begin_backward()
         self._close_calls_after(call)
-        call.is_open = self._opened[index] = True
+        call.is_open = True
         self._open_calls.add(call)
         self._busy[index] += 1
         self._pass_over_in_backward(self._position_of.get(index, len(self._leaves)))
@@ -274,9 +287,9 @@ class Engine:
             self._forward_at = max(self._forward_at, position + 1)
 
     def _pass_over_in_backward(self, position: int) -> None:
-        """Left out are the units behind `position` that no forward of this rank waits for."""
+        """Left out are the units behind `position` that the last forward of this rank did not call."""
         for other in reversed(self._leaves[position + 1 : self._backward_at]):
-            if not self._pending_calls[other] and not self._complete[other]:
+            if not (self._called[other] or self._pending_calls[other] or self._complete[other]):
                 if self.schedule.units[other].backward_reads:
                     self._start_gather(other, needed_now=False)
                 self._complete[other] = True
@@ -286,14 +299,13 @@ class Engine:
         self._in_backward = True
         self._num_backwards += 1
         self._complete = [False] * len(self.units)
-        self._opened = [False] * len(self.units)
         self._reduce_queue = deque(self.schedule.reduce_order)
         self._backward_at = len(self._leaves)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _drop(self, index: int) -> None:
         if self.schedule.units[index].layout.gathered_until == "backward":
-            self._finish_gather(index)
+            self._lose(index)
             self._occupancy.release(index)
             self.memory.give_back(index)
 
@@ -362,23 +374,25 @@ class Engine:
             self._close(call)
         self._pass_over_in_backward(-1)
         while self._reduce_queue:
-            self._refuse_unseen(self._reduce_queue[0])
             self._start_reduce(self._reduce_queue.popleft())
         self._finish_reductions()
+        self._refuse_late_gradients()
         self._in_backward = False
         if self.is_sync:
             self._agree_on_use()
 
-    def _refuse_unseen(self, index: int) -> None:
-        """A backward that came to a unit unannounced has read whatever its slot held."""
-        unit = self.units[index]
-        if self.schedule.slot_of[index] is None or self._opened[index]:
-            return
-        if any(param.grad is not None for state in unit.states for param in state.compute_params):
-            raise StateError(
-                f"a backward reached unit {unit.name!r} ({type(unit.module).__name__}), but no tensor was found in "
-                "what its forward returned; return tensors, tuples, lists, dicts or dataclasses of them"
-            )
+    def _refuse_late_gradients(self) -> None:
+        for state in self.trainable_states:
+            late = [
+                spec.name
+                for spec, param in zip(state.flat.params, state.compute_params, strict=True)
+                if param.grad is not None
+            ]
+            if late:
+                raise StateError(
+                    f"parameter {late[0]!r} of unit {state.unit_name!r} got a gradient after the unit's backward had "
+                    "ended: something that its forward recorded reaches the loss beside what it returned; return it"
+                )
 
     def _agree_on_use(self) -> None:
         """A parameter that no rank used gets no gradient at all, as with one process.
@@ -390,10 +404,12 @@ class Engine:
         if self._all_used is None:
             self._all_used = torch.ones(len(used), dtype=torch.int32, device=self.mesh.device)
         left_out = not all(used)
-        flags = torch.tensor(used, dtype=torch.int32, device=self.mesh.device) if left_out else self._all_used.clone()
-        flight = start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used")
-        finish(flight)
+        with self._reduce_lane.after_compute():
+            mine = torch.tensor(used, dtype=torch.int32) if left_out else self._all_used
+            flags = mine.to(self.mesh.device, copy=True)
+            finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used"))
         if left_out:
+            self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
             answers = iter(flags.tolist())
             for state in states:
                 state.used = [next(answers) > 0 for _ in state.used]
@@ -421,8 +437,8 @@ class Engine:
 
     def was_updated(self) -> None:
         """The masters that are trained are newer than every copy of them."""
-        self.num_updates += 1
         self.settle()
+        self.num_updates += 1
         self._occupancy.masters_changed()
 
     def was_rewritten(self) -> None:
@@ -469,6 +485,7 @@ class Engine:
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
         self._busy = [0] * len(self.units)
+        self._called = [False] * len(self.units)
         self._forward_at = 0 if leads_to_backward else len(self._leaves)
 
     def end_forward(self) -> None:

@@ -157,9 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _hand_over_gradients(self) -> None:
         for state in self._stepper.trainable_states:
-            if state.grad_state != "final":
-                continue
-            final = state.final.to(state.flat.master)
+            final = state.final.to(state.flat.master) if state.grad_state == "final" else None
             for index, inside in state.held.items():
                 param = state.resting_params[index]
                 if param.grad is not None:
@@ -167,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"parameter {state.flat.params[index].name!r} was used outside the forward of the unit it "
                         "belongs to, and its gradient went nowhere; choose units= so that all its uses lie in one"
                     )
-                if state.used[index]:
+                if final is not None and state.used[index]:
                     param.grad = final[inside].view(param.shape)
 
     def _take_back_gradients(self) -> None:
@@ -206,8 +204,9 @@ def put_shards_into_groups(optimizer: torch.optim.Optimizer, place_of: dict[Tens
     State that is there already (made by the constructor, or loaded) is cut in the same way.
     """
     for group in optimizer.param_groups:
-        originals = group["params"]
-        group["params"] = []
+        # In place: some optimizers keep a reference to the list.
+        originals = list(group["params"])
+        group["params"].clear()
         for original in originals:
             place = place_of[original]
             state = optimizer.state.pop(original, None)
