@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from .errors import ConfigurationError, StateError
+from .errors import ConfigurationError, StateError, WireError
 from .wire.collectives import Channel
 from .wire.ledger import Ledger
 
@@ -22,9 +22,23 @@ Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
 
 
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Which ranks each axis joins, seen from this rank. Pure: no communicator is made yet."""
+
+    rank: int
+    world_size: int
+    node_size: int
+    members: dict[str, list[int]]
+
+    @property
+    def sizes_and_indices(self) -> dict[str, tuple[int, int]]:
+        return {axis: (len(ranks), ranks.index(self.rank)) for axis, ranks in self.members.items()}
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's view: its device, and a channel per lane and axis."""
+    """This rank's device, and a channel per lane and axis."""
 
     rank: int
     world_size: int
@@ -32,9 +46,6 @@ class Mesh:
     device: torch.device
     channels: dict[tuple[Lane, str], Channel]
     ledger: Ledger
-
-    def channel(self, lane: Lane, axis: str) -> Channel:
-        return self.channels[lane, axis]
 
     @property
     def world(self) -> Channel:
@@ -46,17 +57,17 @@ def init(
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> None:
     """Join the process group that torchrun's environment describes, or make a world of one.
 
     A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
     `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
-    than `timeout_s` fail on every rank.
+    than `timeout_s` fail on every rank (default: what was said before, else 600).
     """
     global _device, _timeout
     found = _choose_device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = backend or ("nccl" if found.type == "cuda" else "gloo")
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -73,10 +84,21 @@ def init(
     _device, _timeout = found, timeout
 
 
-def make_mesh(node_size: int | None) -> Mesh:
-    """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
+def device() -> torch.device:
+    """This rank's device."""
     if _device is None or not dist.is_initialized():
         raise StateError("no process group: call sw.init() before sw.shard()")
+    return _device
+
+
+def everyone() -> Channel:
+    """All ranks over the default group, before there is a mesh."""
+    device()
+    return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
+
+
+def make_axes(node_size: int | None) -> Axes:
+    """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if node_size is None:
         node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -92,30 +114,40 @@ def make_mesh(node_size: int | None) -> Mesh:
         "node": list(range(node * node_size, (node + 1) * node_size)),
         "replicate": list(range(place, world_size, node_size)),
     }
+    return Axes(rank, world_size, node_size, members)
+
+
+def connect(axes: Axes) -> Mesh:
+    """Make the communicators. All ranks must mean the same axes."""
     ledger = Ledger()
     channels = {
-        (lane, axis): Channel(axis, len(ranks), ranks.index(rank), _group(lane, ranks), ledger)
+        (lane, axis): Channel(axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger)
         for lane in LANES
-        for axis, ranks in members.items()
+        for axis, ranks in axes.members.items()
     }
-    return Mesh(rank, world_size, node_size, _device, channels, ledger)
+    return Mesh(axes.rank, axes.world_size, axes.node_size, device(), channels, ledger)
 
 
 _device: torch.device | None = None
-_timeout: datetime.timedelta | None = None
+_timeout = datetime.timedelta(seconds=600)
 # Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
 _groups: dict[tuple[object, Lane, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
-def _group(lane: Lane, ranks: list[int]) -> dist.ProcessGroup | None:
+def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     key = (dist.group.WORLD, lane, tuple(ranks))
     if key not in _groups:
         # Only the members meet; every rank makes its own groups in the same order of axes.
-        _groups[key] = dist.new_group(
-            ranks, timeout=_timeout, use_local_synchronization=True, group_desc=f"shardwise_{lane}"
-        )
+        try:
+            _groups[key] = dist.new_group(
+                ranks, timeout=_timeout, use_local_synchronization=True, group_desc=f"shardwise_{lane}"
+            )
+        except RuntimeError as error:
+            raise WireError(
+                f"ranks {ranks} could not meet on axis {axis!r} within {_timeout.total_seconds():.0f} s: {error}"
+            ) from error
     return _groups[key]
 
 

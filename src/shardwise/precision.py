@@ -44,6 +44,8 @@ def precision_of(precision: str | Precision, reduce_dtype: str | torch.dtype | N
         if name not in PRECISIONS:
             raise ConfigurationError(f"unknown precision {precision!r}; {did_you_mean(name, PRECISIONS)}")
         precision = PRECISIONS[name]
+    if not isinstance(precision, Precision):
+        raise ConfigurationError(f"precision={precision!r}: give one of {', '.join(PRECISIONS)}, or a Precision")
     if reduce_dtype is None:
         return precision
     if isinstance(reduce_dtype, str):

@@ -23,7 +23,7 @@ the same storage in both. It is written through tensors that share no version co
 engine stamps those itself, with one version while the memory holds the weights and another while it does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -316,12 +316,13 @@ class Unit:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""
         return any(id(entry[0]) in registered for entry in self._show_compute)
 
-    def show(self, param_of: Callable[[FlatState, int], nn.Parameter]) -> None:
-        """Register other parameters, e.g. whole ones in the master's precision."""
-        modules = iter(self._show_compute)
-        for state in self.states:
-            for index, spec in enumerate(state.flat.params):
-                param = param_of(state, index)
-                for _ in spec.sites:
-                    registered, attribute, _ = next(modules)
-                    registered[attribute] = param
+    def show(self, instead: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Register other parameters in the place of resting ones."""
+        for registered, attribute, resting in self._show_resting:
+            if resting in instead:
+                registered[attribute] = instead[resting]
+
+    def registered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+        """What the modules show at present, each beside the resting parameter of that place."""
+        for registered, attribute, resting in self._show_resting:
+            yield resting, registered.get(attribute)

@@ -811,6 +811,111 @@ def test_other_numbers_of_gather_slots(run_ranks: Pool, build: Any, memory_budge
     check(run_ranks, train, build, "zero3", memory_budget=memory_budget)
 
 
+class Returns(Block):
+    """Returns one of its own weights as well, for a penalty."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.up.weight
+
+
+class Penalises(Stack):
+    block = Returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = torch.zeros(())
+        weights = []
+        for layer in self.layers:
+            x, weight = layer(x)
+            weights.append(weight)
+        for weight in weights:
+            penalty = penalty + weight.square().mean()
+        return x * self.scale + penalty
+
+
+def test_a_weight_that_a_unit_returns_is_right_or_refused(run_ranks: Pool) -> None:
+    dropping = ["shard_grad_op", "zero3"]
+    check(run_ranks, train, Penalises, ["ddp", "zero2", *dropping], may_refuse=dropping)
+
+
+def regularised(trainee: Trainee) -> list[float]:
+    """A penalty on what `parameters()` shows between forward and backward: parts, on a rank that has parts."""
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = loss_on(trainee, step) + 0.01 * sum(param.square().sum() for param in trainee.model.parameters())
+        loss.backward()
+        losses.append(trainee.clip(0.5))
+        trainee.step()
+    return losses
+
+
+def test_a_penalty_on_resting_parameters_is_refused(run_ranks: Pool) -> None:
+    check_refused(run_ranks, regularised, Stack, LAYOUTS, ["parameter"])
+
+
+class Given(Block):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x * scale)
+
+
+class GivesItsOwn(Stack):
+    """The root hands a parameter of its own to its blocks."""
+
+    block = Given
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.scale)
+        return x
+
+
+def test_a_parameter_handed_to_blocks(run_ranks: Pool) -> None:
+    check(run_ranks, train, GivesItsOwn, LAYOUTS)
+
+
+class CallsSibling(Block):
+    """Calls another unit, which does not lie inside it."""
+
+    siblings: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for sibling in self.siblings:
+            x = x + 0.5 * sibling(x)
+        return super().forward(x)
+
+
+class Siblings(Stack):
+    block = CallsSibling
+
+    def __init__(self, calls: tuple[tuple[int, int], ...]) -> None:
+        super().__init__()
+        for caller, called in calls:
+            self.layers[caller].siblings += (self.layers[called],)
+
+    def forward(self, x: Tensor) -> Tensor:
+        called = {id(sibling) for layer in self.layers for sibling in layer.siblings}
+        for layer in self.layers:
+            if id(layer) not in called:
+                x = layer(x)
+        return x * self.scale
+
+
+def siblings_of_other_slots() -> nn.Module:
+    return Siblings(((1, 2), (3, 4)))
+
+
+def siblings_of_one_slot() -> nn.Module:
+    return Siblings(((2, 0), (3, 1)))
+
+
+def one_sibling_of_all() -> nn.Module:
+    return Siblings(((0, 4), (1, 4), (2, 4), (3, 4)))
+
+
+@pytest.mark.parametrize("build", [siblings_of_other_slots, siblings_of_one_slot, one_sibling_of_all])
+def test_units_that_call_other_units(run_ranks: Pool, build: Any) -> None:
+    check(run_ranks, train, build, LAYOUTS, may_refuse=["zero3"] if build is one_sibling_of_all else [])
+
+
 class ByKeyword(Block):
     def forward(self, *, hidden: Tensor, options: dict[str, Any], scale: float = 1.0) -> Tensor:
         options["num_calls"] = options.get("num_calls", 0) + 1
@@ -936,6 +1041,65 @@ def test_parts_called_without_the_model(run_ranks: Pool, story: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# several models
+
+
+def adversaries(models: tuple[nn.Module, nn.Module], optimizers: Any, share: Any, mean: Any) -> list[float]:
+    """Two models in one graph: one learns to fool the other, which learns not to be fooled."""
+    generator, critic = models
+    losses = []
+    for step in range(NUM_STEPS):
+
+        def critic_loss(rank: int, step: int = step) -> Tensor:
+            fake = generator(features(step, rank)).detach()
+            return critic(fake).mean() - critic(features(step + 50, rank)).square().mean()
+
+        loss = share(critic_loss)
+        loss.backward()
+        losses.append(mean(loss))
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        loss = share(lambda rank, step=step: critic(generator(features(step, rank))).square().mean())
+        loss.backward()
+        losses.append(mean(loss))
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()  # it got gradients as well
+    return losses
+
+
+def two_models() -> tuple[tuple[nn.Module, nn.Module], list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    models = Stack(4), Stack(5)
+    return models, [sgd(list(model.parameters())) for model in models]
+
+
+def play_sharded(strategies: tuple[str, str]) -> tuple[list[float], dict[str, Tensor]]:
+    sw.init()
+    models, optimizers = two_models()
+    sharded = [
+        sw.shard(model, optimizer, strategy, precision="fp32")
+        for model, optimizer, strategy in zip(models, optimizers, strategies, strict=True)
+    ]
+    trainee = Trainee(models[0], None, dist.get_world_size(), dist.get_rank())
+    losses = adversaries(models, [optimizer for _, optimizer in sharded], trainee.share, trainee.mean)
+    return losses, sw.full_state_dict(models[0])
+
+
+@pytest.mark.parametrize(
+    "strategies", [("zero3", "zero3"), ("zero2", "zero3"), ("shard_grad_op", "ddp"), ("zero3", "zero1")]
+)
+def test_two_models_in_one_graph(run_ranks: Pool, strategies: tuple[str, str]) -> None:
+    models, optimizers = two_models()
+    alone = Trainee(models[0], None, 2, None)
+    losses = adversaries(models, optimizers, alone.share, alone.mean)
+    for seen, weights in run_ranks(2, play_sharded, strategies):
+        assert seen == pytest.approx(losses, rel=1e-5)
+        for name, value in models[0].state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # evaluation
 
 
@@ -1014,7 +1178,7 @@ def flipped(trainee: Trainee) -> list[float]:
 
 def test_training_flipped_on_and_off(run_ranks: Pool) -> None:
     told = check(run_ranks, flipped, WithDropout, ["ddp", "zero3"])
-    assert told[0].values == [1.0, 0.0, 1.0, 0.0]
+    assert all(found.values == [1.0, 0.0, 1.0, 0.0] for ranks in told.values() for found in ranks)
 
 
 def evaluate_only(precision: str, num_rounds: int) -> dict[str, list[Tensor]]:

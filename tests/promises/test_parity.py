@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness import Pool
 from tests.support.models import HUGGING_FACE, IN_TREE, MODELS
-from tests.support.strategies import ALL, SOME, STRATEGIES
+from tests.support.strategies import ALL, SOME, STRATEGIES, mixture
 from tests.support.training import (
     FORMATS,
     Outcome,
@@ -93,6 +93,17 @@ def test_accumulating_otherwise_costs_time_only(run_ranks: Pool, strategy: str, 
     options = {"num_micro": 3, "accumulate": accumulate, "num_steps": 8}
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32", **options)
     assert_close(outcome, alone(IN_TREE, num_steps=8), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_of_layouts(run_ranks: Pool, seed: int) -> None:
+    """Units of one model under layouts that nobody named, with more or fewer units gathered ahead."""
+    budget = [None, 25_000, 60_000][seed % 3]
+    options = {"precision": "fp32", "num_steps": 8, "memory_budget": budget, "node_size": 2}
+    two = run_ranks(2, train_sharded, IN_TREE, mixture(seed), **options)
+    assert_same(two[0], alone(IN_TREE, num_slices=2, num_steps=8))
+    four = run_ranks(4, train_sharded, IN_TREE, mixture(seed), num_micro=3, **options)
+    assert_close(four[0], alone(IN_TREE, num_steps=8), FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("strategy", SOME)

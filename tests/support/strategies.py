@@ -1,6 +1,11 @@
 """THE list: every strategy that every promise is checked for. A new one is one line here and inherits every test."""
 
-from shardwise.layout import PRESETS, Layout, Strategy
+import random
+from itertools import product
+from typing import get_args
+
+from shardwise.errors import ConfigurationError
+from shardwise.layout import PRESETS, SPLITS, Layout, Strategy, Until
 
 STRATEGIES: dict[str, Strategy] = {
     **{name: name for name in PRESETS},
@@ -21,3 +26,20 @@ STRATEGIES: dict[str, Strategy] = {
 ALL = list(STRATEGIES)
 # For tests that multiply with models or precisions: each kind of gradient and parameter handling once.
 SOME = ["ddp", "zero2", "zero3", "hsdp"]
+
+
+def every_layout() -> list[Layout]:
+    """All combinations of answers that make sense."""
+    found = []
+    for answers in product(SPLITS, SPLITS, SPLITS, get_args(Until)):
+        try:
+            found.append(Layout(*answers))
+        except ConfigurationError:
+            continue
+    return found
+
+
+def mixture(seed: int) -> dict[str, Layout]:
+    """Another layout for every unit of an in-tree model, by lot."""
+    lots = random.Random(seed)
+    return {pattern: lots.choice(every_layout()) for pattern in (*(f"blocks.{i}" for i in range(5)), "*")}

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError, StateError, did_you_mean
 from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
-from ..mesh import Mesh, make_mesh
+from ..mesh import Axes, connect, device, everyone, make_axes
 from ..optim.probe import refuse_unless_elementwise
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
@@ -23,12 +24,12 @@ from ..precision import Precision, precision_of
 from ..unit import FlatState, Unit
 from ..wire.collectives import exchange
 from ..wire.ledger import Traffic
-from .agree import require_agreement
+from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
-from .initialise import initialise_module
+from .initialise import MetaModel
 from .runtime import Engine, channels_of
-from .schedule import UnitPlan, make_schedule
+from .schedule import Schedule, UnitPlan, make_schedule
 
 # `auto` leaves this share of the free memory to activations and temporary buffers.
 AUTO_RESERVE = 0.25
@@ -58,43 +59,23 @@ def shard(
     memory_budget: bytes for units gathered ahead; unless given, one unit is gathered ahead of the one computing.
     seed: for weights of a model built on the meta device.
     """
-    if find_engine(model) is not None:
-        raise StateError(f"this {type(model).__name__} is sharded already: sw.shard may be called once for a model")
-    chosen = precision_of(precision, reduce_dtype)
-    mesh = make_mesh(node_size)
-    found = find_units(model, units)
-    if not found:
-        raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
+    world = everyone()
+    free_bytes = min(exchange(world, _free_bytes()))
+    plan = all_or_none(
+        world,
+        lambda: _prepare(
+            model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
+            memory_budget, seed, free_bytes,
+        ),
+    )  # fmt: skip
+    require_agreement(world, plan.facts)
+    mesh = connect(plan.axes)
+    built, place_of = _build_units(model, plan, mesh.device, seed)
+    engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget)
+    scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
     modules = dict(model.named_modules())
-    _refuse_idle_patterns(modules, chosen.keep_fp32)
-    keep_fp32 = (*chosen.keep_fp32, *_kept_by_model(model, chosen))
-    plans = _plan(mesh, found, strategy, chosen, keep_fp32)
-    schedule = make_schedule(plans, range(len(plans)), memory_budget)
-    params = {param: name for name, param in model.named_parameters()}
-    if optimizer is not None:
-        require_own_parameters(optimizer, params)
-        if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
-            refuse_unless_elementwise(optimizer)
-    if any(param.is_meta for param in params) and seed is None:
-        raise ConfigurationError(
-            "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
-        )
-    require_agreement(mesh, model, found, plans, chosen)
-
-    place_of: dict[Tensor, Place] = {}
-    built = [
-        _build_unit(index, unit, plan, model, modules, mesh, seed, place_of)
-        for index, (unit, plan) in enumerate(zip(found, plans, strict=True))
-    ]
-    for path, module in modules.items():
-        initialise_module(model, path, module, seed or 0, mesh.device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(mesh.device)
-    engine = Engine(mesh, schedule, built, chosen, memory_budget)
-    scaler = LossScaler(mesh.device) if chosen.loss_scaling else None
     install_hooks(engine, modules)
-    install_cast_hooks((modules[path] for path in _kept_modules(modules, keep_fp32)), chosen.compute)
+    install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute)
     install_root_hooks(engine, model, None if scaler is None else scaler.scale)
     sharded = None
     if optimizer is not None:
@@ -104,6 +85,59 @@ def shard(
     if mesh.rank == 0:
         logger.info("%s", describe(model))
     return model, sharded
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything that is decided before anything is changed."""
+
+    axes: Axes
+    precision: Precision
+    found: list[FoundUnit]
+    schedule: Schedule
+    keep_fp32: tuple[str, ...]
+    facts: Facts
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategy: Strategy,
+    precision: Precision,
+    axes: Axes,
+    units: Units,
+    memory_budget: int | None,
+    seed: int | None,
+    free_bytes: int,
+) -> _Plan:
+    if any(find_engine(module) is not None for module in model.modules()):
+        raise StateError(
+            f"this {type(model).__name__}, or a part of it, is sharded already: sw.shard may be called once for a model"
+        )
+    found = find_units(model, units)
+    if not found:
+        raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
+    _refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
+    keep_fp32 = (*precision.keep_fp32, *_kept_by_model(model, precision))
+    plans = _layouts(axes, found, strategy, precision, keep_fp32, free_bytes)
+    schedule = make_schedule(plans, range(len(plans)), memory_budget)
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    if optimizer is not None:
+        require_own_parameters(optimizer, names)
+        if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
+            refuse_unless_elementwise(optimizer)
+    if any(param.is_meta for param in names) and seed is None:
+        raise ConfigurationError(
+            "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
+        )
+    settings = {
+        "the precision": precision,
+        "the ranks per node (node_size)": axes.node_size,
+        "memory_budget": memory_budget,
+        "seed": seed,
+    }
+    facts = facts_about(model, found, plans, settings) + facts_about_optimizer(optimizer, names)
+    return _Plan(axes, precision, found, schedule, keep_fp32, facts)
 
 
 @contextmanager
@@ -144,47 +178,47 @@ def describe(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _plan(
-    mesh: Mesh, found: list[FoundUnit], strategy: Strategy, precision: Precision, keep_fp32: Sequence[str]
+def _layouts(
+    axes: Axes,
+    found: list[FoundUnit],
+    strategy: Strategy,
+    precision: Precision,
+    keep_fp32: Sequence[str],
+    free_bytes: int,
 ) -> list[UnitPlan]:
-    if isinstance(strategy, str) and strategy.lower() == AUTO:
-        return _first_that_fits(mesh, found, precision, keep_fp32)
-    axes = {axis: (channel.num_ranks, channel.index) for (_, axis), channel in mesh.channels.items()}
-    layouts = layouts_for(strategy, [unit.name for unit in found])
-    return [
-        UnitPlan(
-            unit.name,
-            layout,
-            flats_of(unit, layout, precision, axes, keep_fp32),
-            unit.holds_units,
-            unit.backward_reads,
-        )
-        for unit, layout in zip(found, layouts, strict=True)
-    ]
+    def plans_for(chosen: Strategy) -> list[UnitPlan]:
+        layouts = layouts_for(chosen, [unit.name for unit in found])
+        return [
+            UnitPlan(
+                unit.name,
+                layout,
+                flats_of(unit, layout, precision, axes.sizes_and_indices, keep_fp32),
+                unit.holds_units,
+                unit.backward_reads,
+            )
+            for unit, layout in zip(found, layouts, strict=True)
+        ]
 
-
-def _first_that_fits(
-    mesh: Mesh, found: list[FoundUnit], precision: Precision, keep_fp32: Sequence[str]
-) -> list[UnitPlan]:
-    """The cheapest preset whose training state leaves room on the fullest device."""
-    free = min(exchange(mesh.world, _free_bytes(mesh)))
+    if not isinstance(strategy, str) or strategy.lower() != AUTO:
+        return plans_for(strategy)
     needs = []
     for name in AUTO_ORDER:
-        plans = _plan(mesh, found, name, precision, keep_fp32)
+        plans = plans_for(name)
         need = state_bytes(flat for plan in plans for flat in plan.flats).total
         needs.append(f"{name} {need / 1e9:.1f}")
-        if need <= free * (1 - AUTO_RESERVE):
+        if need <= free_bytes * (1 - AUTO_RESERVE):
             return plans
     raise ConfigurationError(
-        f"strategy 'auto': nothing fits. Free per rank: {free / 1e9:.1f} GB, of which {AUTO_RESERVE:.0%} is kept for "
-        f"activations; state in GB: {', '.join(needs)}. Use more ranks, or a smaller model"
+        f"strategy {AUTO!r}: nothing fits. Free per rank: {free_bytes / 1e9:.1f} GB, of which {AUTO_RESERVE:.0%} "
+        f"is kept for activations; state in GB: {', '.join(needs)}. Use more ranks, or a smaller model"
     )
 
 
-def _free_bytes(mesh: Mesh) -> int:
-    if mesh.device.type == "cuda":
-        return torch.cuda.mem_get_info(mesh.device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.node_size
+def _free_bytes() -> int:
+    where = device()
+    if where.type == "cuda":
+        return torch.cuda.mem_get_info(where)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // everyone().num_ranks
 
 
 def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:
@@ -211,31 +245,37 @@ def _refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]
             )
 
 
-def _build_unit(
-    index: int,
-    unit: FoundUnit,
-    plan: UnitPlan,
-    model: nn.Module,
-    modules: dict[str, nn.Module],
-    mesh: Mesh,
-    seed: int | None,
-    place_of: dict[Tensor, Place],
-) -> Unit:
-    """Take a unit's weights into its flats. The module shows the parts from now on; the originals are let go."""
-    states = [FlatState(flat, mesh.device, unit.name) for flat in plan.flats]
-    for state in states:
-        for position, spec in enumerate(state.flat.params):
-            site = spec.sites[0]
-            module = modules[site.module]
-            original = module._parameters[site.attribute]
-            assert original is not None
-            place_of[original] = Place(state, position)
-            initialise_module(model, site.module, module, seed or 0, mesh.device)
-            value = module._parameters[site.attribute]
-            assert value is not None
-            state.write(position, value)
-            for target in (state.resting_params[position], state.compute_params[position]):
-                target.__dict__.update(original.__dict__)
-    built = Unit(index, unit.name, modules[unit.path], states, modules)
-    built.show_resting()
-    return built
+def _build_units(
+    model: nn.Module, plan: _Plan, where: torch.device, seed: int | None
+) -> tuple[list[Unit], dict[Tensor, Place]]:
+    """Take the weights into flats. The modules show this rank's parts afterwards; the originals are let go."""
+    modules = dict(model.named_modules())
+    meta = MetaModel(model, seed or 0, where)
+    built: list[Unit] = []
+    place_of: dict[Tensor, Place] = {}
+    for index, (found, unit_plan) in enumerate(zip(plan.found, plan.schedule.units, strict=True)):
+        states = [FlatState(flat, where, found.name) for flat in unit_plan.flats]
+        sites = [site for param in found.params for site in param.sites]
+        originals = [modules[site.module]._parameters[site.attribute] for site in sites]
+        by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
+        meta.fill(found)
+        for state in states:
+            for position, spec in enumerate(state.flat.params):
+                original, site = by_name[spec.name], spec.sites[0]
+                value = modules[site.module]._parameters[site.attribute]
+                assert original is not None
+                assert value is not None
+                place_of[original] = Place(state, position)
+                state.write(position, value)
+                for target in (state.resting_params[position], state.compute_params[position]):
+                    target.__dict__.update(original.__dict__)
+        # On the meta device again: the initialisation of other units must not find this one's parts.
+        for site, original in zip(sites, originals, strict=True):
+            modules[site.module]._parameters[site.attribute] = original
+        built.append(Unit(index, found.name, modules[found.path], states, modules))
+    meta.fill_buffers()
+    for module in modules.values():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(where)
+    return built, place_of

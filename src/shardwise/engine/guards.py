@@ -4,8 +4,7 @@ Between steps the modules show this rank's part of the masters. Reading them is 
 weights (saving, copying, casting, moving) raises.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
@@ -45,15 +44,13 @@ def find_engine(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_KEY)
 
 
-@contextmanager
-def unguarded(engine: Engine) -> Iterator[None]:
-    """Inside, the modules show what their state dict may hold."""
-    before = engine.allows_state_dict
-    engine.allows_state_dict = True
+def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """The model's state dict with what its modules show at this moment."""
+    engine.is_whole = True
     try:
-        yield
+        return model.state_dict(keep_vars=True)
     finally:
-        engine.allows_state_dict = before
+        engine.is_whole = False
 
 
 def _refuser(reason: str) -> Callable[..., NoReturn]:
@@ -64,7 +61,7 @@ def _refuser(reason: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
-    if not engine_of(module).allows_state_dict:
+    if not engine_of(module).is_whole:
         raise StateError(
             "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, "
             "or use `with sw.whole(model):`"
@@ -72,7 +69,7 @@ def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
 
 
 def _refuse_load(module: nn.Module, *args: Any) -> None:
-    if not engine_of(module).allows_state_dict:
+    if not engine_of(module).is_whole:
         raise StateError(
             "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
             "every rank, or use `with sw.whole(model, write=True):`"

@@ -87,7 +87,9 @@ class Engine:
         self.units = units
         self.precision = precision
         self.is_sync = True
-        self.allows_state_dict = False
+        # Inside sw.whole: the modules show whole masters, and their state dict may be taken.
+        self.is_whole = False
+        self._masters_version = 0
         self.num_updates = 0
         self.scale = GradScale.mean(mesh.world_size, precision.reduce)
         self._budget_bytes = budget_bytes
@@ -119,6 +121,7 @@ class Engine:
         # The order of units in the first forward, until the first step has been taken.
         self._seen_order: list[int] | None = []
         self._all_used: Tensor | None = None
+        self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_resting()
 
@@ -155,9 +158,12 @@ class Engine:
                 return
         self._finish_gather(index)
         unit = self.units[index]
+        todo = occupancy.take(index)
+        if all(flat.master_is_whole for flat, _, _ in todo):
+            unit.stamp(2 * self.num_updates)
+            return
         with trace_range(f"gather {unit.name}"), self._gather_lane.after_compute():
             self.memory.fetch(index)
-            todo = occupancy.take(index)
             flights: list[InFlight] = []
             for state in unit.states:
                 for flat, refresh, gather in todo:
@@ -202,6 +208,8 @@ class Engine:
     # Phases 1 to 4 as the hooks report them.
 
     def before_forward(self, index: int) -> None:
+        if self.is_whole:
+            raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
         if self._busy[index]:
@@ -439,7 +447,11 @@ class Engine:
         """The masters that are trained are newer than every copy of them."""
         self.settle()
         self.num_updates += 1
+        self._masters_version = self._version_of_masters()
         self._occupancy.masters_changed()
+
+    def _version_of_masters(self) -> int:
+        return sum([state.master._version for unit in self.units for state in unit.states])
 
     def was_rewritten(self) -> None:
         """Weights were set from outside, frozen ones too."""
@@ -477,6 +489,8 @@ class Engine:
 
     def rest(self) -> None:
         """Nothing under way, and every module shows its part of the masters."""
+        if self.is_whole:
+            raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
         self._abandon_backward()
         self.settle()
         for unit in self.units:
@@ -484,6 +498,9 @@ class Engine:
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
+        if self._masters_version != self._version_of_masters():
+            # Somebody changed this rank's parts in place, between steps: copies of them are stale.
+            self.was_rewritten()
         self._busy = [0] * len(self.units)
         self._called = [False] * len(self.units)
         self._forward_at = 0 if leads_to_backward else len(self._leaves)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError, StateError, did_you_mean
-from ..unit import FlatState, Unit
+from ..errors import ConfigurationError, StateError
+from ..plan.model import Param
+from ..unit import FlatState
 from ..wire.collectives import broadcast_from_first, exchange
-from .guards import engine_of, unguarded
+from .guards import engine_of, own_state_dict
 from .runtime import Engine, channels_of
 
 
@@ -25,34 +26,51 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
     engine = engine_of(module)
     engine.rest()
     registered = {id(part._parameters) for part in module.modules()}
-    units = [unit for unit in engine.units if unit.is_registered_in(registered)]
-    buffers = {id(state): _gather_master(engine, state) for unit in units for state in unit.states}
-    shown: list[tuple[FlatState, nn.Parameter]] = []
-
-    def param_of(state: FlatState, index: int) -> nn.Parameter:
-        interval, spec = state.flat.intervals[index], state.flat.params[index]
-        view = buffers[id(state)].data[interval.start : interval.stop].view(spec.shape)
-        param = nn.Parameter(view, requires_grad=spec.trainable)
-        shown.append((state, param))
-        return param
-
-    for unit in units:
-        unit.show(param_of)
-    with unguarded(engine):
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.show_resting()
+    shown = [
+        (state, _gather_master(engine, state))
+        for unit in engine.units
+        if unit.is_registered_in(registered)
+        for state in unit.states
+    ]
+    places = {resting: place for state, buffer in shown for resting, place in _places(state, buffer)}
+    views = {resting: nn.Parameter(place.data, resting.requires_grad) for resting, place in places.items()}
+    for unit in engine.units:
+        unit.show(views)
+    engine.is_whole = True
+    try:
+        yield
+    finally:
+        engine.is_whole = False
+        found = [entry for unit in engine.units for entry in unit.registered() if entry[0] in places]
+        engine.rest()
+    for resting, current in found:
+        _follow_replacement(places[resting], current)
     if write:
-        for unit in units:
-            for state in unit.states:
-                _write_master(engine, state, buffers[id(state)])
+        for state, buffer in shown:
+            _write_master(engine, state, buffer)
         engine.was_rewritten()
-    elif any(param._version for _, param in shown):
-        raise StateError(
-            "parameters were changed inside sw.whole(...), which was for reading: use sw.whole(..., write=True)"
-        )
+    elif not all(_is_unchanged(state, buffer) for state, buffer in shown):
+        raise StateError("parameters were changed inside sw.whole(...), which was for reading: use write=True")
+
+
+def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Where in `buffer` each parameter lies, beside the resting one it stands for."""
+    for resting, interval, spec in zip(state.resting_params, state.flat.intervals, state.flat.params, strict=True):
+        yield resting, buffer[interval.start : interval.stop].view(spec.shape)
+
+
+def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> None:
+    """A parameter, or its data, may have been put in the place of the one shown: its values count."""
+    if current is None or current.shape != place.shape:
+        shape = None if current is None else tuple(current.shape)
+        raise StateError(f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)")
+    if current.data_ptr() != place.data_ptr():
+        place.copy_(current.detach())
+
+
+def _is_unchanged(state: FlatState, buffer: Tensor) -> bool:
+    own = state.flat.spans[state.flat.depth_of_master]
+    return torch.equal(buffer[own.start : own.stop].view(torch.uint8), state.master.view(torch.uint8))
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -62,8 +80,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """
     engine = engine_of(model)
     engine.rest()
-    with unguarded(engine):
-        entries = model.state_dict(keep_vars=True)
+    entries = own_state_dict(model, engine)
     wanted = engine.mesh.rank == 0 or not rank0_only
     found: dict[Tensor, Tensor] = {}
     for unit in engine.units:
@@ -95,21 +112,21 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     """
     engine = engine_of(model)
     engine.rest()
-    with unguarded(engine):
-        entries = model.state_dict(keep_vars=True)
+    entries = own_state_dict(model, engine)
     givers = exchange(engine.mesh.world, state_dict is not None)
     if not givers[0]:
         raise ConfigurationError("sw.load_full_state_dict: rank 0 gave no state dict")
-    _check_keys(engine, state_dict, set(entries), strict)
     from_first = not all(givers)
-    names = {spec.name: spec for unit in engine.units for state in unit.states for spec in state.flat.params}
-    for unit in engine.units:
-        _load_unit(engine, unit, state_dict, from_first)
-    buffers = {key: value for key, value in entries.items() if key not in names and isinstance(value, Tensor)}
     resting = {id(param) for unit in engine.units for state in unit.states for param in state.resting_params}
+    buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and id(value) not in resting}
+    complaint = _complaint(engine, state_dict, buffers, set(entries), strict) if state_dict is not None else ""
+    complaint = next((other for other in exchange(engine.mesh.world, complaint) if other), "")
+    if complaint:
+        raise ConfigurationError(f"sw.load_full_state_dict: {complaint}")
+    for unit in engine.units:
+        for state in unit.states:
+            _load_flat(engine, state, state_dict, from_first)
     for key, value in buffers.items():
-        if id(value) in resting:
-            continue
         if state_dict is not None and key in state_dict:
             value.copy_(state_dict[key])
         if from_first:
@@ -117,46 +134,50 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     engine.was_rewritten()
 
 
-def _check_keys(engine: Engine, state_dict: Mapping[str, Tensor] | None, expected: set[str], strict: bool) -> None:
-    message = ""
-    if state_dict is not None and strict:
-        missing, unknown = sorted(expected - set(state_dict)), sorted(set(state_dict) - expected)
-        if missing:
-            message = f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
-        elif unknown:
-            message = (
-                f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}; "
-                + (did_you_mean(unknown[0], expected)[:200])
-            )
-    if state_dict is not None and not message:
-        for unit in engine.units:
-            for state in unit.states:
-                for spec in state.flat.params:
-                    given = state_dict[spec.name].shape if spec.name in state_dict else spec.shape
-                    if given != spec.shape and not message:
-                        message = (
-                            f"{spec.name!r} is {tuple(given)} in the state dict and {tuple(spec.shape)} in the model"
-                        )
-    message = next((other for other in exchange(engine.mesh.world, message) if other), "")
-    if message:
-        raise ConfigurationError(f"sw.load_full_state_dict: {message}")
+def _given_name(spec: Param, state_dict: Mapping[str, Tensor]) -> str | None:
+    """The name under which a parameter is given; a tied one may come under any of its names."""
+    return next((site.name for site in spec.sites if site.name in state_dict), None)
 
 
-def _load_unit(engine: Engine, unit: Unit, state_dict: Mapping[str, Tensor] | None, from_first: bool) -> None:
-    for state in unit.states:
-        flat = state.flat
-        if not from_first:
-            assert state_dict is not None
-            for index, spec in enumerate(flat.params):
-                if spec.name in state_dict:
-                    state.write(index, state_dict[spec.name])
-            continue
-        buffer = _gather_master(engine, state)
-        if state_dict is not None:
-            for spec, interval in zip(flat.params, flat.intervals, strict=True):
-                if spec.name in state_dict:
-                    buffer[interval.start : interval.stop].copy_(state_dict[spec.name].reshape(-1))
-        _write_master(engine, state, buffer)
+def _complaint(
+    engine: Engine,
+    state_dict: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    known: set[str],
+    strict: bool,
+) -> str:
+    """What is wrong with a state dict, in a sentence; nothing if it fits."""
+    params = [spec for unit in engine.units for state in unit.states for spec in state.flat.params]
+    missing = [spec.name for spec in params if _given_name(spec, state_dict) is None]
+    missing += [key for key in buffers if key not in state_dict]
+    unknown = sorted(set(state_dict) - known)
+    if strict and missing:
+        return f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
+    if strict and unknown:
+        return f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}"
+    for spec in params:
+        name = _given_name(spec, state_dict)
+        if name is not None and state_dict[name].shape != spec.shape:
+            return f"{name!r} is {tuple(state_dict[name].shape)} in the state dict, {tuple(spec.shape)} in the model"
+    return ""
+
+
+def _load_flat(engine: Engine, state: FlatState, state_dict: Mapping[str, Tensor] | None, from_first: bool) -> None:
+    given: dict[int, str] = {}
+    if state_dict is not None:
+        names = {index: _given_name(spec, state_dict) for index, spec in enumerate(state.flat.params)}
+        given = {index: name for index, name in names.items() if name is not None}
+    if not from_first:
+        assert state_dict is not None
+        for index, name in given.items():
+            state.write(index, state_dict[name])
+        return
+    buffer = _gather_master(engine, state)
+    for index, name in given.items():
+        assert state_dict is not None
+        interval = state.flat.intervals[index]
+        buffer[interval.start : interval.stop].copy_(state_dict[name].reshape(-1))
+    _write_master(engine, state, buffer)
 
 
 def _gather_master(engine: Engine, state: FlatState) -> Tensor:

@@ -160,6 +160,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             final = state.final.to(state.flat.master) if state.grad_state == "final" else None
             for index, inside in state.held.items():
                 param = state.resting_params[index]
+                if not param.requires_grad:
+                    raise StateError(
+                        f"parameter {state.flat.params[index].name!r} was frozen after sw.shard, which took it for "
+                        "trained: freeze before sw.shard"
+                    )
                 if param.grad is not None:
                     raise StateError(
                         f"parameter {state.flat.params[index].name!r} was used outside the forward of the unit it "
