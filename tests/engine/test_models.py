@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, SEQ, VOCAB, tokens
-from tests.support.trainee import LAYOUTS, NODES, Trainee, check, features
+from tests.support.trainee import LAYOUTS, NODES, Told, Trainee, check, features
 from tests.support.training import adamw
 
 NUM_STEPS = 4
@@ -139,9 +139,11 @@ def frozen_but_one() -> nn.Module:
 def test_frozen_parameters(run_ranks: Pool, build: Any) -> None:
     told = check(run_ranks, train, build, LAYOUTS, make_optimizer=trained_only)
     torch.manual_seed(0)
-    for name, param in build().named_parameters():
-        changed = not torch.equal(told[0].weights[name], param.detach())
-        assert changed == param.requires_grad, name
+    given = dict(build().named_parameters())
+    for found in (ranks[0] for ranks in told.values()):
+        assert isinstance(found, Told)
+        for name, param in given.items():
+            assert torch.equal(found.weights[name], param.detach()) == (not param.requires_grad), name
 
 
 def test_frozen_parameters_may_be_given_to_the_optimizer(run_ranks: Pool) -> None:

@@ -505,22 +505,13 @@ SPLITS = [
 ]
 
 
-def accumulate_exactly(
-    strategy: str, splits: tuple[list[int], list[int]], node_size: int, last_is_open: bool
-) -> Tensor:
-    sw.init()
+def accumulate_exactly(strategy: str, sizes: list[int], last_is_open: bool) -> Tensor:
     rank = dist.get_rank()
-    model = Exact()
-    model, optimizer = sw.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5),
-        strategy,
-        precision="fp32",
-        node_size=node_size,
-    )
+    model: nn.Module = Exact()
+    inner = torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5)
+    model, optimizer = sw.shard(model, inner, strategy, precision="fp32", node_size=1)
     for _ in range(2):
         first = 12 * rank
-        sizes = splits[rank]
         for index, size in enumerate(sizes):
             loss = (model(integers(size, first, 8)) * integers(size, first, 160)).sum() / 16
             if index < len(sizes) - 1 or last_is_open:
@@ -534,6 +525,15 @@ def accumulate_exactly(
     return torch.cat([value.flatten() for value in sw.full_state_dict(model).values()])
 
 
+def accumulate_every_split(strategy: str) -> list[Tensor]:
+    sw.init()
+    return [
+        accumulate_exactly(strategy, splits[dist.get_rank()], last_is_open)
+        for splits in SPLITS
+        for last_is_open in (False, True)
+    ]
+
+
 @pytest.mark.parametrize("strategy", [*LAYOUTS, *NODES])
 def test_accumulation_is_exact_for_any_split(run_ranks: Pool, strategy: str) -> None:
     model = Exact()
@@ -543,10 +543,8 @@ def test_accumulation_is_exact_for_any_split(run_ranks: Pool, strategy: str) -> 
         optimizer.step()
         optimizer.zero_grad()
     expected = torch.cat([param.detach().flatten() for param in model.parameters()])
-    for splits in SPLITS:
-        for last_is_open in (False, True):
-            for seen in run_ranks(2, accumulate_exactly, strategy, splits, 1, last_is_open):
-                assert torch.equal(seen, expected)
+    for rank in run_ranks(2, accumulate_every_split, strategy):
+        assert all(torch.equal(seen, expected) for seen in rank)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class _UnitHooks:
         if _is_recompute():
             return
         found = list(tensors_in(output))
+        self._engine.refuse_own_weights(self._index, found)
         recorded = [tensor for tensor in found if tensor.grad_fn is not None]
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:

@@ -17,6 +17,8 @@ class GatherMemory:
         self._units = units
         self.slots = [self._bytes(size) for size in schedule.slot_bytes]
         self.own: dict[int, Tensor] = {}
+        # Addresses of shared slots, by the units that lie in them.
+        self.borrowed: dict[int, int] = {}
         self._bind_all(schedule)
 
     def _bytes(self, num_bytes: int) -> Tensor:
@@ -31,10 +33,15 @@ class GatherMemory:
                 if schedule.units[unit.index].layout.gathered_until == "backward":
                     self.give_back(unit.index)
             else:
-                self._bind(unit, self.slots[slot])
+                self._borrow(unit, slot)
+
+    def _borrow(self, unit: Unit, slot: int) -> None:
+        self._bind(unit, self.slots[slot])
+        self.borrowed[unit.index] = self.slots[slot].untyped_storage().data_ptr()
 
     def give_own(self, index: int, schedule: Schedule) -> None:
         self.own[index] = self._bytes(schedule.units[index].gathered_bytes)
+        self.borrowed.pop(index, None)
         self._bind(self._units[index], self.own[index])
 
     def rearrange(self, schedule: Schedule) -> None:
@@ -47,7 +54,7 @@ class GatherMemory:
             slot = schedule.slot_of[unit.index]
             if slot is not None:
                 self.own.pop(unit.index, None)
-                self._bind(unit, self.slots[slot])
+                self._borrow(unit, slot)
 
     def fetch(self, index: int) -> None:
         """Make sure that a unit's memory is there before it is gathered into."""

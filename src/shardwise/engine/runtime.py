@@ -234,6 +234,15 @@ class Engine:
             self._drop(index)
         return None
 
+    def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
+        """Memory that another unit takes next must not leave the unit it was gathered for."""
+        place = self.memory.borrowed.get(index)
+        if place is not None and any([tensor.untyped_storage().data_ptr() == place for tensor in outputs]):
+            raise StateError(
+                f"unit {self.units[index].name!r} returns one of its own weights (or a view of it), whose memory other "
+                "weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
+            )
+
     def before_backward(self, call: ForwardCall, grad: Tensor) -> None:
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
         if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
