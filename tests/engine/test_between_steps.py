@@ -256,8 +256,6 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "pickle of a part": lambda model: pickle.dumps(model.layers[3]),
     "torch.save": saved,
     "torch.save in a container": lambda model: saved({"model": model}),
-    "freezing": lambda model: model.requires_grad_(False),
-    "freezing a part": lambda model: model.layers[0].requires_grad_(False),
     "sharding again": lambda model: sw.shard(model, None, "ddp"),
     "sharding a part": lambda model: sw.shard(model.layers[0], None, "ddp"),
     "sharding inside another": lambda model: sw.shard(nn.Sequential(model, nn.Linear(2, 2)), None, "ddp"),
@@ -294,15 +292,34 @@ def test_what_would_take_shards_for_weights_is_refused(run_ranks: Pool, strategy
         assert not wrong
 
 
+def frozen_later(trainee: Trainee) -> list[float]:
+    """Switched off and on again is no matter; left switched off, the step says so."""
+    trainee.model.requires_grad_(False)
+    for param, given in zip(trainee.model.parameters(), Stack().parameters(), strict=True):
+        param.requires_grad_(given.requires_grad)
+    losses = train(trainee)
+    if trainee.is_sharded:
+        trainee.model.layers[0].requires_grad_(False)
+        loss_on(trainee, 8).backward()
+        with pytest.raises(sw.StateError, match=r"'layers\.0\..*frozen after sw\.shard"):
+            trainee.optimizer.step()
+        trainee.model.layers[0].requires_grad_()
+        trainee.optimizer.zero_grad()
+    return losses + train(trainee, 1, first=3)
+
+
+def test_freezing_after_sharding_is_refused_at_the_step(run_ranks: Pool) -> None:
+    check(run_ranks, frozen_later, Stack, ["ddp", "zero1"])
+
+
 def touched(trainee: Trainee) -> list[float]:
     """Everything a user may try between steps, none of which may disturb the training."""
     losses = train(trainee)
     if trainee.is_sharded:
         model = trainee.model
-        for name, call in REFUSED.items():
-            if "freezing" not in name:
-                with pytest.raises(sw.StateError):
-                    call(model)
+        for call in REFUSED.values():
+            with pytest.raises(sw.StateError):
+                call(model)
         repr(model)
         sum(param.numel() for param in model.parameters())
         sum(float(param.detach().square().sum()) for param in model.parameters())

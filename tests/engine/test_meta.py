@@ -102,19 +102,13 @@ def test_weights_do_not_depend_on_world_or_layout(run_ranks: Pool, build: Callab
     assert list(expected) == list(build().state_dict())
     for name, value in expected.items():
         assert torch.isfinite(value).all(), name
-    linears = {"units": ["Linear"]} if build in (TiedHead, Attending) else {"units": 600}
     cases: dict[int, list[Case]] = {
         1: [("zero3", {})],
-        2: [
-            ("ddp", {}),
-            ("zero1", {}),
-            ("zero3", {}),
-            ("zero3", {"units": 1}),
-            ("zero3", linears),
-            ("shard_grad_op", {"precision": "bf16"}),
-        ],
-        4: [("zero3", {}), ("hsdp", {"node_size": 2}), ("hfsdp", {"node_size": 2, "units": 10**9})],
+        2: [("ddp", {}), ("zero1", {}), ("zero3", {}), ("shard_grad_op", {"precision": "bf16"})],
+        4: [("zero3", {}), ("hsdp", {"node_size": 2}), ("hfsdp", {"node_size": 2})],
     }
+    if build in (in_tree, tied):  # whose modules have one parameter each
+        cases[2] += [("zero3", {"units": 1}), ("zero3", {"units": 600}), ("zero2", {"units": 10**9})]
     for world, each in cases.items():
         assert all(run_ranks(world, drawn_alike, build, each, 5, expected))
 
@@ -157,8 +151,8 @@ def test_hugging_face_models(run_ranks: Pool, name: str) -> None:
         assert torch.isfinite(expected[key]).all(), key
         if value.numel() > 1:
             assert float(expected[key].std()) == pytest.approx(float(value.std()), rel=0.4, abs=1e-6), key
-    for world, strategy in [(2, "zero3"), (4, "zero3")]:
-        for seen in run_ranks(world, drawn, build, strategy, 5):
+    for world in (2, 4) if name == "llama" else (2,):
+        for seen in run_ranks(world, drawn, build, "zero3", 5):
             assert_equal(seen, expected)
 
 
@@ -586,10 +580,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
         assert error is not None
         assert error.startswith("ConfigurationError")
         assert words in error
-
-
-def test_a_misspelt_name_is_answered_with_the_right_one(run_ranks: Pool) -> None:
-    assert "did you mean 'layers.0.0.bias'" in str(run_ranks.errors(2, load_changed, with_more, True, False)[0])
 
 
 def load_partly(only_rank_0: bool) -> tuple[Weights, Weights]:

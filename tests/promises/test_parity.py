@@ -17,8 +17,8 @@ from statistics import fmean
 import pytest
 
 from tests.harness import Pool
-from tests.support.models import HUGGING_FACE, IN_TREE, MODELS
-from tests.support.strategies import ALL, SOME, STRATEGIES, mixture
+from tests.support.models import IN_TREE, MODELS
+from tests.support.strategies import ALL, NAMED, SOME, STRATEGIES, mixture
 from tests.support.training import (
     FORMATS,
     Outcome,
@@ -55,10 +55,15 @@ def sharded(pool: Pool, world: int, node_size: int, strategy: str, model: str = 
     return outcomes[0]
 
 
-@pytest.mark.parametrize("strategy", ALL)
-@pytest.mark.parametrize(("world", "node_size"), [ONE_NODE, TWO_NODES_OF_ONE])
+@pytest.mark.parametrize(
+    ("world", "node_size", "strategy"),
+    [
+        *((*ONE_NODE, strategy) for strategy in ALL),
+        *((*TWO_NODES_OF_ONE, strategy) for strategy in ("hsdp", "hfsdp", "hpz", "mapping")),
+    ],
+)
 def test_all_strategies_are_bit_identical_in_a_world_of_two(
-    run_ranks: Pool, strategy: str, world: int, node_size: int
+    run_ranks: Pool, world: int, node_size: int, strategy: str
 ) -> None:
     outcome = sharded(run_ranks, world, node_size, strategy, precision="fp32")
     assert_same(outcome, alone(IN_TREE, num_slices=2))
@@ -71,8 +76,8 @@ def test_two_nodes_of_two_equal_one_process(run_ranks: Pool, strategy: str) -> N
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [*SOME, "mapping"])
-@pytest.mark.parametrize(("world", "node_size"), [(1, 1), (3, 3), (3, 1), (4, 4)])
+@pytest.mark.parametrize("strategy", ["zero3", "mapping"])
+@pytest.mark.parametrize(("world", "node_size"), [(1, 1), (3, 3), (3, 1)])
 def test_other_worlds_equal_one_process(run_ranks: Pool, strategy: str, world: int, node_size: int) -> None:
     outcome = sharded(run_ranks, world, node_size, strategy, precision="fp32")
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
@@ -80,22 +85,22 @@ def test_other_worlds_equal_one_process(run_ranks: Pool, strategy: str, world: i
         assert_same(outcome, alone(IN_TREE))
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", [*SOME, "zero1", "hpz"])
 def test_micro_batches_do_not_change_the_result(run_ranks: Pool, strategy: str) -> None:
-    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp32", num_micro=3)
-    assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("strategy", [*SOME, "zero1", "hfsdp", "hpz", "whole-node-world"])
-@pytest.mark.parametrize("accumulate", ["all", "none"])
-def test_accumulating_otherwise_costs_time_only(run_ranks: Pool, strategy: str, accumulate: str) -> None:
-    """No micro-batch said to be the last, or all of them: gradients come home in the step, or again and again."""
-    options = {"num_micro": 3, "accumulate": accumulate, "num_steps": 8}
-    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32", **options)
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp32", num_micro=3, num_steps=8)
     assert_close(outcome, alone(IN_TREE, num_steps=8), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("strategy", ["zero1", "hsdp", "hfsdp", "hpz"])
+@pytest.mark.parametrize("accumulate", ["all", "none"])
+def test_accumulating_otherwise_costs_time_only(run_ranks: Pool, strategy: str, accumulate: str) -> None:
+    """No micro-batch said to be the last, or all of them: gradients come home in the step, or again and again."""
+    options = {"num_micro": 3, "accumulate": accumulate, "num_steps": 5}
+    outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32", **options)
+    assert_close(outcome, alone(IN_TREE, num_steps=5), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_of_layouts(run_ranks: Pool, seed: int) -> None:
     """Units of one model under layouts that nobody named, with more or fewer units gathered ahead."""
     budget = [None, 25_000, 60_000][seed % 3]
@@ -106,7 +111,7 @@ def test_any_mixture_of_layouts(run_ranks: Pool, seed: int) -> None:
     assert_close(four[0], alone(IN_TREE, num_steps=8), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_run_under_way_can_be_sharded(run_ranks: Pool, strategy: str) -> None:
     """Weights and the optimizer's moments are taken over in the middle."""
     outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp32", num_steps_alone=7)
@@ -122,7 +127,7 @@ def test_models_as_users_have_them(run_ranks: Pool, model: str, strategy: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["in-tree tied", *HUGGING_FACE])
+@pytest.mark.parametrize("model", ["in-tree tied", "t5"])
 def test_models_on_two_nodes_in_micro_batches(run_ranks: Pool, model: str) -> None:
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, "hpz", model, precision="fp32", num_micro=3)
     assert_close(outcome, alone(model), FP32_TOLERANCE)
@@ -131,8 +136,8 @@ def test_models_on_two_nodes_in_micro_batches(run_ranks: Pool, model: str) -> No
 @pytest.mark.parametrize(
     ("precision", "strategy"),
     [
-        *(("bf16", strategy) for strategy in ALL),
-        *((precision, strategy) for precision in PRECISIONS if precision != "bf16" for strategy in SOME),
+        *(("bf16", strategy) for strategy in NAMED),
+        *((precision, strategy) for precision in PRECISIONS for strategy in ("ddp", "hpz") if precision != "bf16"),
     ],
 )
 def test_sixteen_bits_are_bit_identical_in_a_world_of_two(run_ranks: Pool, precision: str, strategy: str) -> None:
@@ -141,7 +146,7 @@ def test_sixteen_bits_are_bit_identical_in_a_world_of_two(run_ranks: Pool, preci
     assert outcome.num_skipped == 0
 
 
-@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("strategy", ["hsdp"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16, reduced in bf16", "pure-bf16"])
 def test_bf16_costs_no_more_than_in_one_process(run_ranks: Pool, precision: str, strategy: str) -> None:
     exact = alone(IN_TREE)
@@ -160,7 +165,7 @@ def test_bf16_costs_no_more_than_in_one_process(run_ranks: Pool, precision: str,
         assert distance <= FAITHFUL * allowed[what], (what, distance, allowed[what])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hpz"])
+@pytest.mark.parametrize("strategy", ["hpz"])
 def test_fp16_in_a_world_of_four(run_ranks: Pool, strategy: str) -> None:
     """Slices of three samples have gradients so large that the first scale overflows: here as in one process."""
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp16")
@@ -172,22 +177,22 @@ def test_fp16_in_a_world_of_four(run_ranks: Pool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "qwen3"])
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero3"])
 def test_hugging_face_models_in_bf16(run_ranks: Pool, strategy: str, model: str) -> None:
     outcome = sharded(run_ranks, *ONE_NODE, strategy, model, precision="bf16")
     assert_same(outcome, alone(model, formats=FORMATS["bf16"], num_slices=2))
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", [*NAMED, "mapping"])
 def test_overflow_skips_the_step_everywhere(run_ranks: Pool, strategy: str) -> None:
     """One rank's gradient overflows in step 3: no rank takes that step, the scale halves, and training goes on."""
     poke = Poke(step=3, slice=1)
-    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp16", num_steps=8, poke=poke)
+    outcome = sharded(run_ranks, *TWO_NODES_OF_ONE, strategy, precision="fp16", num_steps=6, poke=poke)
     assert (outcome.num_skipped, outcome.loss_scale) == (1, 2.0**15)
-    assert_same(outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, num_steps=8, poke=poke))
+    assert_same(outcome, alone(IN_TREE, formats=FORMATS["fp16"], num_slices=2, num_steps=6, poke=poke))
 
 
-@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_overflow_without_clipping(run_ranks: Pool, strategy: str) -> None:
     """Nobody asks for the norm; the overflow must be found all the same."""
     poke = Poke(step=1, slice=0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import SOME, STRATEGIES
+from tests.support.strategies import STRATEGIES
 from tests.support.training import (
     CLIP,
     NUM_STEPS,
@@ -89,7 +89,7 @@ def test_ddp_is_one_process_with_two_slices(run_ranks: Pool) -> None:
     assert_same(peer_of(run_ranks, 1, True), train_alone(IN_TREE, num_slices=2))
 
 
-@pytest.mark.parametrize("strategy", [*SOME, "zero1", "hpz", "mapping"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hpz"])
 def test_ddp_bit_for_bit(run_ranks: Pool, strategy: str) -> None:
     peer = peer_of(run_ranks, 1, False)
     assert_same(ours(run_ranks, 2, strategy, precision="fp32", node_size=1, clip=None), peer)
@@ -165,7 +165,7 @@ def test_fully_shard_with_clipping(run_ranks: Pool) -> None:
     assert_close(ours(run_ranks, 2, "zero3", precision="fp32"), peer, TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("strategy", ["hsdp"])
 def test_hybrid_fully_shard(run_ranks: Pool, strategy: str) -> None:
     peer = run_ranks(4, train_fully_shard, "fp32", 2, strategy == "hsdp", clip=True)[0]
     assert_close(ours(run_ranks, 4, strategy, precision="fp32", node_size=2), peer, TOLERANCE)
@@ -224,7 +224,7 @@ def deepspeed_outcomes(run_ranks: Pool) -> dict[int, Outcome]:
 # Its import alone warns of a dozen deprecations.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("stage", "strategy"), [(1, "zero1"), (2, "zero2"), (3, "zero3"), (3, "hpz")])
+@pytest.mark.parametrize(("stage", "strategy"), [(1, "zero1"), (2, "zero2"), (3, "zero3")])
 def test_deepspeed(run_ranks: Pool, deepspeed_outcomes: dict[int, Outcome], stage: int, strategy: str) -> None:
     own = ours(run_ranks, 2, strategy, precision="fp32", node_size=1)
     assert_close(own, deepspeed_outcomes[stage], TOLERANCE)

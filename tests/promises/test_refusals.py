@@ -39,11 +39,11 @@ def net(seed: int = 0, **options: int) -> nn.Module:
     return Net(**options)
 
 
-def shard(model: nn.Module | None = None, strategy: Any = "zero3", **options: Any) -> Any:
+def shard(model: nn.Module | None = None, strategy: Any = "zero3", lr: float = 1e-3, **options: Any) -> Any:
     """`sw.shard` of a small model with AdamW, in fp32 unless told otherwise."""
     sw.init()
     model = model or net()
-    return sw.shard(model, torch.optim.AdamW(model.parameters()), strategy, **{"precision": "fp32", **options})
+    return sw.shard(model, torch.optim.AdamW(model.parameters(), lr=lr), strategy, **{"precision": "fp32", **options})
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -199,8 +199,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ConfigurationError",
         r"parameter 2 of the optimizer's group 0 .*is not a parameter of the model",
     ),
-    "sharded twice": (sharded_twice, "StateError", r"this Net is sharded already"),
-    "part of a sharded model": (part_of_a_sharded_model, "StateError", r"this Linear is sharded already"),
+    "sharded twice": (sharded_twice, "StateError", r"this Net, or a part of it, is sharded already"),
+    "part of a sharded model": (
+        part_of_a_sharded_model,
+        "StateError",
+        r"this Linear, or a part of it, is sharded already",
+    ),
     "around a sharded model": (around_a_sharded_model, "StateError", r"sharded already"),
     "no parameters": (no_parameters, "ConfigurationError", r"this Sequential has no parameters"),
     "meta without seed": (meta_without_seed, "ConfigurationError", r"meta device.*seed="),
@@ -394,19 +398,19 @@ def meta(seed: int) -> None:
 DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "seed": (
         lambda last: shard(net(seed=on_rank(last, 1, 0))),
-        r"the weights of unit 'blocks\.0'.*rank 0 has '.+', rank {last} has '.+'",
+        r"the weights of unit 'blocks\.0'.*rank 0 has .+, rank {last} has .+",
     ),
     "one weight": (
         lambda last: shard(on_rank(last, swapped_rows, lambda model: model)(net())),
-        r"the weights of unit 'blocks\.1'.*rank 0 has '.+', rank {last} has '.+'",
+        r"the weights of unit 'blocks\.1'.*rank 0 has .+, rank {last} has .+",
     ),
     "layout": (
         lambda last: shard(strategy=on_rank(last, "zero2", "zero3")),
-        r"the layout of unit 'blocks\.0': rank 0 has 'zero3 .*', rank {last} has 'zero2 .*'",
+        r"the layout of unit 'blocks\.0': rank 0 has zero3 .*, rank {last} has zero2 .*",
     ),
     "layout of one unit": (
         lambda last: shard(strategy={"blocks.2": on_rank(last, "ddp", "zero3"), "*": "zero3"}),
-        r"the layout of unit 'blocks\.2': rank 0 has 'zero3 .*', rank {last} has 'ddp .*'",
+        r"the layout of unit 'blocks\.2': rank 0 has zero3 .*, rank {last} has ddp .*",
     ),
     "shape": (
         lambda last: shard(net(hidden=on_rank(last, 2 * HIDDEN, HIDDEN))),
@@ -418,7 +422,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "number of units": (
         lambda last: shard(net(num_blocks=on_rank(last, 4, 3))),
-        r"the units.*rank 0 has '.*blocks\.2', rank {last} has '.*blocks\.3'",
+        r"the units.*rank 0 has .*blocks\.2, rank {last} has .*blocks\.3",
     ),
     "trainability": (
         lambda last: shard(on_rank(last, frozen, lambda model: model)(net())),
@@ -438,19 +442,20 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "ranks per node": (
         lambda last: shard(node_size=on_rank(last, dist.get_world_size() // 2, dist.get_world_size())),
-        r"the ranks per node: rank 0 has '\d', rank {last} has '\d'",
+        r"node_size.*rank 0 has \d, rank {last} has \d",
     ),
     "memory budget": (
         lambda last: shard(memory_budget=on_rank(last, 20_000, 10_000)),
-        r"memory_budget.*rank 0 has '10000', rank {last} has '20000'",
+        r"memory_budget.*rank 0 has 10000, rank {last} has 20000",
     ),
     "seed of a meta model": (
         lambda last: meta(seed=on_rank(last, 1, 0)),
-        r"seed.*rank 0 has '0', rank {last} has '1'",
+        r"seed.*rank 0 has 0, rank {last} has 1",
     ),
-    "units": (
-        lambda last: shard(units=on_rank(last, 1, ["Net"])),
-        r"the units",
+    "units": (lambda last: shard(units=on_rank(last, 1, ["Net"])), r"the units"),
+    "learning rate": (
+        lambda last: shard(lr=on_rank(last, 1e-2, 1e-3)),
+        r"optimizer.*rank 0 has .*0\.001.*, rank {last} has .*0\.01",
     ),
 }
 
@@ -459,9 +464,11 @@ def disagree(name: str) -> None:
     DISAGREEMENTS[name][0](dist.get_world_size() - 1)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("disagreement", DISAGREEMENTS)
-def test_a_disagreement_is_an_error_on_every_rank(run_ranks: Pool, disagreement: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "disagreement"),
+    [*((2, name) for name in DISAGREEMENTS), *((4, name) for name in ("seed", "layout", "ranks per node"))],
+)
+def test_a_disagreement_is_an_error_on_every_rank(run_ranks: Pool, world: int, disagreement: str) -> None:
     errors = run_ranks.errors(world, disagree, disagreement, deadline=20)
     expected = DISAGREEMENTS[disagreement][1].replace("{last}", str(world - 1))
     assert errors == [errors[0]] * world
@@ -490,22 +497,20 @@ def test_one_ranks_mistake_is_every_ranks_error(run_ranks: Pool, mistake: str) -
 # ---------------------------------------------------------------------------------------------------------
 # ranks that are gone
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 
 
 def train_until(leave: str, strategy: str) -> float:
     """Three steps; in the second one, in the middle of a forward, the last rank leaves. Returns how long it waited."""
     sw.init(timeout_s=TIMEOUT_S)
     model = net()
-    model, optimizer = sw.shard(
-        model, torch.optim.AdamW(model.parameters()), strategy, node_size=1 if strategy == "hsdp" else None
-    )
+    model, optimizer = sw.shard(model, torch.optim.AdamW(model.parameters()), strategy)
     began = time.monotonic()
     for step in range(3):
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
             if leave == "dies":
                 os._exit(3)
-            time.sleep(3 * TIMEOUT_S)  # lives, but does not take part
+            time.sleep(2 * TIMEOUT_S)  # lives, but does not take part
             return 0.0
         began = time.monotonic()
         try:
@@ -518,9 +523,7 @@ def train_until(leave: str, strategy: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("leave", "strategy"), [("dies", "zero3"), ("dies", "ddp"), ("dies", "hsdp"), ("sleeps", "zero3")]
-)
+@pytest.mark.parametrize(("leave", "strategy"), [("dies", "ddp"), ("dies", "zero3"), ("sleeps", "zero3")])
 def test_a_rank_that_is_gone_stops_the_others(run_ranks: Pool, leave: str, strategy: str) -> None:
     *others, last = run_ranks.throwaway(2, train_until, leave, strategy, join_group=False, deadline=60)
     assert last.kind == ("died" if leave == "dies" else "returned")

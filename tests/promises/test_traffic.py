@@ -21,12 +21,11 @@ from shardwise.shard import BLOCK_ELEMS, round_up
 from shardwise.wire.ledger import Call, Traffic, add_up
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import ALL, SOME, STRATEGIES
+from tests.support.strategies import ALL, STRATEGIES
 from tests.support.training import adamw
 
 MICRO_BATCHES = (1, 2, 3)
-WORLDS = [(2, 2), (4, 2)]
-ODD_WORLDS = [(1, 1), (2, 1), (3, 3)]
+OTHER_WORLDS = [(1, 1), (2, 1), (2, 2), (3, 3)]
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def assert_as_planned(steps: list[Step]) -> None:
 @pytest.mark.parametrize(
     ("world", "node_size", "strategy"),
     [
-        *((*world, strategy) for world in WORLDS for strategy in ALL),
-        *((*world, strategy) for world in ODD_WORLDS for strategy in [*SOME, "hpz", "mapping"]),
+        *((4, 2, strategy) for strategy in ALL),
+        *((*world, strategy) for world in OTHER_WORLDS for strategy in ("hpz", "mapping")),
     ],
 )
 def test_ledger_equals_prediction(run_ranks: Pool, world: int, node_size: int, strategy: str) -> None:
@@ -102,22 +101,22 @@ def test_ledger_equals_prediction(run_ranks: Pool, world: int, node_size: int, s
         assert world > 1 or not any(step.seen_calls for step in steps)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hpz", "hybrid_shard_zero2"])
-@pytest.mark.parametrize("model", ["in-tree tied", "gpt2", "t5"])
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_ledger_equals_prediction_for_other_models(run_ranks: Pool, model: str, strategy: str) -> None:
     """T5's units do not run in the order of its modules: after the first step the schedule follows them."""
     for steps in run_ranks(2, measure, model, strategy, 2, "bf16"):
         assert_as_planned(steps[1:])
 
 
-@pytest.mark.parametrize("strategy", [*SOME, "hfsdp", "hpz"])
+@pytest.mark.parametrize("strategy", ["ddp", "hfsdp", "hpz"])
 def test_no_micro_batch_was_the_last(run_ranks: Pool, strategy: str) -> None:
     """All under `sw.accumulate`: the step itself brings the gradients home, for the same bytes."""
     for steps in run_ranks(4, measure, IN_TREE, strategy, 2, "fp32", sync_last=False):
         assert_as_planned(steps)
 
 
-@pytest.mark.parametrize("num_units", [1, 2, 4])
+@pytest.mark.parametrize("num_units", [2, 4])
 def test_prefetching_further_moves_no_more(run_ranks: Pool, num_units: int) -> None:
     block, _ = padded_elems(2)
     budget = num_units * block * 4
@@ -256,9 +255,14 @@ def test_every_preset_has_a_closed_form() -> None:
     assert set(CLOSED_FORMS) == set(PRESETS)
 
 
-@pytest.mark.parametrize("preset", CLOSED_FORMS)
-@pytest.mark.parametrize(("world", "node_size", "precision"), [(2, 2, "fp32"), (4, 2, "bf16")])
-def test_closed_forms(run_ranks: Pool, preset: str, world: int, node_size: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "node_size", "precision", "preset"),
+    [
+        *((4, 2, "bf16", preset) for preset in CLOSED_FORMS),
+        *((2, 2, "fp32", preset) for preset in ("ddp", "zero1", "zero2", "zero3")),
+    ],
+)
+def test_closed_forms(run_ranks: Pool, world: int, node_size: int, precision: str, preset: str) -> None:
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     layout = PRESETS[preset]
     block, root = padded_elems({"whole": 1, "node": node_size, "world": world}[layout.optimizer])

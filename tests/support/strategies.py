@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 ALL = list(STRATEGIES)
+NAMED = list(PRESETS)
 # For tests that multiply with models or precisions: each kind of gradient and parameter handling once.
 SOME = ["ddp", "zero2", "zero3", "hsdp"]
 

@@ -237,7 +237,7 @@ class Engine:
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
         """Memory that another unit takes next must not leave the unit it was gathered for."""
         place = self.memory.borrowed.get(index)
-        if place is not None and any([tensor.untyped_storage().data_ptr() == place for tensor in outputs]):
+        if place is not None and any(tensor.untyped_storage().data_ptr() == place for tensor in outputs):
             raise StateError(
                 f"unit {self.units[index].name!r} returns one of its own weights (or a view of it), whose memory other "
                 "weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"

@@ -115,6 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._norm = None
+        self._take_back_gradients()
         self._stepper.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,27 +157,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def _hand_over_gradients(self) -> None:
-        for state in self._stepper.trainable_states:
-            final = state.final.to(state.flat.master) if state.grad_state == "final" else None
-            for index, inside in state.held.items():
-                param = state.resting_params[index]
-                if not param.requires_grad:
-                    raise StateError(
-                        f"parameter {state.flat.params[index].name!r} was frozen after sw.shard, which took it for "
-                        "trained: freeze before sw.shard"
-                    )
-                if param.grad is not None:
-                    raise StateError(
-                        f"parameter {state.flat.params[index].name!r} was used outside the forward of the unit it "
-                        "belongs to, and its gradient went nowhere; choose units= so that all its uses lie in one"
-                    )
-                if final is not None and state.used[index]:
-                    param.grad = final[inside].view(param.shape)
+        states = self._stepper.trainable_states
+        for state in states:
+            _refuse_misuse(state)
+        for state in states:
+            if state.grad_state == "final":
+                final = state.final.to(state.flat.master)
+                for index, inside in state.held.items():
+                    if state.used[index]:
+                        param = state.resting_params[index]
+                        param.grad = final[inside].view(param.shape)
 
     def _take_back_gradients(self) -> None:
         for state in self._stepper.trainable_states:
             for index in state.held:
                 state.resting_params[index].grad = None
+
+
+def _refuse_misuse(state: FlatState) -> None:
+    for index in state.held:
+        param, name = state.resting_params[index], state.flat.params[index].name
+        if not param.requires_grad:
+            raise StateError(
+                f"parameter {name!r} was frozen after sw.shard, which took it for trained: freeze before sw.shard"
+            )
+        if param.grad is not None:
+            raise StateError(
+                f"parameter {name!r} was used outside the forward of the unit it belongs to, and its gradient went "
+                "nowhere; choose units= so that all its uses lie in one"
+            )
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
