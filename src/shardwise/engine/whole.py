@@ -43,14 +43,18 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
         engine.is_whole = False
         found = [entry for unit in engine.units for entry in unit.registered() if entry[0] in places]
         engine.rest()
-    for resting, current in found:
-        _follow_replacement(places[resting], current)
+    complaints = [_follow_replacement(places[resting], current) for resting, current in found]
+    if not write and not all(_is_unchanged(state, buffer) for state, buffer in shown):
+        complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
+    # Every rank hears of it: the others would wait for this one in the next collective.
+    reports = exchange(engine.mesh.world, next((complaint for complaint in complaints if complaint), ""))
+    complaint = next((report for report in reports if report), "")
+    if complaint:
+        raise StateError(complaint)
     if write:
         for state, buffer in shown:
             _write_master(engine, state, buffer)
         engine.was_rewritten()
-    elif not all(_is_unchanged(state, buffer) for state, buffer in shown):
-        raise StateError("parameters were changed inside sw.whole(...), which was for reading: use write=True")
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -59,13 +63,14 @@ def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Te
         yield resting, buffer[interval.start : interval.stop].view(spec.shape)
 
 
-def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> None:
-    """A parameter, or its data, may have been put in the place of the one shown: its values count."""
+def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
+    """A parameter, or its data, may have been put in the place of the one shown: its values count, if they fit."""
     if current is None or current.shape != place.shape:
         shape = None if current is None else tuple(current.shape)
-        raise StateError(f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)")
+        return f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)"
     if current.data_ptr() != place.data_ptr():
         place.copy_(current.detach())
+    return ""
 
 
 def _is_unchanged(state: FlatState, buffer: Tensor) -> bool:
