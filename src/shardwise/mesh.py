@@ -73,6 +73,7 @@ def init(
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
+            _refuse_other_launchers()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif backend is not None and backend != dist.get_backend():
         raise ConfigurationError(
@@ -149,6 +150,15 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
                 f"ranks {ranks} could not meet on axis {axis!r} within {_timeout.total_seconds():.0f} s: {error}"
             ) from error
     return _groups[key]
+
+
+def _refuse_other_launchers() -> None:
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        if int(os.environ.get(name, "1")) > 1:
+            raise ConfigurationError(
+                f"sw.init: {name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every process would "
+                "train alone: start one torchrun per node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            )
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

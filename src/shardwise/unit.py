@@ -25,12 +25,12 @@ engine stamps those itself, with one version while the memory holds the weights 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, StateError
 from .plan.flat import Flat, Hop
 from .shard import gaps, pieces
 from .wire.collectives import (
@@ -49,6 +49,17 @@ STARTERS = {
 }
 
 Channels = dict[str, Channel]
+
+
+class Elsewhere(Tensor):
+    """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StateError(
+            "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
+            "optimizer.zero_grad()"
+        )
 
 
 class FlatState:
@@ -82,6 +93,36 @@ class FlatState:
         self.used = [False] * len(flat.params)
         self.gaps = gaps(flat.intervals, flat.num_elems)
         self._views: dict[int, list[Tensor]] = {}
+        self._elsewhere = {
+            index: torch.zeros((), dtype=flat.master, device=device)
+            .expand(self.resting_params[index].shape)
+            .as_subclass(Elsewhere)
+            for index in (self.held if flat.trainable else ())
+        }
+        self.hide_gradients()
+
+    def hide_gradients(self) -> None:
+        for index, elsewhere in self._elsewhere.items():
+            self.resting_params[index].grad = elsewhere
+
+    def misuse(self) -> str:
+        """What was done to a resting parameter that would go unnoticed, in a sentence."""
+        for index, elsewhere in self._elsewhere.items():
+            param, name = self.resting_params[index], self.flat.params[index].name
+            if not param.requires_grad:
+                return (
+                    f"parameter {name!r} was frozen after sw.shard, which took it for trained: freeze before sw.shard"
+                )
+            if param.grad is None:
+                return (
+                    f"the gradient of {name!r} was set to None by hand, which clears nothing: use optimizer.zero_grad()"
+                )
+            if param.grad is not elsewhere:
+                return (
+                    f"parameter {name!r} was used outside the forward of the unit it belongs to, and its gradient went "
+                    "nowhere; choose units= so that all its uses lie in one"
+                )
+        return ""
 
     def _resting_view(self, held: slice, shape: torch.Size) -> Tensor:
         view = self.master[held]
@@ -191,7 +232,8 @@ class FlatState:
                 buffer[gap.start : gap.stop].zero_()
         if sources:
             if scale.before != 1.0:
-                torch._foreach_mul_(sources, scale.before)
+                # Not in place: autograd may have given two parameters the same memory.
+                sources = list(torch._foreach_mul(sources, scale.before))
             if add:
                 torch._foreach_add_(targets, sources)
             else:
@@ -212,8 +254,7 @@ class FlatState:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
         self.run_hops(self.grads, self.flat.depth_of_grads, hops, channels)
-        if scale.after != 1.0:
-            self.final.mul_(scale.after)
+        scale.apply(self.final)
         self.grad_state = "final"
 
     def _make_local(self, scale: "GradScale") -> None:
@@ -226,22 +267,37 @@ class FlatState:
             num_copies *= sizes[hop.axis] if hop.kind == "all_reduce" else 1
         kept = self.final.clone()
         self.grads.zero_()
-        self.final.copy_(kept).mul_(1.0 / (num_copies * scale.after))
+        scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies))
         self.grad_state = "local"
 
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
-    """The mean over ranks: multiplied in before the sum where that could overflow, else after it."""
+    """The mean over ranks: multiplied in before the sum where that could overflow, else after it.
+
+    Under loss scaling the scale is taken out at the same time, so a final gradient is never scaled.
+    """
 
     before: float
     after: float
+    loss_scale: Tensor | None
 
     @classmethod
-    def mean(cls, num_ranks: int, dtype: torch.dtype) -> "GradScale":
+    def mean(cls, num_ranks: int, dtype: torch.dtype, loss_scale: Tensor | None) -> "GradScale":
         if dtype == torch.float16:
-            return cls(1.0 / num_ranks, 1.0)
-        return cls(1.0, 1.0 / num_ranks)
+            return cls(1.0 / num_ranks, 1.0, loss_scale)
+        return cls(1.0, 1.0 / num_ranks, loss_scale)
+
+    def apply(self, final: Tensor) -> None:
+        if self.after != 1.0:
+            final.mul_(self.after)
+        if self.loss_scale is not None:
+            final.mul_(1.0 / self.loss_scale)
+
+    def undo(self, final: Tensor) -> None:
+        final.mul_(1.0 / self.after)
+        if self.loss_scale is not None:
+            final.mul_(self.loss_scale)
 
 
 @dataclass(slots=True)
@@ -311,6 +367,11 @@ class Unit:
         So a backward that comes to a unit whose memory has another unit's weights, or newer ones, cannot go wrong.
         """
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
+
+    def was_written(self, version: int) -> bool:
+        """Whether a forward changed its own compute parameters where the change would be lost."""
+        changed = [state for state in self.states for param in state.compute_params if param._version != version]
+        return any(not state.flat.master_is_whole for state in changed)
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""

@@ -71,12 +71,13 @@ def shard(
     require_agreement(world, plan.facts)
     mesh = connect(plan.axes)
     built, place_of = _build_units(model, plan, mesh.device, seed)
-    engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget)
     scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
+    loss_scale = None if scaler is None else scaler.scale
+    engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale)
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
     install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute)
-    install_root_hooks(engine, model, None if scaler is None else scaler.scale)
+    install_root_hooks(engine, model)
     sharded = None
     if optimizer is not None:
         put_shards_into_groups(optimizer, place_of)
@@ -122,10 +123,13 @@ def _prepare(
     plans = _layouts(axes, found, strategy, precision, keep_fp32, free_bytes)
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    for param, name in names.items():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ConfigurationError(f"parameter {name!r} has a gradient hook, which would never run: remove it")
     if optimizer is not None:
         require_own_parameters(optimizer, names)
         if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
-            refuse_unless_elementwise(optimizer)
+            refuse_unless_elementwise(optimizer, device())
     if any(param.is_meta for param in names) and seed is None:
         raise ConfigurationError(
             "the model is on the meta device: give sw.shard a seed= to initialise its weights with"

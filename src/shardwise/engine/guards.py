@@ -46,11 +46,11 @@ def find_engine(module: nn.Module) -> Engine | None:
 
 def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
     """The model's state dict with what its modules show at this moment."""
-    engine.is_whole = True
+    engine.whole_modules = {id(module) for module in model.modules()}
     try:
         return model.state_dict(keep_vars=True)
     finally:
-        engine.is_whole = False
+        engine.whole_modules = set()
 
 
 def _refuser(reason: str) -> Callable[..., NoReturn]:
@@ -61,7 +61,7 @@ def _refuser(reason: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
-    if not engine_of(module).is_whole:
+    if id(module) not in engine_of(module).whole_modules:
         raise StateError(
             "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, "
             "or use `with sw.whole(model):`"
@@ -69,7 +69,7 @@ def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
 
 
 def _refuse_load(module: nn.Module, *args: Any) -> None:
-    if not engine_of(module).is_whole:
+    if id(module) not in engine_of(module).whole_modules:
         raise StateError(
             "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
             "every rank, or use `with sw.whole(model, write=True):`"

@@ -52,40 +52,55 @@ class _ScaleGradient(torch.autograd.Function):
     """The model's output in fp32; its gradient comes back multiplied by the loss scale, in fp32, then cast."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
         ctx.dtype = tensor.dtype
-        ctx.scale = scale
+        ctx.engine = engine
         return tensor.float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad * ctx.scale).to(ctx.dtype), None
+        ctx.engine.is_loss_scaled = True
+        return (grad * ctx.engine.scale.loss_scale).to(ctx.dtype), None
 
 
-def install_root_hooks(engine: Engine, model: nn.Module, loss_scale: Tensor | None) -> None:
-    """What happens once per forward of the model: a clean start, inputs cast, outputs scaled for fp16."""
+class _UnscaleGradient(torch.autograd.Function):
+    """An input of the model; the gradient that leaves through it is no longer scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
+        ctx.dtype = tensor.dtype
+        ctx.engine = engine
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad.float() / ctx.engine.scale.loss_scale).to(ctx.dtype), None
+
+
+def install_root_hooks(engine: Engine, model: nn.Module) -> None:
+    """What happens once per forward of the model: a clean start, inputs cast, gradients scaled inside it for fp16."""
     compute = engine.precision.compute
+    is_scaled = engine.scale.loss_scale is not None
 
-    def cast(tensor: Tensor) -> Tensor:
+    def enter(tensor: Tensor) -> Tensor:
+        if is_scaled and tensor.requires_grad:
+            tensor = _UnscaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
         return tensor.to(compute) if tensor.is_floating_point() and tensor.dtype != compute else tensor
+
+    def leave(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        return _ScaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_recompute():
             engine.begin_forward(torch.is_grad_enabled())
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+        return map_tensors(args, enter), map_tensors(kwargs, enter)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not _is_recompute():
             engine.end_forward()
-        if loss_scale is None:
-            return None
-
-        def scale(tensor: Tensor) -> Tensor:
-            if tensor.grad_fn is None:
-                return tensor
-            return _ScaleGradient.apply(tensor, loss_scale)  # type: ignore[no-untyped-call]
-
-        return map_tensors(output, scale)
+        return map_tensors(output, leave) if is_scaled else None
 
     model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)
     model.register_forward_hook(_opaque(after))
@@ -112,7 +127,7 @@ def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> No
 
 
 def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Put hooks on every unit's module, outermost so that the user's own hooks see gathered parameters.
+    """Put hooks on every unit's module; pre-hooks go first, so that the user's own see gathered parameters.
 
     Where other units lie inside a unit, the modules that own its parameters get the hooks as well: parts of a model
     may be called without its root (an encoder in `generate`).

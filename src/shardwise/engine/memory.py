@@ -22,8 +22,9 @@ class GatherMemory:
         self._bind_all(schedule)
 
     def _bytes(self, num_bytes: int) -> Tensor:
-        # Zeros: a slot's padding is gathered too, and must never hold numbers that could trap a debugger.
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        # Also when it is asked for inside inference mode: training goes on with it afterwards.
+        with torch.inference_mode(False):
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _bind_all(self, schedule: Schedule) -> None:
         for unit in self._units:

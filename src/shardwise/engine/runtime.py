@@ -14,6 +14,7 @@ One step, in numbered phases:
 The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -32,15 +33,19 @@ from .memory import GatherMemory
 from .schedule import Occupancy, Schedule, aligned, make_schedule
 from .streams import Lane, Mark, trace_range
 
+# The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
+LOST = 1
+
 # Reduction slots: one travels while the next is filled. Gradients that rest whole need none.
 NUM_REDUCTIONS = 2
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardCall:
     """One forward of a unit that a backward may come back to, between two ticks of the engine's clock.
 
-    `closed_in` is the last backward that went through it.
+    It lives as long as the graph that can lead to it. `closed_in` is the last backward that went through it, and it is
+    spent when that backward did not keep the graph.
     """
 
     unit: int
@@ -49,6 +54,7 @@ class ForwardCall:
     num_updates: int
     is_open: bool = False
     closed_in: int = -1
+    is_spent: bool = False
 
 
 @dataclass(slots=True)
@@ -81,17 +87,19 @@ class Engine:
         units: list[Unit],
         precision: Precision,
         budget_bytes: int | None,
+        loss_scale: Tensor | None,
     ) -> None:
         self.mesh = mesh
         self.schedule = schedule
         self.units = units
         self.precision = precision
         self.is_sync = True
-        # Inside sw.whole: the modules show whole masters, and their state dict may be taken.
-        self.is_whole = False
+        # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
+        self.whole_modules: set[int] = set()
         self._masters_version = 0
         self.num_updates = 0
-        self.scale = GradScale.mean(mesh.world_size, precision.reduce)
+        self.scale = GradScale.mean(mesh.world_size, precision.reduce, loss_scale)
+        self.is_loss_scaled = False
         self._budget_bytes = budget_bytes
         self._occupancy = Occupancy(schedule)
         self.memory = GatherMemory(schedule, units, mesh.device)
@@ -102,11 +110,12 @@ class Engine:
         self._reductions: deque[ReductionInFlight] = deque()
         self.reduction_slots: list[Tensor] = []
         self._next_slot = 0
+        self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._fill: Fill | None = None
         self._in_backward = False
         self._num_backwards = 0
         self._busy = [0] * len(units)
-        self._pending_calls = [0] * len(units)
+        self._calls: list[list[weakref.ref[ForwardCall]]] = [[] for _ in units]
         self._complete = [False] * len(units)
         self._reduce_queue: deque[int] = deque()
         self._clock = 0
@@ -124,10 +133,7 @@ class Engine:
         self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_resting()
-
-    @property
-    def num_backwards(self) -> int:
-        return self._num_backwards
+            unit.stamp(LOST)
 
     @cached_property
     def trainable_states(self) -> list[FlatState]:
@@ -170,18 +176,12 @@ class Engine:
                     if flat is state.flat:
                         flights += state.start_gather(refresh, gather, self._gather_channels)
             self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark())
-        unit.stamp(self._lost_version)
 
     def _lose(self, index: int) -> None:
         """A unit's gathered memory is about to be another's, or nobody's."""
         self._finish_gather(index)
         self.units[index].show_resting()
-        self.units[index].stamp(self._lost_version)
-
-    @property
-    def _lost_version(self) -> int:
-        """What compute parameters are stamped with while their memory does not hold the weights of 2 * num_updates."""
-        return 2 * self.num_updates + 1
+        self.units[index].stamp(LOST)
 
     def _finish_gather(self, index: int) -> None:
         gather = self._gathers.pop(index, None)
@@ -193,7 +193,7 @@ class Engine:
 
     def _leave_slot(self, index: int, holder: int) -> None:
         """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
-        if self._pending_calls[index]:
+        if self._live_calls(index):
             raise StateError(
                 f"unit {self.units[index].name!r} must be gathered while {self.units[holder].name!r}, which shares its "
                 "memory, is computing, and a backward still needs its old place. Checkpoint fewer units together, "
@@ -208,7 +208,7 @@ class Engine:
     # Phases 1 to 4 as the hooks report them.
 
     def before_forward(self, index: int) -> None:
-        if self.is_whole:
+        if self.whole_modules:
             raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
@@ -226,13 +226,26 @@ class Engine:
         self._busy[index] -= 1
         if self._busy[index]:
             return None
-        self.units[index].show_resting()
+        unit = self.units[index]
+        unit.show_resting()
+        if unit.was_written(2 * self.num_updates):
+            raise StateError(
+                f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
+                "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
+            )
         if leads_to_backward:
-            self._pending_calls[index] += 1
-            return ForwardCall(index, self._began[index], self._tick(), self.num_updates)
-        if not self._pending_calls[index]:
+            call = ForwardCall(index, self._began[index], self._tick(), self.num_updates)
+            self._calls[index].append(weakref.ref(call))
+            return call
+        if not self._live_calls(index):
             self._drop(index)
         return None
+
+    def _live_calls(self, index: int) -> list[ForwardCall]:
+        """Forwards of a unit that a backward may still come to."""
+        found = [call for call in [ref() for ref in self._calls[index]] if call is not None and not call.is_spent]
+        self._calls[index] = [weakref.ref(call) for call in found]
+        return found
 
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
         """Memory that another unit takes next must not leave the unit it was gathered for."""
@@ -260,6 +273,11 @@ class Engine:
                 "use a layout whose parameters are whole"
             )
         if not self._in_backward:
+            if self.scale.loss_scale is not None and not self.is_loss_scaled:
+                raise StateError(
+                    "fp16: this backward did not come through an output of the sharded model, so its gradients are not "
+                    "scaled; call the model itself, not its parts, or use bf16"
+                )
             self._begin_backward()
         self._close_calls_after(call)
         call.is_open = True
@@ -283,11 +301,13 @@ class Engine:
         self._open_calls.discard(call)
         call.is_open = False
         call.closed_in = self._num_backwards
+        call.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
         self._busy[index] -= 1
-        self._pending_calls[index] = max(0, self._pending_calls[index] - 1)
-        if not self._busy[index] and not self._pending_calls[index]:
+        live = self._live_calls(index)
+        if not self._busy[index] and not [other for other in live if other.closed_in != self._num_backwards]:
             self.units[index].show_resting()
-            self._drop(index)
+            if not live:
+                self._drop(index)
             self._complete[index] = True
 
     def _tick(self) -> int:
@@ -306,7 +326,7 @@ class Engine:
     def _pass_over_in_backward(self, position: int) -> None:
         """Left out are the units behind `position` that the last forward of this rank did not call."""
         for other in reversed(self._leaves[position + 1 : self._backward_at]):
-            if not (self._called[other] or self._pending_calls[other] or self._complete[other]):
+            if not (self._called[other] or self._complete[other] or self._live_calls(other)):
                 if self.schedule.units[other].backward_reads:
                     self._start_gather(other, needed_now=False)
                 self._complete[other] = True
@@ -334,7 +354,7 @@ class Engine:
 
     def _start_reduce(self, index: int) -> None:
         unit = self.units[index]
-        slot = self._next_slot if self.schedule.units[index].reduced_bytes else None
+        slot = self._next_slot if self._needs_slot[index] else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while any(flight.slot == slot for flight in self._reductions):
@@ -394,7 +414,7 @@ class Engine:
             self._start_reduce(self._reduce_queue.popleft())
         self._finish_reductions()
         self._refuse_late_gradients()
-        self._in_backward = False
+        self._in_backward = self.is_loss_scaled = False
         if self.is_sync:
             self._agree_on_use()
 
@@ -408,7 +428,8 @@ class Engine:
             if late:
                 raise StateError(
                     f"parameter {late[0]!r} of unit {state.unit_name!r} got a gradient after the unit's backward had "
-                    "ended: something that its forward recorded reaches the loss beside what it returned; return it"
+                    "ended: its forward recorded something that reaches the loss beside what it returned (return it), "
+                    "or ran in a reentrant checkpoint (use use_reentrant=False)"
                 )
 
     def _agree_on_use(self) -> None:
@@ -436,6 +457,7 @@ class Engine:
     def finish_gradients(self) -> None:
         """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
         self._abandon_backward()
+        self._refuse_late_gradients()
         with self._reduce_lane.after_compute():
             synced = False
             for state in self.trainable_states:
@@ -447,10 +469,15 @@ class Engine:
             self._agree_on_use()
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
+        """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
         self._abandon_backward()
         for state in self.trainable_states:
-            state.grad_state = "empty"
-            state.used = [False] * len(state.used)
+            state.take_gradients()
+            is_zero = not set_to_none and state.grads is not None
+            if is_zero and state.grads is not None:
+                state.grads.zero_()
+            state.grad_state = "final" if is_zero else "empty"
+            state.used = [is_zero] * len(state.used)
 
     def was_updated(self) -> None:
         """The masters that are trained are newer than every copy of them."""
@@ -471,11 +498,11 @@ class Engine:
         if updated:
             self.was_updated()
             # Forwards before the update can no longer lead to a backward.
-            self._pending_calls = [0] * len(self.units)
+            self._calls = [[] for _ in self.units]
         self.mesh.ledger.close_step()
         if self._seen_order:
             self._follow(self._seen_order)
-        self._seen_order = None
+            self._seen_order = None
         for index in self.schedule.after_step:
             self._start_gather(index, needed_now=False)
 
@@ -498,7 +525,7 @@ class Engine:
 
     def rest(self) -> None:
         """Nothing under way, and every module shows its part of the masters."""
-        if self.is_whole:
+        if self.whole_modules:
             raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
         self._abandon_backward()
         self.settle()
@@ -508,8 +535,10 @@ class Engine:
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
         if self._masters_version != self._version_of_masters():
-            # Somebody changed this rank's parts in place, between steps: copies of them are stale.
-            self.was_rewritten()
+            raise StateError(
+                "parameters were changed in place between steps, where copies of them may be in use already: change "
+                "them inside `with sw.whole(model, write=True):`"
+            )
         self._busy = [0] * len(self.units)
         self._called = [False] * len(self.units)
         self._forward_at = 0 if leads_to_backward else len(self._leaves)
@@ -524,9 +553,9 @@ class Engine:
         if not self._in_backward:
             return
         self._finish_reductions()
-        self._in_backward = False
+        self._in_backward = self.is_loss_scaled = False
         self._busy = [0] * len(self.units)
-        self._pending_calls = [0] * len(self.units)
+        self._calls = [[] for _ in self.units]
         self._open_calls.clear()
         for state in self.trainable_states:
             state.take_gradients()

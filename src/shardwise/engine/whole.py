@@ -36,11 +36,11 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
     views = {resting: nn.Parameter(place.data, resting.requires_grad) for resting, place in places.items()}
     for unit in engine.units:
         unit.show(views)
-    engine.is_whole = True
+    engine.whole_modules = {id(part) for part in module.modules()}
     try:
         yield
     finally:
-        engine.is_whole = False
+        engine.whole_modules = set()
         found = [entry for unit in engine.units for entry in unit.registered() if entry[0] in places]
         engine.rest()
     complaints = [_follow_replacement(places[resting], current) for resting, current in found]

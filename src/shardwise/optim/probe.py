@@ -4,7 +4,7 @@ A shard is a run of elements of a parameter. An optimizer is right on shards whe
 gives what updating the whole gives: Adam, SGD and Lion do, Muon, Adafactor and LAMB do not.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from copy import deepcopy
 from typing import Any
 
@@ -18,13 +18,13 @@ from ..errors import ConfigurationError
 KNOWN_PACKAGES = ("torchao.optim", "torchao.prototype.low_bit_optim")
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith(KNOWN_PACKAGES):
         return
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(64, 128, generator=generator)
-    grads = [torch.randn(64, 128, generator=generator) for _ in range(2)]
+    weights = torch.randn(64, 128, generator=generator).to(device)
+    grads = [torch.randn(64, 128, generator=generator).to(device) for _ in range(2)]
     for group in optimizer.param_groups:
         try:
             with torch.random.fork_rng(devices=[]):
@@ -55,6 +55,9 @@ def _train(
     params = [nn.Parameter(tensor.clone()) for tensor in tensors]
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
+    # A scheduler patches the instance's step to count on the original; hooks are the user's business.
+    trial.__dict__.pop("step", None)
+    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.param_groups = [{**group, "params": params}]
     if "lr" in group:
         # A warm-up may have set it to zero, and then every optimizer looks elementwise.
@@ -67,7 +70,7 @@ def _train(
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = grad.clone()
-        trial.step()
+        type(optimizer).step(trial)
     return torch.cat([param.detach().reshape(-1) for param in params])
 
 

@@ -22,10 +22,8 @@ class Stepper(Protocol):
 
     @property
     def trainable_states(self) -> list[FlatState]: ...
-    @property
-    def num_backwards(self) -> int: ...
     def finish_gradients(self) -> None: ...
-    def forget_gradients(self) -> None: ...
+    def forget_gradients(self, set_to_none: bool) -> None: ...
     def was_updated(self) -> None: ...
     def close_step(self, updated: bool) -> None: ...
 
@@ -39,8 +37,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper = stepper
         self._channels = channels
         self._scaler = scaler
-        self._norm: Tensor | None = None
-        self._norm_at = 0
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -64,9 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The norm is over all parameters and ranks, and the same on every rank.
         """
-        norm = self._prepare()
-        if norm is None:
-            norm = global_norm(self._stepper.trainable_states, self._channels, self._device)
+        self._stepper.finish_gradients()
+        norm = self._norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         finals = [state.final for state in self._stepper.trainable_states if state.grad_state == "final"]
         if finals:
@@ -80,15 +75,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         if closure is not None:
             return self._step_with(closure)
-        norm = self._prepare()
-        overflowed = norm is not None and not bool(torch.isfinite(norm))
+        self._stepper.finish_gradients()
+        overflowed = self._scaler is not None and not bool(torch.isfinite(self._norm()))
         if not overflowed:
             self._hand_over_gradients()
             self._inner.step()
             self._take_back_gradients()
         if self._scaler is not None:
             self._scaler.after_step(overflowed)
-        self._norm = None
         self._stepper.close_step(updated=not overflowed)
         return None
 
@@ -104,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper.was_updated()
             with torch.enable_grad():
                 loss = closure()
-            self._prepare()
+            self._stepper.finish_gradients()
             self._hand_over_gradients()
             return loss
 
@@ -114,9 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._norm = None
         self._take_back_gradients()
-        self._stepper.forget_gradients()
+        self._stepper.forget_gradients(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise StateError("parameters cannot join a sharded optimizer: build it with all groups, then call sw.shard")
@@ -139,53 +132,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return self._stepper.trainable_states[0].master.device
 
-    def _prepare(self) -> Tensor | None:
-        """Final gradients; under loss scaling also unscaled, with their norm, which tells of an overflow."""
-        self._stepper.finish_gradients()
-        if self._norm is not None and self._norm_at != self._stepper.num_backwards:
-            raise StateError(
-                "a backward ran between clip_grad_norm and step: under fp16 its gradients are still scaled and those "
-                "before it are not; clip after the last backward"
-            )
-        if self._scaler is not None and self._norm is None:
-            self._norm_at = self._stepper.num_backwards
-            states = self._stepper.trainable_states
-            finals = [state.final for state in states if state.grad_state == "final"]
-            if finals:
-                torch._foreach_mul_(finals, 1.0 / self._scaler.scale)
-            self._norm = global_norm(states, self._channels, self._device)
-        return self._norm
+    def _norm(self) -> Tensor:
+        return global_norm(self._stepper.trainable_states, self._channels, self._device)
 
     def _hand_over_gradients(self) -> None:
         states = self._stepper.trainable_states
         for state in states:
-            _refuse_misuse(state)
+            if misuse := state.misuse():
+                raise StateError(misuse)
         for state in states:
-            if state.grad_state == "final":
-                final = state.final.to(state.flat.master)
-                for index, inside in state.held.items():
-                    if state.used[index]:
-                        param = state.resting_params[index]
-                        param.grad = final[inside].view(param.shape)
+            final = state.final.to(state.flat.master) if state.grad_state == "final" else None
+            for index, inside in state.held.items():
+                param = state.resting_params[index]
+                param.grad = final[inside].view(param.shape) if final is not None and state.used[index] else None
 
     def _take_back_gradients(self) -> None:
         for state in self._stepper.trainable_states:
-            for index in state.held:
-                state.resting_params[index].grad = None
-
-
-def _refuse_misuse(state: FlatState) -> None:
-    for index in state.held:
-        param, name = state.resting_params[index], state.flat.params[index].name
-        if not param.requires_grad:
-            raise StateError(
-                f"parameter {name!r} was frozen after sw.shard, which took it for trained: freeze before sw.shard"
-            )
-        if param.grad is not None:
-            raise StateError(
-                f"parameter {name!r} was used outside the forward of the unit it belongs to, and its gradient went "
-                "nowhere; choose units= so that all its uses lie in one"
-            )
+            state.hide_gradients()
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:

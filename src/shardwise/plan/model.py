@@ -73,7 +73,12 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and list(module._parameters) == ["weight"]
+        and not module._forward_pre_hooks
+    )
 
 
 def _params(model: nn.Module) -> list[Param]:
