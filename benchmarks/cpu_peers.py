@@ -101,9 +101,7 @@ def row(ours: str, peer: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="OURS=PEER")
     parser.add_argument("--shape", choices=SHAPES, default="50m")
     parser.add_argument("--repetitions", type=int, default=5)

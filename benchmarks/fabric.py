@@ -204,9 +204,7 @@ class EmulatedGroup(dist.ProcessGroup):
     def all_gather_single(self, whole: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
         return self._transfer([whole, shard], whole.nbytes, lambda: self._fill(whole, shard), _is_async(opts))
 
-    def all_gather_single_coalesced(
-        self, wholes: list[Tensor], shards: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, wholes: list[Tensor], shards: list[Tensor], opts: Any = None) -> dist.Work:
         works = [self.all_gather_single(*pair, opts) for pair in zip(wholes, shards, strict=True)]
         return works[-1]  # operations of one group follow each other: the last one ends last
 
@@ -220,9 +218,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._transfer(slots, sum(slot.nbytes for slot in slots), move, _is_async(opts))
 
     def reduce_scatter_single(self, shard: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        return self._transfer(
-            [shard, whole], whole.nbytes, lambda: self._keep_own(shard, whole), _is_async(opts)
-        )
+        return self._transfer([shard, whole], whole.nbytes, lambda: self._keep_own(shard, whole), _is_async(opts))
 
     def reduce_scatter_single_coalesced(
         self, shards: list[Tensor], wholes: list[Tensor], opts: Any = None
@@ -231,9 +227,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return works[-1]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._transfer(
-            tensors, 2 * sum(tensor.nbytes for tensor in tensors), _nothing, _is_async(opts)
-        )
+        return self._transfer(tensors, 2 * sum(tensor.nbytes for tensor in tensors), _nothing, _is_async(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._transfer(tensors, sum(tensor.nbytes for tensor in tensors), _nothing, _is_async(opts))

@@ -179,15 +179,11 @@ def row(job: dict[str, Any], result: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", default=["fsdp2", "shardwise:zero3"])
     parser.add_argument("--links", nargs="+", type=float, default=[1000, 200, 100], help="GB/s")
     parser.add_argument("--reduce", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument(
-        "--own-wires", action="store_true", help="a wire for each process group, not one for all"
-    )
+    parser.add_argument("--own-wires", action="store_true", help="a wire for each process group, not one for all")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)

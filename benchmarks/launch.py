@@ -20,9 +20,7 @@ from typing import Any
 _ANSWER = "SHARDWISE_BENCH_ANSWER"
 
 
-def launch(
-    module: str, job: dict[str, Any], world_size: int = 1, threads: int = 1, deadline_s: float = 300
-) -> Any:
+def launch(module: str, job: dict[str, Any], world_size: int = 1, threads: int = 1, deadline_s: float = 300) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -46,9 +44,7 @@ def launch(
             }
             arguments = [sys.executable, "-m", module, "--worker", json.dumps(job)]
             with log.open("w") as sink:
-                workers.append(
-                    subprocess.Popen(arguments, env=environment, stdout=sink, stderr=subprocess.STDOUT)
-                )
+                workers.append(subprocess.Popen(arguments, env=environment, stdout=sink, stderr=subprocess.STDOUT))
         failed = _wait(workers, deadline_s)
         if failed is not None or not file.exists():
             rank = failed or 0

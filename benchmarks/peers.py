@@ -51,9 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def _run(
-    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]
-) -> Run:
+def _run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Run:
     def step(batch: Tensor) -> Tensor:
         loss = loss_of(model, batch)
         loss.backward()

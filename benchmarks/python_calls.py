@@ -71,9 +71,7 @@ def worker(job: dict[str, Any]) -> None:
 def added(contender: str, num_blocks: int) -> Counter[str]:
     """Calls by function, those of the plain model taken off."""
     seen, plain = (
-        Counter(
-            launch("benchmarks.python_calls", {"contender": name, "num_blocks": num_blocks}, world_size=2)
-        )
+        Counter(launch("benchmarks.python_calls", {"contender": name, "num_blocks": num_blocks}, world_size=2))
         for name in (contender, "plain")
     )
     seen.subtract(plain)
@@ -81,9 +79,7 @@ def added(contender: str, num_blocks: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", default=["shardwise:zero3", "fsdp2"])
     parser.add_argument("--top", type=int, default=0, help="also list the functions that a unit calls most")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
@@ -92,9 +88,7 @@ def main() -> None:
     rows, raw = [], {}
     for contender in options.contenders:
         shallow, deep = added(contender, SHALLOW), added(contender, DEEP)
-        per_unit = Counter(
-            {name: (deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in {*shallow, *deep}}
-        )
+        per_unit = Counter({name: (deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in {*shallow, *deep}})
         total = sum(per_unit.values())
         per_step = sum(shallow.values()) - SHALLOW * total
         rows.append(

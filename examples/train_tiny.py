@@ -26,9 +26,7 @@ def main() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(args.seed)  # the same on all ranks: each draws the same weights, and keeps its share
-    shape = TransformerShape(
-        vocab=data.VOCAB, hidden=192, layers=4, heads=6, kv_heads=2, ffn=512, max_seq=args.seq
-    )
+    shape = TransformerShape(vocab=data.VOCAB, hidden=192, layers=4, heads=6, kv_heads=2, ffn=512, max_seq=args.seq)
     model = Transformer(shape)
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
@@ -93,16 +91,12 @@ def warmup_then_cosine(step: int, num_steps: int, num_warmup: int = 10) -> float
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--strategy", default="zero3", help="a preset's name: ddp, zero1, zero2, zero3, hsdp, ..."
-    )
+    parser.add_argument("--strategy", default="zero3", help="a preset's name: ddp, zero1, zero2, zero3, hsdp, ...")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or pure-bf16")
     parser.add_argument("--node-size", type=int, default=None, help="ranks per node, for hybrid strategies")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--global-batch", type=int, default=16, help="samples per step, over all ranks")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="parts in which a rank computes its share"
-    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts in which a rank computes its share")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sample")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

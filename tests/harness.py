@@ -262,9 +262,7 @@ class World:
     `worn_out` says that jobs have left so many process groups behind that a fresh world is better.
     """
 
-    def __init__(
-        self, size: int, *, group_timeout_s: float = GROUP_TIMEOUT_S, join_group: bool = True
-    ) -> None:
+    def __init__(self, size: int, *, group_timeout_s: float = GROUP_TIMEOUT_S, join_group: bool = True) -> None:
         self.size = size
         self.usable = True
         self.worn_out = False
@@ -424,15 +422,11 @@ class Pool:
         self._worlds[size] = World(size)
         return self._worlds[size]
 
-    def __call__(
-        self, size: int, fn: Job, *args: Any, deadline: float = DEADLINE_S, **kwargs: Any
-    ) -> list[Any]:
+    def __call__(self, size: int, fn: Job, *args: Any, deadline: float = DEADLINE_S, **kwargs: Any) -> list[Any]:
         """What `fn(*args, **kwargs)` returned on each of `size` ranks."""
         return self.world(size).run(fn, *args, deadline=deadline, **kwargs)
 
-    def errors(
-        self, size: int, fn: Job, *args: Any, deadline: float = DEADLINE_S, **kwargs: Any
-    ) -> list[str | None]:
+    def errors(self, size: int, fn: Job, *args: Any, deadline: float = DEADLINE_S, **kwargs: Any) -> list[str | None]:
         """What `fn(*args, **kwargs)` raised on each of `size` ranks, as "TypeName: message"."""
         return self.world(size).errors(fn, *args, deadline=deadline, **kwargs)
 

@@ -157,7 +157,7 @@ def _refuse_other_launchers() -> None:
         if int(os.environ.get(name, "1")) > 1:
             raise ConfigurationError(
                 f"sw.init: {name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every process would "
-                "train alone: start one torchrun per node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                "train alone: start a torchrun per node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
             )
 
 

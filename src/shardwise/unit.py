@@ -25,6 +25,7 @@ engine stamps those itself, with one version while the memory holds the weights 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -51,15 +52,28 @@ STARTERS = {
 Channels = dict[str, Channel]
 
 
+# What tells about a tensor without reading it: attributes, and what memory tools ask.
+_HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
+
+
 class Elsewhere(Tensor):
     """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise StateError(
             "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
             "optimizer.zero_grad()"
         )
+
+
+def _refuse_gradient(name: str, grad: Tensor) -> None:
+    raise StateError(
+        f"parameter {name!r} was used outside the forward of the unit it belongs to, where its gradient would go "
+        "nowhere; choose units= so that all its uses lie in one"
+    )
 
 
 class FlatState:
@@ -100,6 +114,14 @@ class FlatState:
             for index in (self.held if flat.trainable else ())
         }
         self.hide_gradients()
+        if flat.trainable:
+            for param, spec in zip(self.resting_params, flat.params, strict=True):
+                param.register_hook(partial(_refuse_gradient, spec.name))
+        # Where this rank's part lies in the buffers of lesser depth.
+        grads, rest = spans[min(flat.depth_of_grads, flat.depth_of_master)], spans[flat.depth_of_params]
+        self._final_in_grads = own.within(grads)
+        self._master_in_rest = own.within(rest)
+        self._grads_in_whole = slice(grads.start, grads.stop)
 
     def hide_gradients(self) -> None:
         for index, elsewhere in self._elsewhere.items():
@@ -157,8 +179,7 @@ class FlatState:
             self.whole[own.start : own.stop].copy_(self.master)
             return self._run(self.whole, 0, [*refresh, *gather], channels)
         if refresh:
-            at_rest = flat.spans[flat.depth_of_params]
-            self.rest[own.within(at_rest)].copy_(self.master)
+            self.rest[self._master_in_rest].copy_(self.master)
             self.run_hops(self.rest, flat.depth_of_params, refresh, channels)
         at_rest = flat.spans[flat.depth_of_params]
         self.whole[at_rest.start : at_rest.stop].copy_(self.rest)
@@ -171,7 +192,7 @@ class FlatState:
         for hop in hops:
             for flight in flights:
                 finish(flight)
-            part = buffer[self.flat.spans[hop.depth].within(outer)]
+            part = buffer if hop.depth == depth else buffer[self.flat.spans[hop.depth].within(outer)]
             flights = [STARTERS[hop.kind](channels[hop.axis], part, self.unit_name)]
         return flights
 
@@ -181,9 +202,8 @@ class FlatState:
 
     @property
     def final(self) -> Tensor:
-        flat = self.flat
         assert self.grads is not None
-        return self.grads[flat.spans[flat.depth_of_master].within(flat.spans[flat.depth_of_grads])]
+        return self.grads[self._final_in_grads]
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
@@ -317,8 +337,7 @@ class Reduction:
         sync_hops = flat.sync_hops
         if flat.depth_of_grads > 0:
             state.run_hops(self.buffer, 0, flat.reduce_hops[1:], channels)
-            at_rest = flat.spans[flat.depth_of_grads]
-            part = self.buffer[at_rest.start : at_rest.stop]
+            part = self.buffer[state._grads_in_whole]
             if state.grad_state == "local":
                 state.grads.add_(part)
             else:
@@ -371,7 +390,7 @@ class Unit:
     def was_written(self, version: int) -> bool:
         """Whether a forward changed its own compute parameters where the change would be lost."""
         changed = [state for state in self.states for param in state.compute_params if param._version != version]
-        return any(not state.flat.master_is_whole for state in changed)
+        return bool([state for state in changed if not state.flat.master_is_whole])
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""

@@ -53,9 +53,7 @@ def test_what_is_nowhere() -> None:
     """State is a value, not an attribute's presence; events keep lifetimes; loading executes nothing."""
 
     def banned(name: str) -> bool:
-        return (
-            name == "hasattr" or name.endswith("record_stream") or re.match(r"c?pickle\b", name) is not None
-        )
+        return name == "hasattr" or name.endswith("record_stream") or re.match(r"c?pickle\b", name) is not None
 
     assert not uses(banned, allowed=())
 

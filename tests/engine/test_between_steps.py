@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS, NODES, Trainee, check, features, tell_alone
+from tests.support.trainee import LAYOUTS, NODES, Trainee, check, check_refused, features, tell_alone
 from tests.support.training import adamw
 
 Weights = dict[str, Tensor]
@@ -216,7 +216,6 @@ def look_around(strategy: str) -> dict[str, Any]:
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in given.parameters()]
     assert [name for name, _ in model.named_modules()] == [name for name, _ in given.named_modules()]
     assert [name for name, _ in model.named_buffers()] == [name for name, _ in given.named_buffers()]
-    assert all(param.grad is None for param in model.parameters())
     assert model.head.weight is model.stem.weight
     return {"repr": repr(model), "describe": sw.describe(model), "traffic": str(sw.traffic(model))}
 
@@ -310,6 +309,41 @@ def frozen_later(trainee: Trainee) -> list[float]:
 
 def test_freezing_after_sharding_is_refused_at_the_step(run_ranks: Pool) -> None:
     check(run_ranks, frozen_later, Stack, ["ddp", "zero1"])
+
+
+def looks_for_gradients(trainee: Trainee) -> list[float]:
+    """Gradients are not in `param.grad`: torch's own clipping must not find nothing to do there and say nothing."""
+    losses = train(trainee, 1)
+    loss = loss_on(trainee, 1)
+    loss.backward()
+    if trainee.is_sharded:
+        held = [param for param in trainee.model.parameters() if param.requires_grad and param.numel()]
+        with pytest.raises(sw.StateError, match=r"optimizer\.clip_grad_norm"):
+            nn.utils.clip_grad_norm_(held, 1.0)
+        with pytest.raises(sw.StateError, match=r"optimizer\.clip_grad_norm"):
+            nn.utils.clip_grad_value_(held, 1.0)
+        with pytest.raises(sw.StateError, match="lie in flat shards"):
+            held[0].grad.norm()
+    losses.append(trainee.clip(0.5))
+    trainee.step()
+    return losses + train(trainee, 2, first=2)
+
+
+def test_gradients_looked_for_in_the_parameters_are_refused(run_ranks: Pool) -> None:
+    check(run_ranks, looks_for_gradients, Stack, LAYOUTS)
+
+
+def gradients_cleared_by_hand(trainee: Trainee) -> list[float]:
+    losses = train(trainee, 1)
+    loss_on(trainee, 1).backward()
+    for param in trainee.model.parameters():
+        param.grad = None
+    trainee.optimizer.step()
+    return losses
+
+
+def test_gradients_cleared_by_hand_are_refused_at_the_step(run_ranks: Pool) -> None:
+    check_refused(run_ranks, gradients_cleared_by_hand, Stack, LAYOUTS, ["zero_grad"])
 
 
 def touched(trainee: Trainee) -> list[float]:
@@ -656,21 +690,25 @@ def keep_state_dict(strategy: str) -> bool:
 # the state dict of every model
 
 
-def keys_shapes_dtypes(name: str, strategy: str, precision: str, dtype: torch.dtype) -> list[Any]:
+def keys_shapes_dtypes(name: str, precision: str) -> dict[tuple[str, torch.dtype], list[Any]]:
     sw.init()
-    model = MODELS[name].fresh().to(dtype)
-    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision=precision)
-    MODELS[name].loss(model, tokens(0, dist.get_rank(), 2)).backward()
-    optimizer.step()
-    state = sw.full_state_dict(model)
+    found = {}
+    for strategy in ("ddp", "zero3"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = MODELS[name].fresh().to(dtype)
+            model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision=precision)
+            MODELS[name].loss(model, tokens(0, dist.get_rank(), 2)).backward()
+            optimizer.step()
+            found[strategy, dtype] = described(sw.full_state_dict(model))
+    return found
+
+
+def described(state: Weights) -> list[Any]:
     return [(key, value.shape, value.dtype, value.device.type, value.requires_grad) for key, value in state.items()]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 def test_the_state_dict_has_the_models_own_keys_shapes_and_dtypes(run_ranks: Pool, name: str, precision: str) -> None:
-    for strategy in ("ddp", "zero3"):
-        for dtype in (torch.float32, torch.bfloat16):
-            given = MODELS[name].fresh().to(dtype).state_dict()
-            expected = [(key, value.shape, value.dtype, "cpu", False) for key, value in given.items()]
-            assert run_ranks(2, keys_shapes_dtypes, name, strategy, precision, dtype)[0] == expected
+    for (_, dtype), seen in run_ranks(2, keys_shapes_dtypes, name, precision)[0].items():
+        assert seen == described(MODELS[name].fresh().to(dtype).state_dict())

@@ -114,6 +114,8 @@ def test_world_of_one_under_nccl() -> None:
         "    assert worst <= 2e-5\n"
     )
     root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     print(result.stdout)

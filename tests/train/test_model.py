@@ -19,9 +19,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: TransformerShape) -> Non
     logits = model(tokens)
     loss = model(tokens, targets)
     assert logits.shape == (3, 16, 64)
-    assert loss.item() == pytest.approx(
-        torch.nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1)).item()
-    )
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1)).item())
     assert abs(loss.item() - math.log(64)) < 1.0
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())

@@ -165,7 +165,7 @@ class Engine:
         self._finish_gather(index)
         unit = self.units[index]
         todo = occupancy.take(index)
-        if all(flat.master_is_whole for flat, _, _ in todo):
+        if not [flat for flat, _, _ in todo if not flat.master_is_whole]:
             unit.stamp(2 * self.num_updates)
             return
         with trace_range(f"gather {unit.name}"), self._gather_lane.after_compute():
@@ -216,7 +216,8 @@ class Engine:
             # Called from inside its own forward, such as a module that owns parameters of the root.
             self.make_ready(index)
         else:
-            self._began[index] = self._tick()
+            self._clock += 1
+            self._began[index] = self._clock
             self._called[index] = True
             self._pass_over_in_forward(index)
             self.make_ready(index, self.schedule.before_forward[index])
@@ -234,7 +235,8 @@ class Engine:
                 "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
             )
         if leads_to_backward:
-            call = ForwardCall(index, self._began[index], self._tick(), self.num_updates)
+            self._clock += 1
+            call = ForwardCall(index, self._began[index], self._clock, self.num_updates)
             self._calls[index].append(weakref.ref(call))
             return call
         if not self._live_calls(index):
@@ -250,7 +252,7 @@ class Engine:
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
         """Memory that another unit takes next must not leave the unit it was gathered for."""
         place = self.memory.borrowed.get(index)
-        if place is not None and any(tensor.untyped_storage().data_ptr() == place for tensor in outputs):
+        if place is not None and [t for t in outputs if t.layout == torch.strided and _address(t) == place]:
             raise StateError(
                 f"unit {self.units[index].name!r} returns one of its own weights (or a view of it), whose memory other "
                 "weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
@@ -310,10 +312,6 @@ class Engine:
                 self._drop(index)
             self._complete[index] = True
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
     # Units that this rank leaves out, and others may not: their collectives come in the schedule's order all the same.
 
     def _pass_over_in_forward(self, index: int) -> None:
@@ -357,7 +355,7 @@ class Engine:
         slot = self._next_slot if self._needs_slot[index] else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
-            while any(flight.slot == slot for flight in self._reductions):
+            while slot in [flight.slot for flight in self._reductions]:
                 self._finish_reduction()
         self._release_fill()
         states = [state for state in unit.states if state.flat.trainable]
@@ -559,6 +557,10 @@ class Engine:
         self._open_calls.clear()
         for state in self.trainable_states:
             state.take_gradients()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def channels_of(mesh: Mesh, lane: LaneName) -> Channels:

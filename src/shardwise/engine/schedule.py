@@ -121,13 +121,8 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
 
 
 def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int | None) -> int:
-    if budget_bytes is None:
+    if budget_bytes is None or not ring:
         return 2
-    if not ring:
-        raise ConfigurationError(
-            f"memory_budget={budget_bytes}: this layout gathers no unit just for its forward, so there is nothing to "
-            "bound; leave it out"
-        )
     largest = max(ring, key=lambda unit: units[unit].gathered_bytes)
     needed = units[largest].gathered_bytes
     if budget_bytes < needed:

@@ -160,10 +160,11 @@ def _complaint(
         return f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
     if strict and unknown:
         return f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}"
-    for spec in params:
-        name = _given_name(spec, state_dict)
-        if name is not None and state_dict[name].shape != spec.shape:
-            return f"{name!r} is {tuple(state_dict[name].shape)} in the state dict, {tuple(spec.shape)} in the model"
+    expected = {name: spec.shape for spec in params if (name := _given_name(spec, state_dict)) is not None}
+    expected |= {key: buffer.shape for key, buffer in buffers.items() if key in state_dict}
+    for name, shape in expected.items():
+        if state_dict[name].shape != shape:
+            return f"{name!r} is {tuple(state_dict[name].shape)} in the state dict, {tuple(shape)} in the model"
     return ""
 
 
