@@ -250,10 +250,14 @@ class FlatState:
             # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
             for gap in self.gaps:
                 buffer[gap.start : gap.stop].zero_()
-        if sources:
-            if scale.before != 1.0:
-                # Not in place: autograd may have given two parameters the same memory.
-                sources = list(torch._foreach_mul(sources, scale.before))
+        if scale.before != 1.0:
+            # Never in place on the sources: autograd may have given two parameters the same memory.
+            for target, source in zip(targets, sources, strict=True):
+                if add:
+                    target.add_(source, alpha=scale.before)
+                else:
+                    torch.mul(source, scale.before, out=target)
+        elif sources:
             if add:
                 torch._foreach_add_(targets, sources)
             else:
@@ -293,7 +297,8 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
-    """The mean over ranks: multiplied in before the sum where that could overflow, else after it.
+    """The mean over ranks: multiplied in while gradients are filled in, where that is one pass (the dtypes agree) or
+    where their sum could overflow; else after the sum, on the final part alone.
 
     Under loss scaling the scale is taken out at the same time, so a final gradient is never scaled.
     """
@@ -303,8 +308,8 @@ class GradScale:
     loss_scale: Tensor | None
 
     @classmethod
-    def mean(cls, num_ranks: int, dtype: torch.dtype, loss_scale: Tensor | None) -> "GradScale":
-        if dtype == torch.float16:
+    def mean(cls, num_ranks: int, compute: torch.dtype, reduce: torch.dtype, loss_scale: Tensor | None) -> "GradScale":
+        if reduce in (compute, torch.float16):
             return cls(1.0 / num_ranks, 1.0, loss_scale)
         return cls(1.0, 1.0 / num_ranks, loss_scale)
 

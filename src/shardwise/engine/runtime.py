@@ -98,7 +98,7 @@ class Engine:
         self.whole_modules: set[int] = set()
         self._masters_version = 0
         self.num_updates = 0
-        self.scale = GradScale.mean(mesh.world_size, precision.reduce, loss_scale)
+        self.scale = GradScale.mean(mesh.world_size, precision.compute, precision.reduce, loss_scale)
         self.is_loss_scaled = False
         self._budget_bytes = budget_bytes
         self._occupancy = Occupancy(schedule)
