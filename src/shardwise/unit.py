@@ -135,15 +135,8 @@ class FlatState:
                 return (
                     f"parameter {name!r} was frozen after sw.shard, which took it for trained: freeze before sw.shard"
                 )
-            if param.grad is None:
-                return (
-                    f"the gradient of {name!r} was set to None by hand, which clears nothing: use optimizer.zero_grad()"
-                )
             if param.grad is not elsewhere:
-                return (
-                    f"parameter {name!r} was used outside the forward of the unit it belongs to, and its gradient went "
-                    "nowhere; choose units= so that all its uses lie in one"
-                )
+                return f"the gradient of {name!r} was set by hand, which does nothing: use optimizer.zero_grad()"
         return ""
 
     def _resting_view(self, held: slice, shape: torch.Size) -> Tensor:
