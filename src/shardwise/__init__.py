@@ -1,13 +1,21 @@
-"""shardwise: one engine for every way of sharding data-parallel training. This file is the API."""
+"""shardwise: one engine for every way of sharding data-parallel training. This file is the API.
 
-from .engine.api import accumulate, describe, shard, traffic
-from .engine.whole import full_state_dict, load_full_state_dict, whole
-from .errors import ConfigurationError, ShardwiseError, StateError, WireError
-from .layout import Layout
-from .mesh import init
-from .precision import Precision
+A name is imported when it is first used, so that commands which need no tensors do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import VERSION
-from .wire.ledger import Traffic
+
+if TYPE_CHECKING:
+    from .engine.api import accumulate, describe, shard, traffic
+    from .engine.whole import full_state_dict, load_full_state_dict, whole
+    from .errors import ConfigurationError, ShardwiseError, StateError, WireError
+    from .layout import Layout
+    from .mesh import init
+    from .precision import Precision
+    from .wire.ledger import Traffic
 
 __version__ = VERSION
 
@@ -29,3 +37,38 @@ __all__ = [
     "traffic",
     "whole",
 ]
+
+# The same names as above, and the modules they come from.
+_HOMES = {
+    "accumulate": ".engine.api",
+    "describe": ".engine.api",
+    "shard": ".engine.api",
+    "traffic": ".engine.api",
+    "full_state_dict": ".engine.whole",
+    "load_full_state_dict": ".engine.whole",
+    "whole": ".engine.whole",
+    "ConfigurationError": ".errors",
+    "ShardwiseError": ".errors",
+    "StateError": ".errors",
+    "WireError": ".errors",
+    "Layout": ".layout",
+    "init": ".mesh",
+    "Precision": ".precision",
+    "Traffic": ".wire.ledger",
+}
+
+# Importing a module binds its name here. Modules that share their name with something above are imported
+# now (they are pure), so that the binding can be undone and no later import hides the API.
+import_module(".shard", __name__)
+del globals()["shard"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

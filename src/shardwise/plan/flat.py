@@ -18,9 +18,9 @@ from math import prod
 
 import torch
 
-from .. import shard
 from ..layout import Layout
 from ..precision import Precision
+from ..shard import Interval, nested_shards, place
 from ..wire.ledger import Kind
 from .model import FoundUnit, Param, matches
 
@@ -63,12 +63,12 @@ class Flat:
         return self.layout.depth(self.layout.optimizer) if self.trainable else self.depth_of_params
 
     @cached_property
-    def _placed(self) -> tuple[tuple[shard.Interval, ...], int]:
+    def _placed(self) -> tuple[tuple[Interval, ...], int]:
         sizes = [param.shape.numel() for param in self.params]
-        return shard.place(sizes, prod(self.axis_sizes[: self.depth_of_master]))
+        return place(sizes, prod(self.axis_sizes[: self.depth_of_master]))
 
     @property
-    def intervals(self) -> tuple[shard.Interval, ...]:
+    def intervals(self) -> tuple[Interval, ...]:
         return self._placed[0]
 
     @property
@@ -76,9 +76,9 @@ class Flat:
         return self._placed[1]
 
     @cached_property
-    def spans(self) -> tuple[shard.Interval, ...]:
+    def spans(self) -> tuple[Interval, ...]:
         depth = self.depth_of_master
-        return shard.nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
+        return nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
 
     @cached_property
     def master_is_whole(self) -> bool:
