@@ -22,6 +22,7 @@ LAYERS: dict[str, int] = {
     "engine": 5,
     "train": 6,
     "": 7,  # the package's own __init__: the API
+    "bench": 8,
 }
 
 

@@ -1,0 +1,1 @@
+"""Measuring: shardwise and its peers side by side, on real ranks or on an emulated fabric."""

@@ -1,0 +1,285 @@
+"""An N-rank fabric on one device, on which this process plays one rank.
+
+`start(parse("2x8,intra=400GB/s,inter=50GB/s"))` makes a `torch.distributed` default group whose backend is the
+class below; groups made from it afterwards (`new_group`, DeviceMesh) are of the same kind, so shardwise, FSDP2
+and DDP run on it unchanged.
+
+An operation does two things:
+
+1. it moves what one process can move. All-gather: the local shard goes to its slot (the other slots are filled
+   with copies of it when their memory is first seen, so that weights are finite). Reduce-scatter: the own slice.
+   All-reduce: nothing. The losses therefore mean nothing; time, bytes and memory do.
+2. it occupies the rank's wires for as long as `links` says, behind whatever `wires` has on them.
+
+Order. Operations of one group follow each other in the order in which they were issued, as on one NCCL
+communicator, and each is over, latency included, before the next one begins. An asynchronous one runs on the
+group's own stream, a synchronous one on the current stream.
+
+Not modelled: what `links` names, and that the kernels of a real collective take SMs (with `copies=on` a few do);
+the other ranks: all are as fast as this one, and none is late. `copies=on` keeps 256 MiB of device memory for itself.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ..errors import ConfigurationError, StateError
+from .links import Fabric, Kind, Link, occupied_s, parse, plan_transfer
+from .wires import Kernel, Wires, capture_of, sleep_until
+
+__all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "start"]
+
+BACKEND = "emulated"
+
+# Gathers up to this size are filled whole every time: they are headers that the ranks compare, not weights.
+_SMALL_BYTES = 1 << 20
+
+
+def start(fabric: Fabric, rank: int = 0) -> None:
+    """Make the default process group: this process is `rank` of the fabric's world."""
+    if not 0 <= rank < fabric.world_size:
+        raise ConfigurationError(f"fabric: rank {rank} of {fabric.world_size}; give one from 0 to its size - 1")
+    if fabric.copies and not torch.cuda.is_available():
+        raise ConfigurationError("fabric: copies=on is traffic of device memory, and there is no CUDA device")
+    if dist.is_initialized():
+        raise StateError(
+            f"fabric: a process group with backend {dist.get_backend()!r} exists already; "
+            "start the fabric before sw.init(), or destroy that group first"
+        )
+    _running[:] = [Wires.make(fabric)]
+    dist.init_process_group(BACKEND, store=_NoStore(), rank=rank, world_size=fabric.world_size)
+
+
+def busy_s() -> dict[str, float]:
+    """Seconds of traffic on each wire ("intra", "inter") since the start (synchronises the device)."""
+    return _started().busy_s()
+
+
+def moved_bytes() -> dict[str, float]:
+    """Bytes that went out over each wire since the start (synchronises the device)."""
+    return _started().moved_bytes()
+
+
+_running: list[Wires] = []  # of the last start; one at most
+
+
+def _started() -> Wires:
+    if not _running:
+        raise StateError("no emulated fabric: call fabric.start() first")
+    return _running[0]
+
+
+class _NoStore(Store):
+    """There is nobody to meet."""
+
+
+class _HostTransfer(dist.Work):
+    """Done at an instant of the host's clock."""
+
+    def __init__(self, done_s: float, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.done_s, self.tensors = done_s, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        sleep_until(self.done_s)
+        return True
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.done_s
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        left_s = max(0.0, self.done_s - time.perf_counter())
+        threading.Timer(left_s, future.set_result, [self.tensors]).start()
+        return future
+
+
+class _DeviceTransfer(dist.Work):
+    """Done when `event` is. Holds the tensors as long as the caller holds it."""
+
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.event, self.stream, self.tensors = event, stream, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits, not the host."""
+        current = torch.cuda.current_stream()
+        if current.cuda_stream != self.stream.cuda_stream:
+            current.wait_event(self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.tensors[0].device])
+        # Whoever waits for the future waits for what this stream holds now.
+        with torch.cuda.stream(self.stream):
+            future.set_result(self.tensors)
+        return future
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The last operation of a group on the device: the next one, wherever it runs, comes after it."""
+
+    event: torch.cuda.Event
+    stream: int
+    capture: int  # an event of one CUDA graph's capture means nothing outside of it
+
+
+# The stubs give these methods every spelling that a caller may use; torch itself calls them with one.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
+    """The ranks `ranks` of the fabric, seen from the one that is `place` among them."""
+
+    def __init__(self, place: int, ranks: Sequence[int], wires: Wires) -> None:
+        super().__init__(place, len(ranks))
+        self._place, self._ranks, self._wires = place, ranks, wires
+        self._kernels: dict[tuple[Kind, int], list[Kernel]] = {}
+        self._filled: set[tuple[int, int]] = set()
+        self._host_done_s = 0.0
+        self._tail: _Tail | None = None
+        if wires.device is not None:
+            self._stream = torch.cuda.Stream(priority=-1)
+            self._ready = torch.cuda.Event()
+            self._span = torch.empty(3, dtype=torch.int64, device=wires.device.cells.device)
+
+    def getBackendName(self) -> str:  # noqa: N802, torch asks for it
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    # What every operation goes through. `move` is what there is to move, None when all is in its place.
+
+    def _start(
+        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, opts: Any
+    ) -> dist.Work:
+        if tensors and tensors[0].is_cuda:
+            return self._start_on_device(kind, num_bytes, tensors, move, opts is None or opts.asyncOp)
+        if move is not None:
+            move()
+        transfer = plan_transfer(self._wires.fabric, kind, num_bytes, self._ranks, self._ranks[self._place])
+        self._host_done_s = self._wires.occupy_host(transfer, self._host_done_s)
+        return _HostTransfer(self._host_done_s, tensors)
+
+    def _start_on_device(
+        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, asynchronous: bool
+    ) -> dist.Work:
+        current = torch.cuda.current_stream()
+        capture = capture_of(current)
+        stream = current
+        if asynchronous:
+            stream = self._stream
+            self._ready.record(current)
+            stream.wait_event(self._ready)
+        tail = self._tail
+        if tail is not None and tail.stream != stream.cuda_stream and tail.capture == capture:
+            stream.wait_event(tail.event)
+        if move is not None:
+            with torch.cuda.stream(stream):
+                move()
+        for kernel in self._kernels_of(kind, num_bytes):
+            kernel.launch(stream)
+        event = torch.cuda.Event()
+        event.record(stream)
+        self._tail = _Tail(event, stream.cuda_stream, capture)
+        return _DeviceTransfer(event, stream, tensors)
+
+    def _kernels_of(self, kind: Kind, num_bytes: int) -> list[Kernel]:
+        key = (kind, num_bytes)
+        if key not in self._kernels:
+            transfer = plan_transfer(self._wires.fabric, *key, self._ranks, self._ranks[self._place])
+            self._kernels[key] = self._wires.kernels(transfer, self._span) if len(self._ranks) > 1 else []
+        return self._kernels[key]
+
+    # The operations, under the names by which torch calls them.
+
+    def all_gather_single(self, whole: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
+        in_place = whole.data_ptr() + self._place * shard.nbytes == shard.data_ptr()
+        memory = (whole.data_ptr(), whole.nbytes)
+        is_filled = whole.nbytes > _SMALL_BYTES and memory in self._filled
+
+        def move() -> None:
+            slots = whole.view(len(self._ranks), -1)
+            if not is_filled:
+                self._filled.add(memory)
+                for others in (slots[: self._place], slots[self._place + 1 :]):
+                    others.copy_(shard.view(1, -1).expand_as(others))
+            if not in_place:
+                slots[self._place].copy_(shard.view(-1))
+
+        return self._start("all_gather", whole.nbytes, [whole, shard], None if is_filled and in_place else move, opts)
+
+    def reduce_scatter_single(self, shard: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
+        def move() -> None:
+            shard.view(-1).copy_(whole.view(len(self._ranks), -1)[self._place])
+
+        in_place = whole.data_ptr() + self._place * shard.nbytes == shard.data_ptr()
+        return self._start("reduce_scatter", whole.nbytes, [shard, whole], None if in_place else move, opts)
+
+    def all_gather_single_coalesced(self, wholes: list[Tensor], shards: list[Tensor], opts: Any = None) -> dist.Work:
+        works = [self.all_gather_single(*pair, opts) for pair in zip(wholes, shards, strict=True)]
+        return works[-1]  # operations of one group follow each other: the last one ends last
+
+    def reduce_scatter_single_coalesced(
+        self, shards: list[Tensor], wholes: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(shards, wholes, strict=True)]
+        return works[-1]
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def move() -> None:
+            for slots, shard in zip(outputs, inputs, strict=True):
+                for slot in slots:
+                    slot.copy_(shard)
+
+        slots = [slot for slots in outputs for slot in slots]
+        return self._start("all_gather", sum(slot.nbytes for slot in slots), slots, move, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._start("all_reduce", sum(tensor.nbytes for tensor in tensors), tensors, None, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._start("broadcast", sum(tensor.nbytes for tensor in tensors), tensors, None, opts)
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
+        def move() -> None:
+            num_elems = min(received.numel(), sent.numel())
+            received.view(-1)[:num_elems].copy_(sent.reshape(-1)[:num_elems])
+
+        return self._start("all_to_all", sent.nbytes, [received, sent], move, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._start("all_reduce", 0, [], None, opts)
+
+    reduce = broadcast  # the chain in the other direction
+    allreduce_coalesced = allreduce
+    # Spellings of torch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _make_group(common: Any, options: Any) -> EmulatedGroup:
+    """Called by torch. The default group comes without its ranks: they are all."""
+    ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
+    return EmulatedGroup(common.group_rank, ranks, _started())
+
+
+dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cuda", "cpu"])
