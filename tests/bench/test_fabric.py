@@ -1,0 +1,501 @@
+"""The emulated fabric: what it says an operation takes, that it takes that long, and that everything runs on it.
+
+Where transfers meet, the fabric's clock is stopped and the instants at which they end are compared exactly. Against
+the running clock only lower bounds are exact, because other work on the machine may make anything late.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from shardwise.bench import fabric
+from shardwise.bench.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
+from shardwise.errors import ConfigurationError, StateError
+from shardwise.layout import PRESETS
+from shardwise.wire import collectives
+from shardwise.wire.ledger import Kind, Ledger
+
+WORLD = list(range(8))
+NODE = [0, 1, 2, 3]
+REPLICATE = [0, 4]
+BUFFER = 1 << 10
+# A buffer takes 1/32 s in the node and 1/8 s between nodes, before (N-1)/N; latency of 1 and 2 ms.
+SLOW = Fabric(2, 4, Link(BUFFER * 32 / 1e9, 1000.0), Link(BUFFER * 8 / 1e9, 2000.0))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., None]]:
+    """`fabric.start`, undone after the test."""
+    yield fabric.start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The fabric's clock, stopped at `now_s`."""
+    stopped = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("shardwise.bench.wires.time", SimpleNamespace(perf_counter=lambda: stopped.now_s))
+    return stopped
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2x8,intra=400GB/s,inter=50GB/s", Fabric(2, 8, Link(400.0, 20.0), Link(50.0, 15.0))),
+        ("8,intra=1TB/s", Fabric(1, 8, Link(1000.0, 20.0))),
+        ("8", Fabric(1, 8, INTRA, INTER)),
+        ("4x2,latency=3us", Fabric(4, 2, Link(360.0, 3.0), Link(50.0, 3.0))),
+        ("2x2, latency=1ms, inter-latency=2ms", Fabric(2, 2, Link(360.0, 1000.0), Link(50.0, 2000.0))),
+        ("2x1,inter=200Mbit/s", Fabric(2, 1, INTRA, Link(0.025, 15.0))),
+        ("2,intra=infGB/s,intra-latency=500ns", Fabric(1, 2, Link(math.inf, 0.5))),
+        ("2,copies=on", Fabric(1, 2, copies=True)),
+        ("2,copies=off", Fabric(1, 2)),
+    ],
+)
+def test_parse(text: str, expected: Fabric) -> None:
+    assert parse(text) == expected
+    assert parse(str(expected)) == expected
+
+
+def links() -> st.SearchStrategy[Link]:
+    rates = st.floats(1e-6, 1e6)
+    latencies = st.floats(0, 1e6)
+    return st.builds(Link, rates, latencies)
+
+
+@given(st.builds(Fabric, st.integers(1, 4096), st.integers(1, 64), links(), links(), st.booleans()))
+def test_text_reads_back(value: Fabric) -> None:
+    assert parse(str(value)) == value
+    assert value.world_size == value.num_nodes * value.node_size
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "''"),
+        ("0x8", "'0x8'"),
+        ("8x", "'8x'"),
+        ("intra=400GB/s", "'intra=400GB/s'"),
+        ("2x8,intra=400", "intra='400'"),
+        ("2x8,intra=400Gb/s", "intra='400Gb/s'"),
+        ("2x8,intra=fastGB/s", "intra='fastGB/s'"),
+        ("2x8,intra=0GB/s", "intra='0GB/s'"),
+        ("2x8,intra=-1GB/s", "intra='-1GB/s'"),
+        ("2x8,inter", "'inter' has no value"),
+        ("2x8,inter=", "'inter=' has no value"),
+        ("2x8,latency=20", "latency='20'"),
+        ("2x8,latency=infus", "latency='infus'"),
+        ("2x8,internode=50GB/s", "unknown part 'internode=50GB/s'"),
+        ("2x8,inter=50GB/s,inter=60GB/s", "'50GB/s' and '60GB/s'"),
+        ("2x8,copies=yes", "copies='yes'"),
+    ],
+)
+def test_refused_text(text: str, part: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(text)
+    assert part in str(caught.value)
+    assert repr(text) in str(caught.value)
+    assert "2x8,intra=400GB/s,inter=50GB/s" in str(caught.value)
+
+
+def test_refused_values() -> None:
+    with pytest.raises(ConfigurationError, match="0 nodes of 8 ranks"):
+        Fabric(0, 8)
+    for rate, latency in ((0.0, 1.0), (math.nan, 1.0), (1.0, -1.0), (1.0, math.inf), (1.0, math.nan)):
+        with pytest.raises(ConfigurationError):
+            Link(rate, latency)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the arithmetic
+
+# Powers of two, so that every quotient is exact: 1 GB/s in the node, a quarter of it between nodes.
+EXACT = Fabric(2, 4, Link(1.0, 8.0), Link(0.25, 16.0))
+BYTES = 8_000_000_000
+
+
+def test_a_group_in_a_node_uses_the_intra_wire() -> None:
+    assert occupied_s(EXACT, "all_gather", BYTES, NODE, 0) == {"intra": 6.0, "inter": 0.0}
+    assert occupied_s(EXACT, "reduce_scatter", BYTES, [4, 5, 6, 7], 6) == {"intra": 6.0, "inter": 0.0}
+    assert occupied_s(EXACT, "all_reduce", BYTES, [2, 3], 3) == {"intra": 8.0, "inter": 0.0}
+
+
+def test_a_group_across_nodes_uses_the_inter_wire() -> None:
+    assert occupied_s(EXACT, "all_gather", BYTES, REPLICATE, 0) == {"intra": 0.0, "inter": 16.0}
+    assert occupied_s(EXACT, "all_reduce", BYTES, [3, 4], 3) == {"intra": 0.0, "inter": 32.0}
+
+
+def test_the_world_uses_both_and_every_nic() -> None:
+    # 7 GB through every rank; the four rings of a node leave it on a NIC each.
+    assert occupied_s(EXACT, "all_gather", BYTES, WORLD, 0) == {"intra": 7.0, "inter": 7.0}
+    assert occupied_s(EXACT, "all_reduce", BYTES, WORLD, 0) == {"intra": 14.0, "inter": 14.0}
+    # Two ranks of each node have two NICs.
+    assert occupied_s(EXACT, "all_gather", BYTES, [0, 1, 4, 5], 0) == {"intra": 6.0, "inter": 12.0}
+    # The node with one rank in the group is the narrow place for all of them.
+    assert occupied_s(EXACT, "all_gather", 3 * BYTES, [0, 1, 4], 0) == {"intra": 16.0, "inter": 64.0}
+
+
+def test_other_operations() -> None:
+    assert occupied_s(EXACT, "broadcast", BYTES, NODE, 0) == {"intra": 8.0, "inter": 0.0}
+    assert occupied_s(EXACT, "broadcast", BYTES, WORLD, 0) == {"intra": 8.0, "inter": 8.0}
+    # An eighth for each rank: three neighbours, four beyond the rank's own NIC.
+    assert occupied_s(EXACT, "all_to_all", BYTES, WORLD, 0) == {"intra": 3.0, "inter": 16.0}
+    assert occupied_s(EXACT, "all_to_all", BYTES, REPLICATE, 0) == {"intra": 0.0, "inter": 16.0}
+
+
+def test_latency_is_per_kind_of_wire_and_pass() -> None:
+    def latency_us(kind: str, ranks: list[int]) -> float:
+        return plan_transfer(EXACT, kind, 0, ranks, ranks[0]).latency_s * 1e6
+
+    assert latency_us("all_gather", NODE) == pytest.approx(8)
+    assert latency_us("reduce_scatter", REPLICATE) == pytest.approx(16)
+    assert latency_us("all_gather", WORLD) == pytest.approx(24)
+    assert latency_us("all_reduce", WORLD) == pytest.approx(48)
+
+
+def test_alone_the_slower_wire_decides() -> None:
+    assert plan_transfer(EXACT, "all_gather", BYTES, [0, 1, 4, 5], 0).alone_s == 12.0 + 24e-6
+    assert plan_transfer(EXACT, "all_gather", BYTES, NODE, 0).alone_s == 6.0 + 8e-6
+
+
+def test_one_rank_moves_nothing() -> None:
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+        alone = plan_transfer(EXACT, kind, BYTES, [5], 5)
+        assert alone == Transfer({"intra": 0.0, "inter": 0.0}, {"intra": 0.0, "inter": 0.0}, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("ranks", [NODE, REPLICATE, WORLD])
+def test_bytes_are_those_of_the_ledger(kind: Kind, ranks: list[int]) -> None:
+    """The wire that carries the ring carries what shardwise counts, to the last bit."""
+    ledger = Ledger()
+    channel = collectives.Channel("any", len(ranks), 0, None, ledger)
+    collectives._start(kind, channel, torch.empty(8 * 12_347), "", lambda: None)
+    moved = plan_transfer(EXACT, kind, 4 * 8 * 12_347, ranks, 0).moved_bytes
+    assert max(moved.values()) == ledger.calls[0].wire_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_gpus", "published"),
+    [("all_gather", 8, 361.4), ("reduce_scatter", 8, 362.9), ("all_reduce", 8, 367.2)],
+)
+def test_defaults_are_near_published_rings(kind: Kind, num_gpus: int, published: float) -> None:
+    """nccl-tests' bus bandwidth of 16 GiB on 8 x H200 without NVLS."""
+    num_bytes = 16 * 2**30
+    seconds = plan_transfer(Fabric(1, num_gpus), kind, num_bytes, range(num_gpus), 0).alone_s
+    passes = 2 if kind == "all_reduce" else 1
+    bus_bandwidth = passes * num_bytes * (num_gpus - 1) / num_gpus / seconds / 1e9
+    assert bus_bandwidth == pytest.approx(published, rel=0.025)
+
+
+def test_default_latency_is_near_a_published_one() -> None:
+    """32 KiB all-reduced over 4 nodes of 8 GPUs: 0.48 GB/s of buffer, which is 68 us."""
+    seconds = plan_transfer(Fabric(4, 8), "all_reduce", 32 * 2**10, range(32), 0).alone_s
+    assert seconds * 1e6 == pytest.approx(68, rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# groups and their queues
+
+
+def gather(group: dist.ProcessGroup | None = None, num_bytes: int = BUFFER) -> dist.Work:
+    """An asynchronous all-gather into a buffer of `num_bytes`."""
+    num_ranks = dist.get_world_size(group)
+    whole, shard = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes // num_ranks, dtype=torch.uint8)
+    return collectives._all_gather(whole, shard, group=group, async_op=True)
+
+
+def planned(ranks: list[int], num_bytes: int = BUFFER) -> Transfer:
+    return plan_transfer(SLOW, "all_gather", num_bytes, ranks, 0)
+
+
+def test_ranks_of_groups_are_found(start: Callable[..., None]) -> None:
+    start(SLOW, rank=5)
+    assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
+    assert dist.get_backend() == "emulated"
+    assert dist.group.WORLD._ranks == WORLD
+    assert dist.new_group([4, 5, 6, 7])._ranks == [4, 5, 6, 7]
+    assert dist.new_group([1, 5], use_local_synchronization=True)._ranks == [1, 5]
+    assert dist.new_group([5, 1])._place == 1
+    assert dist.new_group([0, 4]) == dist.GroupMember.NON_GROUP_MEMBER
+    assert dist.new_group()._ranks == WORLD
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    assert mesh.get_group("replicate")._ranks == [1, 5]
+    assert mesh.get_group("shard")._ranks == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("ranks", "wires"), [(NODE, {"intra"}), (REPLICATE, {"inter"}), (WORLD, {"intra", "inter"})])
+def test_groups_use_the_wires_of_their_path(start: Callable[..., None], ranks: list[int], wires: set[str]) -> None:
+    start(SLOW)
+    gather(dist.new_group(ranks))
+    assert fabric.moved_bytes() == planned(ranks).moved_bytes
+    assert fabric.busy_s() == planned(ranks).occupied_s
+    assert {wire for wire, seconds in fabric.busy_s().items() if seconds} == wires
+
+
+@pytest.mark.parametrize("ranks", [NODE, REPLICATE, WORLD])
+def test_a_transfer_takes_as_long_as_planned(start: Callable[..., None], ranks: list[int]) -> None:
+    start(SLOW)
+    group = dist.new_group(ranks)
+
+    def seen_s() -> float:
+        begin_s = time.perf_counter()
+        work = gather(group)
+        assert not work.is_completed()
+        work.wait()
+        assert work.is_completed()
+        return time.perf_counter() - begin_s
+
+    times = [seen_s() for _ in range(5)]
+    assert min(times) >= planned(ranks).alone_s
+    assert min(times) < 1.5 * planned(ranks).alone_s
+
+
+def test_operations_of_a_group_queue(start: Callable[..., None], clock: SimpleNamespace) -> None:
+    """Each is over, latency included, before the next one begins."""
+    start(SLOW)
+    group = dist.new_group(NODE)
+    for count in range(1, 5):
+        assert gather(group).done_s == pytest.approx(clock.now_s + count * planned(NODE).alone_s, abs=1e-9)
+
+
+def test_groups_that_share_a_wire_add_up(start: Callable[..., None], clock: SimpleNamespace) -> None:
+    """Bytes follow each other, latencies overlap; a small group waits for the wire as well."""
+    start(SLOW)
+    free_s = clock.now_s
+    for ranks in (NODE, NODE, [0, 1]):
+        free_s += planned(ranks).occupied_s["intra"]
+        assert gather(dist.new_group(ranks)).done_s == pytest.approx(free_s + 1e-3, abs=1e-9)
+    assert fabric.busy_s()["intra"] == pytest.approx(free_s - clock.now_s)
+
+
+def test_groups_on_different_wires_do_not_meet(start: Callable[..., None], clock: SimpleNamespace) -> None:
+    start(SLOW)
+    for ranks in (NODE, REPLICATE):
+        assert gather(dist.new_group(ranks)).done_s == pytest.approx(clock.now_s + planned(ranks).alone_s, abs=1e-9)
+
+
+def test_the_world_waits_for_either_wire(start: Callable[..., None], clock: SimpleNamespace) -> None:
+    """Behind a transfer between nodes its NIC's part comes late, and so does its end; not so its part in the node."""
+    start(SLOW)
+    gather(dist.new_group(REPLICATE))
+    everywhere = gather(dist.group.WORLD)
+    in_node = gather(dist.new_group(NODE))
+    inter_s = planned(REPLICATE).occupied_s["inter"] + planned(WORLD).occupied_s["inter"]
+    intra_s = planned(WORLD).occupied_s["intra"] + planned(NODE).occupied_s["intra"]
+    assert everywhere.done_s == pytest.approx(clock.now_s + inter_s + 3e-3, abs=1e-9)
+    assert in_node.done_s == pytest.approx(clock.now_s + intra_s + 1e-3, abs=1e-9)
+
+
+def test_idle_time_is_no_credit(start: Callable[..., None], clock: SimpleNamespace) -> None:
+    start(SLOW)
+    group = dist.new_group(NODE)
+    gather(group)
+    clock.now_s += 10.0
+    assert gather(group).done_s == pytest.approx(clock.now_s + planned(NODE).alone_s, abs=1e-9)
+
+
+def test_one_after_the_other_and_side_by_side(start: Callable[..., None]) -> None:
+    """The same with the clock running: a shared wire costs the sum, two wires the larger."""
+    start(SLOW)
+    one, other, between = dist.new_group(NODE), dist.new_group(NODE), dist.new_group(REPLICATE)
+
+    def seen_s(*transfers: tuple[dist.ProcessGroup, int]) -> float:
+        def once() -> float:
+            begin_s = time.perf_counter()
+            for work in [gather(*transfer) for transfer in transfers]:
+                work.wait()
+            return time.perf_counter() - begin_s
+
+        return min(once() for _ in range(5))
+
+    long_s, short_s = planned(NODE, 4 * BUFFER).alone_s, planned(REPLICATE).alone_s
+    assert seen_s((one, 4 * BUFFER), (other, 4 * BUFFER)) >= 2 * long_s - 1e-3
+    side_by_side_s = seen_s((one, 4 * BUFFER), (between, BUFFER))
+    assert long_s <= side_by_side_s < long_s + short_s
+
+
+def test_futures_come_when_the_transfer_is_over(start: Callable[..., None]) -> None:
+    start(SLOW)
+    begin_s = time.perf_counter()
+    gather(dist.new_group(NODE)).get_future().wait()
+    assert time.perf_counter() - begin_s >= planned(NODE).alone_s
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is in the tensors
+
+FAST = Fabric(2, 4, Link(1e6, 0.0), Link(1e6, 0.0))
+
+
+@pytest.mark.parametrize("num_elems", [2, 1 << 17])
+def test_a_gather_fills_memory_once(start: Callable[..., None], num_elems: int) -> None:
+    start(FAST, rank=2)
+    group = dist.new_group(NODE)
+    whole = torch.full((4 * num_elems,), torch.nan)
+    slots = whole.view(4, num_elems)
+    slots[2] = 1.0
+    collectives._all_gather(whole, slots[2], group=group)  # in place
+    assert (whole == 1.0).all()
+    collectives._all_gather(whole, torch.full((num_elems,), 2.0), group=group)
+    assert (slots[2] == 2.0).all()
+    is_small = whole.nbytes <= 1 << 20  # headers are filled anew every time
+    assert (slots[0] == (2.0 if is_small else 1.0)).all()
+
+
+def test_a_reduce_scatter_keeps_the_own_slice(start: Callable[..., None]) -> None:
+    start(FAST, rank=2)
+    shard, whole = torch.zeros(2), torch.arange(16.0)
+    collectives._reduce_scatter(shard, whole)
+    assert shard.tolist() == [4.0, 5.0]
+    collectives._reduce_scatter(whole[4:6], whole)
+    assert whole.tolist() == torch.arange(16.0).tolist()
+
+
+def test_every_operation_runs(start: Callable[..., None]) -> None:
+    start(FAST, rank=3)
+    tensor = torch.arange(8.0)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=1)
+    dist.reduce(tensor, dst=0)
+    received = torch.zeros(8)
+    dist.all_to_all_single(received, tensor)
+    assert torch.equal(received, tensor)
+    dist.barrier()
+    found: list[object] = [None] * 8
+    dist.all_gather_object(found, {"rank": 3})
+    assert found == [{"rank": 3}] * 8
+    slots = [torch.zeros(2) for _ in range(8)]
+    dist.all_gather(slots, torch.ones(2))
+    assert all((slot == 1).all() for slot in slots)
+
+
+def test_refused_starts(start: Callable[..., None]) -> None:
+    with pytest.raises(ConfigurationError, match="rank 8 of 8"):
+        start(FAST, rank=8)
+    start(FAST)
+    with pytest.raises(StateError, match="'emulated' exists already"):
+        start(FAST)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_copies_need_a_device() -> None:
+    with pytest.raises(ConfigurationError, match="copies=on"):
+        fabric.start(Fabric(1, 2, copies=True))
+
+
+def test_a_start_counts_from_zero(start: Callable[..., None]) -> None:
+    for _ in range(2):
+        start(FAST)
+        assert fabric.moved_bytes() == {"intra": 0.0, "inter": 0.0} == fabric.busy_s()
+        dist.all_reduce(torch.ones(8))
+        assert fabric.moved_bytes() == {"intra": 56.0, "inter": 14.0}
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what runs on it
+
+HIDDEN = 64
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(4)))
+
+
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    loss = module(torch.ones(2, HIDDEN)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def moved_since(before: dict[str, float]) -> dict[str, float]:
+    return {wire: moved - before[wire] for wire, moved in fabric.moved_bytes().items()}
+
+
+@pytest.mark.parametrize("strategy", PRESETS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_moves_what_the_ledger_says(start: Callable[..., None], strategy: str, precision: str) -> None:
+    start(EXACT)
+    sw.init(device="cpu")
+    module = model()
+    module, optimizer = sw.shard(
+        module, torch.optim.AdamW(module.parameters()), strategy, precision=precision, node_size=4
+    )
+    for _ in range(2):  # what is started early for the next step is then the same in each
+        train_step(module, optimizer)
+    before, busy_before = fabric.moved_bytes(), fabric.busy_s()
+    train_step(module, optimizer)
+    by_axis = dict.fromkeys(("world", "node", "replicate"), 0.0)
+    for row in sw.traffic(module).rows:
+        by_axis[row.axis] += row.wire_bytes
+    expected = {
+        "intra": by_axis["node"] + by_axis["world"],
+        "inter": by_axis["replicate"] + by_axis["world"] / 4,
+    }
+    moved = moved_since(before)
+    assert moved == expected
+    busy = {wire: seconds - busy_before[wire] for wire, seconds in fabric.busy_s().items()}
+    assert busy == pytest.approx({"intra": moved["intra"] / 1e9, "inter": moved["inter"] / 0.25e9})
+
+
+def test_ddp_runs_unchanged(start: Callable[..., None]) -> None:
+    start(EXACT)
+    module = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        train_step(module, optimizer)
+    before = fabric.moved_bytes()
+    assert train_step(module, optimizer).isfinite()
+    num_bytes = 4 * sum(param.numel() for param in module.parameters())
+    assert moved_since(before) == plan_transfer(EXACT, "all_reduce", num_bytes, WORLD, 0).moved_bytes
+
+
+def test_fsdp2_runs_unchanged(start: Callable[..., None]) -> None:
+    start(EXACT)
+    module = model()
+    mesh = init_device_mesh("cpu", (8,))
+    for layer in module:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train_step(module, optimizer)
+    before = fabric.moved_bytes()
+    assert train_step(module, optimizer).isfinite()
+    num_bytes = 4 * 4 * (HIDDEN * HIDDEN + HIDDEN)
+    passes = 2 + 1  # gathered in forward and backward, reduced once
+    assert moved_since(before)["intra"] == passes * num_bytes * 7 / 8
+    assert moved_since(before)["inter"] == passes * num_bytes * 7 / 8 / 4
+
+
+def test_fsdp2_over_two_axes(start: Callable[..., None]) -> None:
+    start(EXACT)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    module = model()
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train_step(module, optimizer)
+    before = fabric.moved_bytes()
+    train_step(module, optimizer)
+    num_bytes = 4 * 4 * (HIDDEN * HIDDEN + HIDDEN)
+    # The root is not gathered again for the backward. Its gradient is summed between nodes after the node's reduction.
+    assert moved_since(before) == {"intra": 2 * num_bytes * 3 / 4, "inter": 2 * num_bytes / 4 * 1 / 2}
