@@ -23,6 +23,9 @@ LAYERS: dict[str, int] = {
     "train": 6,
     "": 7,  # the package's own __init__: the API
     "bench": 8,
+    "cli": 9,
+    "__main__": 10,
+    "bench": 8,
 }
 
 

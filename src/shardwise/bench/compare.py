@@ -1,0 +1,212 @@
+"""Running every contender in every setting, and comparing losses before anything else.
+
+Repetitions are interleaved (A B C A B C ...), so that a slow minute of the machine falls on all contenders. A contender
+that failed in a setting is not tried there again.
+
+Who computes something else is no competitor, and gets an error instead of ratios:
+
+- Real ranks: every loss of every step against one process that sees the whole batch, in fp32. Where that process
+  cannot be had (the model does not fit one device), against the first contender that ran.
+- An emulated fabric: other ranks are copies of this one, so losses mean nothing after the first. That one is
+  compared with the floor's, and loosely: copied weights are not the same weights, only drawn alike, and so is the
+  mean over the tokens of a step.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from ..errors import ConfigurationError
+from ..layout import layouts_for
+from ..plan.model import find_units
+from .calls import Calls, subtract
+from .case import Case, one_process
+from .launch import Outcome
+from .links import parse
+from .model import build
+from .names import FLOORS, label, read_strategy
+
+# Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
+
+SHALLOW, DEEP = 4, 8  # blocks of the two models whose difference is what a unit calls
+
+Launch = Callable[[Case], Outcome]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What was asked for."""
+
+    settings: Sequence[Case]  # without a contender
+    strategies: Sequence[str]
+    peers: Sequence[str]
+    repetitions: int = 1
+    count_calls: bool = False
+
+    @property
+    def cases(self) -> list[Case]:
+        """Floors depend on the shape alone, and stand beside the first setting of each."""
+        found: list[Case] = []
+        for setting in self.settings:
+            is_first = all(case.shape != setting.shape for case in found)
+            floors = FLOORS if setting.fabric and is_first else ()
+            found += [replace(setting, contender=name) for name in (*floors, *self.peers, *self.strategies)]
+        return found
+
+    def refuse_what_cannot_run(self) -> None:
+        """Before anything is started: patterns of mixes that match no unit, and nothing to measure."""
+        if not self.strategies and not self.peers:
+            raise ConfigurationError("nothing to measure: --strategies and --peers are both empty")
+        for shape in dict.fromkeys(setting.shape for setting in self.settings):
+            model = build(shape, torch.device("meta"), 0)
+            units = [unit.name for unit in find_units(model, [type(model.blocks[0])])]
+            for contender in self.strategies:
+                strategy = read_strategy(contender.partition(":")[2])
+                if not isinstance(strategy, str):
+                    layouts_for(strategy, units)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`status` is ok, differs, refused, missing, oom or failed."""
+
+    status: str
+    error: str = ""
+    loss_difference: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddedCalls:
+    """Python calls that sharding adds to a step: for each unit (by function), and besides."""
+
+    by_function: Calls
+    per_unit: float
+    besides: float
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    session: Session
+    outcomes: dict[Case, list[Outcome]]  # by repetition
+    verdicts: dict[Case, Verdict]
+    calls: dict[Case, AddedCalls] = field(default_factory=dict)
+
+
+def run(session: Session, launch: Launch, say: Say) -> Findings:
+    cases = session.cases
+    alone = {setting: one_process(setting) for setting in session.settings if not setting.fabric}
+    references = {case: launch(case) for case in dict.fromkeys(alone.values())}
+    for case, outcome in references.items():
+        say(f"one process, {case.shape.name}: {outcome.error or 'losses to compare with'}")
+    outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
+    for repetition in range(session.repetitions):
+        for number, case in enumerate(cases, start=1):
+            if all(seen.status == "ok" for seen in outcomes[case]):
+                outcome = launch(case)
+                outcomes[case].append(outcome)
+                count = f"[{repetition * len(cases) + number}/{session.repetitions * len(cases)}]"
+                say(f"{count} {_described(case)}: {_seen(outcome)}")
+    verdicts = {}
+    for case in cases:
+        setting = replace(case, contender="")
+        expected, whose = _expected(case, cases, outcomes, references.get(alone.get(setting, case)))
+        verdicts[case] = judge(case, outcomes[case], expected, whose)
+    calls = _added_calls(session, launch, say) if session.count_calls else {}
+    return Findings(session, outcomes, verdicts, calls)
+
+
+def losses_of(outcome: Outcome) -> list[float]:
+    """By step, mean over the ranks."""
+    by_rank = [answer["losses"] for answer in outcome.answers]
+    return [statistics.fmean(losses) for losses in zip(*by_rank, strict=True)]
+
+
+def _expected(
+    case: Case, cases: list[Case], outcomes: dict[Case, list[Outcome]], reference: Outcome | None
+) -> tuple[list[float], str]:
+    """The losses that `case` should have, and whose they are."""
+    if reference is not None and reference.status == "ok":
+        return losses_of(reference), "one process"
+    for other in cases:
+        if other.shape == case.shape and outcomes[other] and outcomes[other][0].status == "ok":
+            return losses_of(outcomes[other][0]), label(other.contender)
+    return [], "nobody"
+
+
+def tolerance(case: Case) -> float:
+    return 2e-2 + case.tokens_per_step**-0.5 if case.fabric else TOLERANCES[case.precision]
+
+
+def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], whose: str) -> Verdict:
+    failed = next((outcome for outcome in outcomes if outcome.status != "ok"), None)
+    if failed is not None:
+        return Verdict(failed.status, failed.error)
+    allowed = tolerance(case)
+    largest = 0.0
+    for outcome in outcomes:
+        for step, (seen, want) in enumerate(zip(losses_of(outcome), expected, strict=True)):
+            if case.fabric and step:
+                break
+            apart = abs(seen - want) / abs(want)
+            largest = max(largest, apart)
+            if not apart <= allowed:  # also when it is not a number
+                return Verdict(
+                    "differs",
+                    f"the loss of step {step} is {seen:.6g}, that of {whose} {want:.6g}: "
+                    f"{apart:.1e} apart, {allowed:.0e} allowed",
+                    apart,
+                )
+    return Verdict("ok", loss_difference=largest)
+
+
+def _added_calls(session: Session, launch: Launch, say: Say) -> dict[Case, AddedCalls]:
+    """By case, counted once for each shape: links and dtypes change no calls."""
+    launch = cache(launch)  # the plain model is taken off more than once
+    found: dict[Case, AddedCalls] = {}
+    for case in session.cases:
+        if case.contender in FLOORS:
+            continue
+        known = next((found[o] for o in found if (o.contender, o.shape) == (case.contender, case.shape)), None)
+        added = known or _count(case, launch, say)
+        if added is not None:
+            found[case] = added
+    return found
+
+
+def _count(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
+    """The plain model with the plain optimizer at the same depth is taken off."""
+    counted = []
+    for num_blocks in (SHALLOW, DEEP):
+        shape = replace(case.shape, layers=num_blocks)
+        sized = replace(case, shape=shape, count_calls=True, trace="")
+        outcomes = [launch(sized), launch(replace(sized, contender="plain"))]
+        if any(outcome.status != "ok" for outcome in outcomes):
+            say(f"Python calls of {_described(case)}: {' '.join(outcome.error for outcome in outcomes)}")
+            return None
+        counted.append(subtract(*(outcome.answers[0]["calls"] for outcome in outcomes)))
+    shallow, deep = counted
+    by_function = {name: times / (DEEP - SHALLOW) for name, times in subtract(deep, shallow).items()}
+    per_unit = sum(by_function.values())
+    added = AddedCalls(by_function, per_unit, sum(shallow.values()) - SHALLOW * per_unit)
+    say(f"Python calls of {_described(case)}: {per_unit:.0f} per unit and step")
+    return added
+
+
+def _described(case: Case) -> str:
+    words = [label(case.contender), case.shape.name, f"{case.shape.tokens} tokens"]
+    if case.contender not in FLOORS:
+        words.append(f"reduced in {case.reduce}")
+        words += [f"{parse(case.fabric).intra.gigabytes_per_s:g} GB/s"] if case.fabric else []
+    return ", ".join(words)
+
+
+def _seen(outcome: Outcome) -> str:
+    if outcome.status != "ok":
+        return f"{outcome.status}: {outcome.error}"
+    seconds = statistics.median(outcome.answers[0]["seconds"])
+    return f"{seconds:.4f} s per step, set up in {outcome.answers[0]['setup_s']:.0f} s"

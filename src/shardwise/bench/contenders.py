@@ -1,0 +1,284 @@
+"""The contenders: each a function from a Case to a Run, looked up by name with `find`.
+
+    shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets
+    fsdp2           fully_shard: explicit forward prefetch, the last block kept between forward and backward, a
+                    communicator of its own for reductions
+    fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
+    ddp             DistributedDataParallel, gradients as views of its buckets
+    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication
+    plain           one process, nothing sharded
+    compute         floor: forward and backward of the whole model in the compute dtype, nothing else
+    compute+update  floor: the same, and AdamW on one rank's part of the parameters
+
+All build the same weights, make a unit of each block, and use torch's fused AdamW with the same hyper-parameters.
+
+Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no such thing and
+keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
+bf16 for everyone. Gradients are reduced in the dtype asked for; `ddp` uses its bf16 compression hook where they are
+fp32 and should travel as bf16, and cannot reduce bf16 gradients in fp32.
+
+Micro-batches. `ddp` (no_sync) and `deepspeed` wait for the last one to reduce; `fsdp1` and `fsdp2` reduce every one,
+because waiting would keep whole gradients; shardwise does what the layout says.
+
+The process group is there before a contender is set up, except for those in `names.SOLO`, which need none.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+
+from ..errors import ConfigurationError
+from ..train.checkpointing import Mode, checkpoint_blocks
+from .case import Case
+from .model import build, loss_of
+from .names import read_strategy
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A contender that is set up. `step` takes micro-batches and returns their mean loss, left on the device."""
+
+    step: Callable[[Sequence[Tensor]], Tensor]
+    input_dtype: torch.dtype
+    moved_bytes: Callable[[], float | None] = lambda: None  # by this rank in the last step, if it is counted
+
+
+def device_of(case: Case) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def _model(case: Case, dtype: torch.dtype | None = None) -> Any:
+    """Not wrapped yet. Blocks are checkpointed and compiled for every contender alike."""
+    model = build(case.shape, device_of(case), case.seed).to(dtype or _WEIGHTS[case.precision])
+    checkpoint_blocks(model, cast(Mode, case.checkpointing), blocks=[type(model.blocks[0])])
+    if case.compile:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], object],
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """The training step of all contenders that train with torch's own words."""
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for place, batch in enumerate(micro_batches, start=1):
+            with nullcontext() if place == len(micro_batches) else before_last():
+                with forward():
+                    loss = loss_of(model, batch)
+                (loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    return step
+
+
+def _clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], object]:
+    return partial(clip_to, case.clip) if case.clip else lambda: None
+
+
+def _torch_clipping(case: Case, model: nn.Module) -> Callable[[], object]:
+    return _clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+
+
+def _autocast(case: Case) -> Callable[[], AbstractContextManager[Any]]:
+    return partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext
+
+
+def plain(case: Case) -> Run:
+    model = _model(case)
+    step = _step(model, adamw(model.parameters()), _torch_clipping(case, model), forward=_autocast(case))
+    return Run(step, _WEIGHTS[case.precision])
+
+
+def compute(case: Case) -> Run:
+    model = _model(case, _COMPUTE[case.precision])
+    nothing = torch.optim.SGD([torch.zeros(0)])
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        loss = forward_and_backward(micro_batches)
+        model.zero_grad()
+        return loss
+
+    forward_and_backward = _step(model, nothing, lambda: None)
+    return Run(step, _COMPUTE[case.precision])
+
+
+def compute_and_update(case: Case) -> Run:
+    run = compute(case)
+    device = device_of(case)
+    num_elems = sum(weight.numel() for weight in build(case.shape, torch.device("meta"), 0).parameters())
+    shard = nn.Parameter(torch.randn(num_elems // case.world_size, device=device, dtype=_WEIGHTS[case.precision]))
+    shard.grad = torch.randn_like(shard)
+    optimizer = adamw([shard])
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        loss = run.step(micro_batches)
+        optimizer.step()
+        return loss
+
+    return Run(step, run.input_dtype)
+
+
+def torch_ddp(case: Case) -> Run:
+    if case.precision == "pure-bf16" and case.reduce != "bf16":
+        raise ConfigurationError(f"ddp reduces bf16 gradients as bf16, not in {case.reduce}: leave --reduce-dtype out")
+    model = nn.parallel.DistributedDataParallel(_model(case), gradient_as_bucket_view=True)
+    if case.precision != "pure-bf16" and case.reduce == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        model.register_comm_hook(None, bf16_compress_hook)
+    step = _step(
+        model, adamw(model.parameters()), _torch_clipping(case, model), _autocast(case), before_last=model.no_sync
+    )
+    return Run(step, _WEIGHTS[case.precision])
+
+
+def fsdp1(case: Case) -> Run:
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    inner = _model(case)
+    compute_dtype = _COMPUTE[case.precision]
+    model = FullyShardedDataParallel(
+        inner,
+        auto_wrap_policy=ModuleWrapPolicy({type(inner.blocks[0])}),
+        mixed_precision=MixedPrecision(compute_dtype, _DTYPES[case.reduce], compute_dtype),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=True,
+        limit_all_gathers=True,
+        use_orig_params=True,
+        device_id=device_of(case),
+    )
+    return Run(_step(model, adamw(model.parameters()), _clipping(case, model.clip_grad_norm_)), compute_dtype)
+
+
+def fsdp2(case: Case) -> Run:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _model(case)
+    compute_dtype, reduce_dtype = _COMPUTE[case.precision], _DTYPES[case.reduce]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == _WEIGHTS[case.precision] else compute_dtype,
+        reduce_dtype=None if reduce_dtype == compute_dtype else reduce_dtype,
+    )
+    last = len(model.blocks) - 1
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, mp_policy=policy, reshard_after_forward=index < last)
+    fully_shard(model, mp_policy=policy)
+    for module, following in zip([model, *model.blocks], model.blocks, strict=False):
+        module.set_modules_to_forward_prefetch([following])
+    _own_group_for_reductions(model)
+    return Run(_step(model, adamw(model.parameters()), _torch_clipping(case, model)), compute_dtype)
+
+
+def _own_group_for_reductions(model: Any) -> None:
+    """Gathers then need not queue behind reductions."""
+    if torch.__version__ >= "2.13":  # a version, not a text: it compares by its numbers
+        model.set_separate_reduce_scatter_group()
+        model.set_reduce_scatter_max_input_buffers(2)
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    own_group = dist.new_group()
+
+    class OwnGroup(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False):  # type: ignore[no-untyped-def]
+            return super().__call__(output_tensor, input_tensor, own_group, op, async_op)
+
+    for module in [model, *model.blocks]:
+        module.set_custom_reduce_scatter(OwnGroup())
+
+
+def deepspeed(case: Case, stage: str) -> Run:
+    import deepspeed as ds  # type: ignore[import-untyped, unused-ignore]
+
+    if case.precision == "pure-bf16":
+        raise ConfigurationError("deepspeed keeps fp32 masters beside bf16 weights: it runs with --precision bf16")
+    ds.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    model = _model(case)
+    config = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": case.micro_batches,
+        "zero_optimization": {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True},
+        "bf16": {"enabled": case.precision == "bf16"},
+        "communication_data_type": case.reduce,
+        "gradient_clipping": case.clip,
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, _, _, _ = ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for batch in micro_batches:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return Run(step, _COMPUTE[case.precision])
+
+
+def shardwise(case: Case, strategy: str) -> Run:
+    sw.init(device=device_of(case))
+    model = _model(case)
+    model, optimizer = sw.shard(
+        model,
+        adamw(model.parameters()),
+        strategy=read_strategy(strategy),
+        precision=case.precision,
+        reduce_dtype=case.reduce,
+        units=[type(model.blocks[0])],
+    )
+    step = _step(
+        model,
+        optimizer,
+        _clipping(case, optimizer.clip_grad_norm),
+        before_last=partial(sw.accumulate, model),
+    )
+    return Run(step, _COMPUTE[case.precision], lambda: sw.traffic(model).wire_bytes)
+
+
+_SETUPS: dict[str, Callable[..., Run]] = {
+    "shardwise": shardwise,
+    "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
+    "ddp": torch_ddp,
+    "deepspeed": deepspeed,
+    "plain": plain,
+    "compute": compute,
+    "compute+update": compute_and_update,
+}
+
+
+def find(name: str) -> Callable[[Case], Run]:
+    """The set-up of a contender, and after the colon its one argument."""
+    family, colon, argument = name.partition(":")
+    setup = _SETUPS[family]
+    return (lambda case: setup(case, argument)) if colon else setup

@@ -1,0 +1,115 @@
+"""Fresh worker processes for every run, so that no contender inherits another's allocator, caches or hooks.
+
+`launch` starts the ranks of one case (one process where the fabric is emulated or nothing is shared), waits for
+them, and returns what they wrote down. None of them outlives it, whatever ends it.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+from .names import SOLO
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the ranks of one run saw, by rank; or why there is nothing, in words."""
+
+    answers: tuple[dict[str, Any], ...] = ()
+    status: str = "ok"
+    error: str = ""
+
+
+def num_processes(case: Case) -> int:
+    return 1 if case.fabric or case.contender in SOLO else case.world_size
+
+
+def launch(case: Case, timeout_s: float) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        ranks = range(num_processes(case))
+        files = [Path(folder) / f"rank{rank}.json" for rank in ranks]
+        logs = [Path(folder) / f"rank{rank}.log" for rank in ranks]
+        port = _free_port()
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, file, log in zip(ranks, files, logs, strict=True):
+                command = [sys.executable, "-m", "shardwise.bench.measure", case.to_json(), str(file)]
+                with log.open("w") as sink:
+                    workers.append(
+                        subprocess.Popen(
+                            command, env=environment(case, rank, port), stdout=sink, stderr=subprocess.STDOUT
+                        )
+                    )
+            is_late = _wait(workers, timeout_s)
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                worker.wait()
+        answers = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        failures = sorted((answer for answer in answers if "status" in answer), key=lambda answer: answer["at"])
+        if failures:
+            return Outcome(status=failures[0]["status"], error=failures[0]["error"])
+        if all(answers) and not is_late:
+            return Outcome(answers=tuple(answers))
+        if is_late:
+            return Outcome(status="failed", error=f"still running after {timeout_s:g} s")
+        lost = next(rank for rank in ranks if not answers[rank])
+        return _death(lost, workers[lost].returncode, logs[lost].read_text())
+
+
+def environment(case: Case, rank: int, port: int) -> dict[str, str]:
+    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in."""
+    world_size = 1 if case.contender in SOLO else case.world_size
+    return {
+        "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value counts
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(min(case.node_size, world_size)),
+        "LOCAL_SIZE": str(min(case.node_size, world_size)),  # DeepSpeed's name for it
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": case.device,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Until all are done or one has failed; True when the time is up."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        codes = [worker.poll() for worker in workers]
+        if all(code == 0 for code in codes):
+            return False
+        if any(codes):
+            time.sleep(1.0)  # the others may be about to say that it was they who failed first
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _death(rank: int, code: int | None, log: str) -> Outcome:
+    """A worker that ended without a word of its own."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+        return Outcome(status="failed", error=f"rank {rank} was ended by {name}{hint}")
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "nothing")
+    return Outcome(status="failed", error=f"rank {rank} ended with exit code {code}; it said last: {last}")

@@ -1,0 +1,116 @@
+"""The models that every contender trains, and the batches they are fed.
+
+Weights depend on the seed alone, batches on the seed, the step and the micro-batch's place in the global batch:
+whoever runs a case sees the same numbers. Models are built where they run, so no host copy is ever made.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..train.model import Transformer, TransformerShape
+from .case import Case, Shape
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(shape.hidden, shape.hidden, bias=False) for _ in range(4)
+        )
+        self.ffn_norm = nn.RMSNorm(shape.hidden)
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (
+            part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [batch, heads, tokens, hidden / heads]
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(-2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Blocks(nn.Module):
+    """Blocks and a norm, without embedding or head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        for weight in self.blocks.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def build(shape: Shape, device: torch.device, seed: int) -> Transformer | Blocks:
+    torch.manual_seed(seed)
+    with device:
+        if not shape.vocab:
+            return Blocks(shape)
+        return Transformer(
+            TransformerShape(
+                vocab=shape.vocab,
+                hidden=shape.hidden,
+                layers=shape.layers,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                ffn=shape.ffn,
+                max_seq=shape.tokens,
+                tied=shape.tied,
+            )
+        )
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Next-token loss of token ids, or the mean square of what came of hidden states."""
+    if batch.is_floating_point():
+        return model(batch).float().square().mean()
+    return model(batch[:, :-1], batch[:, 1:])
+
+
+def batches_of(case: Case, rank: int, device: torch.device, dtype: torch.dtype, num_steps: int) -> list[list[Tensor]]:
+    """For each step the micro-batches of a rank: ids [batch, tokens + 1], or hidden states [batch, tokens, hidden].
+
+    Hidden states are large, and what is kept for later steps would be counted as memory of this one: every
+    step sees the same ones.
+    """
+    shape = case.shape
+
+    def batch(step: int, place: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(case.seed + 1_000_003 * step + place)
+        if not shape.vocab:
+            size = (case.batch, shape.tokens, shape.hidden)
+            return torch.randn(size, device=device, generator=generator).to(dtype)
+        # Skewed ids, so that there is something to learn and the losses fall.
+        uniform = torch.rand(case.batch, shape.tokens + 1, device=device, generator=generator)
+        return (uniform.pow(4) * shape.vocab).long()
+
+    places = range(rank * case.micro_batches, (rank + 1) * case.micro_batches)
+    if not shape.vocab:
+        return [[batch(0, place) for place in places]] * num_steps
+    return [[batch(step, place) for place in places] for step in range(num_steps)]
+
+
+def num_params(shape: Shape) -> int:
+    return sum(weight.numel() for weight in build(shape, torch.device("meta"), 0).parameters())
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Forward and backward, as torchtitan counts them: 6 for each parameter that multiplies, and attention in full.
+
+    The embedding is looked up, not multiplied; where it is tied, it multiplies as the head.
+    """
+    looked_up = 0 if shape.tied else shape.vocab * shape.hidden
+    return 6 * (num_params(shape) - looked_up) + 12 * shape.layers * shape.hidden * shape.tokens

@@ -1,0 +1,191 @@
+"""What was found, for its readers: a table for people, JSON for programs, both in dated files for the record."""
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .compare import Findings, Session
+from .links import parse
+from .machine import machine
+from .model import num_params
+from .names import label
+from .rows import Row, Spread, rows_of
+
+__all__ = ["document", "name_of", "print_table", "problems", "rows_of", "write"]
+
+SCHEMA = 1
+
+
+def note_of(findings: Findings) -> str:
+    """How to read the figures."""
+    session = findings.session
+    case = session.settings[0]
+    models = dict.fromkeys(setting.shape for setting in session.settings)
+    sizes = "; ".join(
+        f"{shape.name}: {num_params(shape) / 1e6:.1f}M parameters, {case.batch} x {shape.tokens} tokens"
+        for shape in models
+    )
+    where = (
+        f"one process playing rank 0 of an emulated fabric ({case.fabric})"
+        if case.fabric
+        else f"{case.world_size} ranks in nodes of {case.node_size} ({'nccl' if case.device == 'cuda' else 'gloo'})"
+    )
+    how = [
+        f"{case.micro_batches} micro-batches a step" if case.micro_batches > 1 else "",
+        f"gradients clipped to {case.clip:g}" if case.clip else "",
+        "blocks compiled" if case.compile else "",
+        f"{case.checkpointing} activation checkpointing" if case.checkpointing != "none" else "",
+    ]
+    repeated = f", then of {session.repetitions} repetitions" if session.repetitions > 1 else ""
+    compared = (
+        "Other ranks are copies, so losses mean nothing here; the first one was compared with the floor's."
+        if case.fabric
+        else "Losses of all steps were compared with one process on the whole batch."
+    )
+    return " ".join(
+        [
+            f"{sizes}; {case.precision} on {where}{''.join(f', {word}' for word in how if word)}.",
+            f"Gradients are reduced in {' or '.join(dict.fromkeys(s.reduce for s in session.settings))}.",
+            f"Median of {case.steps} steps after {case.warmup}{repeated}; min-max over all steps. `vs` is the peer's time / ours, taken within a repetition.",
+            compared,
+            "MFU counts 6 x parameters (without the embedding) + 12 x layers x hidden x tokens for a token."
+            * (case.device == "cuda"),
+        ]
+    ).strip()
+
+
+def document(findings: Findings, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything, ready for JSON."""
+    return {
+        "schema": SCHEMA,
+        "command": shlex.join(["shardwise", *sys.argv[1:]]),
+        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        "machine": machine(findings),
+        "note": note_of(findings),
+        "rows": [asdict(row) for row in rows],
+        "runs": [
+            {"case": asdict(case), "outcomes": [asdict(outcome) for outcome in outcomes]}
+            for case, outcomes in findings.outcomes.items()
+        ],
+        "calls": {
+            f"{label(case.contender)}, {case.shape.name}": dict(
+                sorted(calls.by_function.items(), key=lambda item: -item[1])
+            )
+            for case, calls in findings.calls.items()
+        },
+    }
+
+
+Cell = Callable[[Row], str]
+
+# Columns that are left out where they say the same in every row; the note says it once.
+SAID_ONCE = ("shape", "tokens", "link GB/s", "reduce")
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The cells of the table by column, without columns that say nothing."""
+    peers = dict.fromkeys(peer for row in rows for peer in row.ratios)
+    wires = dict.fromkeys(wire for row in rows for wire, busy_s in row.wire_s.items() if busy_s)
+    cells: dict[str, Cell] = {
+        "contender": lambda row: row.contender,
+        "shape": lambda row: row.shape,
+        "tokens": lambda row: str(row.tokens),
+        "link GB/s": lambda row: "" if row.kind == "floor" else _figure(row.link_gigabytes_per_s, "g"),
+        "reduce": lambda row: "" if row.kind == "floor" else row.reduce,
+        "s per step": lambda row: f"{row.seconds.median:.4f}" if row.seconds else row.status,
+        "min-max": lambda row: f"{row.seconds.min:.4f}-{row.seconds.max:.4f}" if row.seconds else "",
+        **{f"vs {peer}": _ratio_to(peer) for peer in peers},
+        "tokens/s": lambda row: _figure(row.tokens_per_s, ".0f"),
+        "MFU": lambda row: _figure(row.mfu, ".1%"),
+        **{f"{wire} s": _wire_s(wire) for wire in wires},
+        "moved GB": lambda row: _figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g"),
+        **{f"{kind} GB": _memory(f"{kind}_gb") for kind in ("allocated", "active", "reserved")},
+        "calls": lambda row: _figure(row.calls_per_unit, ".0f"),
+        "set-up s": lambda row: _figure(row.setup_s, ".1f"),
+    }
+    found = {title: [cell(row) for row in rows] for title, cell in cells.items()}
+    return {
+        title: texts
+        for title, texts in found.items()
+        if any(texts) and (title not in SAID_ONCE or len({*texts} - {""}) > 1)
+    }
+
+
+def _ratio_to(peer: str) -> Cell:
+    return lambda row: _ratio(row.ratios.get(peer))
+
+
+def _wire_s(wire: str) -> Cell:
+    return lambda row: _figure(row.wire_s.get(wire), ".4f")
+
+
+def _memory(kind: str) -> Cell:
+    return lambda row: _figure(row.memory.get(kind), ".1f")
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _ratio(ratio: Spread | None) -> str:
+    if ratio is None:
+        return ""
+    around = f" ({ratio.min:.2f}-{ratio.max:.2f})" if ratio.min != ratio.max else ""
+    return f"{ratio.median:.2f}{around}"
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.contender} ({row.status}): {row.error}" for row in rows if row.status != "ok"]
+
+
+def print_table(rows: Sequence[Row], note: str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 240, soft_wrap=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    cells = columns(rows)
+    for title in cells:
+        table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
+    for texts in zip(*cells.values(), strict=True):
+        table.add_row(*texts)
+    console.print(table)
+    console.print(note, markup=False)
+    for problem in problems(rows):
+        console.print(problem, style="red", markup=False)
+
+
+def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    cells = columns(rows)
+    lines = ["| " + " | ".join(cells) + " |", "|" + "---|" * len(cells)]
+    lines += ["| " + " | ".join(texts) + " |" for texts in zip(*cells.values(), strict=True)]
+    described = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
+    parts = [f"# shardwise bench, {about['date']}", about["note"], f"    {about['command']}", described]
+    parts += ["\n".join(lines), *(f"- {problem}" for problem in problems(rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(about: dict[str, Any], rows: Sequence[Row], folder: Path, name: str) -> Path:
+    """`<date>-<name>.json` (everything) and `.md` (the table); returns the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
+    page = stem.with_name(f"{stem.name}.md")
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    page.write_text(markdown(about, rows))
+    return page
+
+
+def name_of(session: Session) -> str:
+    """For the files: the shapes, and where they ran."""
+    case = session.settings[0]
+    shapes = "-".join(dict.fromkeys(setting.shape.name for setting in session.settings))
+    if not case.fabric:
+        return f"bench-{shapes}-{case.world_size}-ranks"
+    fabric = parse(case.fabric)
+    return f"bench-{shapes}-fabric-{fabric.num_nodes}x{fabric.node_size}"

@@ -1,0 +1,125 @@
+"""What was found, as rows: medians, spreads, ratios and rates. The table, the JSON and pages are drawn from these."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .case import Case
+from .compare import Findings, losses_of
+from .links import parse
+from .model import flops_per_token
+from .names import FLOORS, OURS, label
+
+# Dense bf16 FLOP/s, by words in the device's name; the first that fits.
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    min: float
+    max: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender in one setting, over all repetitions. What is not known is None."""
+
+    contender: str
+    kind: str  # strategy, peer or floor
+    shape: str
+    tokens: int  # of a sequence
+    reduce: str
+    fabric: str
+    status: str  # ok, differs, refused, missing, oom or failed
+    error: str
+    link_gigabytes_per_s: float | None = None  # of the emulated wire inside a node
+    seconds: Spread | None = None  # per step
+    ratios: dict[str, Spread] = field(default_factory=dict)  # peer's time / ours, by peer
+    tokens_per_s: float | None = None  # of one rank
+    mfu: float | None = None
+    wire_s: dict[str, float] = field(default_factory=dict)  # per step and wire
+    moved_bytes: float | None = None  # per step, by one rank
+    memory: dict[str, float] = field(default_factory=dict)  # peaks, the largest of all ranks
+    setup_s: float | None = None
+    losses: list[float] = field(default_factory=list)
+    loss_difference: float | None = None
+    calls_per_unit: float | None = None
+    calls_besides: float | None = None
+
+
+def rows_of(findings: Findings) -> list[Row]:
+    return [row_of(case, findings) for case in findings.outcomes]
+
+
+def row_of(case: Case, findings: Findings) -> Row:
+    verdict = findings.verdicts[case]
+    is_floor = case.contender in FLOORS
+    is_ours = case.contender.partition(":")[0] == OURS
+    calls = findings.calls.get(case)
+    about: dict[str, Any] = {
+        "contender": label(case.contender),
+        "kind": "floor" if is_floor else "strategy" if is_ours else "peer",
+        "shape": case.shape.name,
+        "tokens": case.shape.tokens,
+        "reduce": case.reduce,
+        "fabric": case.fabric,
+        "link_gigabytes_per_s": parse(case.fabric).intra.gigabytes_per_s if case.fabric else None,
+        "status": verdict.status,
+        "error": verdict.error,
+        "loss_difference": verdict.loss_difference,
+        "calls_per_unit": calls.per_unit if calls else None,
+        "calls_besides": calls.besides if calls else None,
+    }
+    outcomes = [outcome for outcome in findings.outcomes[case] if outcome.status == "ok"]
+    if not outcomes:
+        return Row(**about)
+    firsts = [outcome.answers[0] for outcome in outcomes]
+    every = [answer for outcome in outcomes for answer in outcome.answers]
+    seconds = spread([second for answer in firsts for second in answer["seconds"]])
+    median_s = statistics.median(medians_of(case, findings))
+    tokens_per_s = case.tokens_per_step / median_s
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in firsts[0]["device"]), None)
+    wires = firsts[0]["wires"]
+    return Row(
+        **about,
+        losses=losses_of(outcomes[0]),
+        seconds=Spread(median_s, seconds.min, seconds.max),
+        ratios=ratios_of(case, findings) if is_ours and verdict.status == "ok" else {},
+        tokens_per_s=tokens_per_s,
+        mfu=tokens_per_s * flops_per_token(case.shape) / peak if peak else None,
+        wire_s={wire: seen["seconds"] for wire, seen in wires.items()},
+        moved_bytes=sum(seen["bytes"] for seen in wires.values()) if wires else firsts[0]["moved_bytes"],
+        memory={kind: max(answer["memory"][kind] for answer in every) for kind in firsts[0]["memory"]},
+        setup_s=statistics.median(answer["setup_s"] for answer in firsts),
+    )
+
+
+def medians_of(case: Case, findings: Findings) -> list[float]:
+    """Seconds per step, by repetition."""
+    outcomes = findings.outcomes[case]
+    return [statistics.median(outcome.answers[0]["seconds"]) for outcome in outcomes if outcome.status == "ok"]
+
+
+def ratios_of(case: Case, findings: Findings) -> dict[str, Spread]:
+    """Taken within a repetition, where both saw the same machine."""
+    found = {}
+    for peer in findings.session.peers:
+        beside = next(other for other in findings.outcomes if _is_beside(other, case, peer))
+        if findings.verdicts[beside].status == "ok":
+            pairs = zip(medians_of(beside, findings), medians_of(case, findings), strict=True)
+            found[peer] = spread([theirs / ours for theirs, ours in pairs])
+    return found
+
+
+def _is_beside(other: Case, case: Case, peer: str) -> bool:
+    return other.contender == peer and (other.shape, other.reduce, other.fabric) == (
+        case.shape,
+        case.reduce,
+        case.fabric,
+    )
