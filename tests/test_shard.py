@@ -1,12 +1,13 @@
 """Interval arithmetic, for any shapes and any world: nothing is lost, nothing is held twice, nothing is cut."""
 
+import itertools
 from math import prod
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwise.shard import BLOCK_ELEMS, Interval, gaps, nested_shards, pieces, place, round_up
+from shardwise.shard import BLOCK_ELEMS, Interval, cuts, nested_shards, pieces, place, round_up
 
 # Empty tensors, 0-dim ones (a single element), dims smaller than any world, uneven matrices.
 shapes = st.one_of(
@@ -96,15 +97,14 @@ def test_padding_is_bounded(params: list[int], world: int) -> None:
 
 
 @given(sizes_of_params, st.integers(1, 64))
-def test_gaps_and_parameters_are_everything(params: list[int], world: int) -> None:
+def test_cuts_are_padding_and_parameters_in_turn(params: list[int], world: int) -> None:
     intervals, num_elems = place(params, world)
-    covered = sorted([*gaps(intervals, num_elems), *(part for part in intervals if part.num_elems)])
-    end = 0
-    for part in covered:
-        assert part.start == end
-        end = part.stop
-    assert end == num_elems
-    assert all(gap.num_elems for gap in gaps(intervals, num_elems))
+    lengths = cuts(intervals, num_elems)
+    ends = list(itertools.accumulate(lengths))
+    assert lengths[1::2] == params
+    assert ends[1::2] == [part.stop for part in intervals]
+    assert ends[-1] == num_elems
+    assert min(lengths) >= 0
 
 
 @given(axes, st.integers(0, 1023))

@@ -90,14 +90,10 @@ def pieces(params: Sequence[Interval], span: Interval) -> Iterator[Piece]:
             yield Piece(index, common, Interval(common.start - interval.start, common.stop - interval.start))
 
 
-def gaps(params: Sequence[Interval], num_elems: int) -> tuple[Interval, ...]:
-    """The padding: what lies between the parameters and behind the last one."""
-    found = []
-    end = 0
+def cuts(params: Sequence[Interval], num_elems: int) -> list[int]:
+    """Lengths that cut the flat into padding, parameter, padding, parameter, ..., padding."""
+    lengths, end = [], 0
     for interval in params:
-        if interval.start > end:
-            found.append(Interval(end, interval.start))
+        lengths += [interval.start - end, interval.num_elems]
         end = interval.stop
-    if num_elems > end:
-        found.append(Interval(end, num_elems))
-    return tuple(found)
+    return [*lengths, num_elems - end]

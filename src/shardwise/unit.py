@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigurationError, StateError
 from .plan.flat import Flat, Hop
-from .shard import gaps, pieces
+from .shard import cuts, pieces
 from .wire.collectives import (
     Channel,
     InFlight,
@@ -105,8 +105,12 @@ class FlatState:
         self.grads: Tensor | None = None
         self.grad_state: Literal["empty", "local", "final"] = "empty"
         self.used = [False] * len(flat.params)
-        self.gaps = gaps(flat.intervals, flat.num_elems)
-        self._views: dict[int, list[Tensor]] = {}
+        # A gradient buffer cut into the places of the parameters (odd numbers) and the gaps between them.
+        self._cuts = cuts(flat.intervals, flat.num_elems)
+        # During a backward: where each parameter's gradient belongs, and whether something lies there already.
+        self.places: list[Tensor] | None = None
+        self._paddings: list[Tensor] = []
+        self.written: list[bool] = []
         self._elsewhere = {
             index: torch.zeros((), dtype=flat.master, device=device)
             .expand(self.resting_params[index].shape)
@@ -204,32 +208,52 @@ class FlatState:
             param.grad = None
         return taken
 
+    def allocate_grads(self) -> None:
+        if self.grads is None:
+            num_elems = self.flat.spans[self.flat.depth_of_grads].num_elems
+            self.grads = torch.empty(num_elems, dtype=self.flat.reduce, device=self.master.device)
+
+    def open(self, slot: Tensor | None, scale: "GradScale") -> None:
+        """Say where the gradients of a backward go: where the collective reads them.
+
+        That is `grads` itself where gradients rest whole, on top of what is there already, else `slot`, whose old
+        contents mean nothing.
+        """
+        if self.grad_state == "final":
+            self._make_local(scale)
+        self.allocate_grads()
+        buffer = self.grads if slot is None else slot
+        assert buffer is not None
+        parts = buffer.split_with_sizes(self._cuts)
+        self.places = [part.view(param.shape) for part, param in zip(parts[1::2], self.flat.params, strict=True)]
+        self._paddings = [part for part in parts[::2] if part.numel()]
+        self.written = [slot is None and self.grad_state == "local"] * len(self.places)
+
     def start_reduce(
         self, taken: Sequence[Tensor | None], slot: Tensor | None, sync: bool, channels: Channels, scale: "GradScale"
     ) -> "Reduction":
-        """Send the gradients on their way that autograd left on the compute parameters.
+        """Add what autograd left on the compute parameters to what was written directly, and send it on its way.
 
-        They are put where the collective reads them: into `grads` itself when gradients rest whole, else
-        into `slot`. Only the first hop is started here. `taken` must be held until the fill has run.
+        Only the first hop is started here. `taken` must be held until the fill has run.
         """
         flat = self.flat
-        if self.grads is None:
-            num_elems = flat.spans[flat.depth_of_grads].num_elems
-            self.grads = torch.zeros(num_elems, dtype=flat.reduce, device=self.master.device)
-        if self.grad_state == "final":
-            self._make_local(scale)
         buffer = self.grads if slot is None else slot
-        self._fill(buffer, taken, slot is None and self.grad_state == "local", scale)
+        assert buffer is not None
+        self._fill(taken, scale)
+        self.places, self._paddings = None, []
         hops = flat.reduce_hops or (flat.sync_hops if sync else ())
         return Reduction(self, buffer, self._run(buffer, 0, hops[:1], channels), sync)
 
-    def _fill(self, buffer: Tensor, taken: Sequence[Tensor | None], add: bool, scale: "GradScale") -> None:
-        views = self._views_of(buffer)
-        targets, sources = [], []
-        for index, grad in enumerate(taken):
+    def _fill(self, taken: Sequence[Tensor | None], scale: "GradScale") -> None:
+        assert self.places is not None
+        # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
+        empty = list(self._paddings)
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, (grad, place) in enumerate(zip(taken, self.places, strict=True)):
             if grad is None:
-                if not add:
-                    views[index].zero_()
+                if not self.written[index]:
+                    empty.append(place)
                 continue
             if grad.layout != torch.strided:
                 raise ConfigurationError(
@@ -237,35 +261,35 @@ class FlatState:
                     "set sparse=False on its module"
                 )
             self.used[index] = True
-            targets.append(views[index])
+            targets, sources = added if self.written[index] else copied
+            targets.append(place)
             sources.append(grad)
-        if not add:
-            # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
-            for gap in self.gaps:
-                buffer[gap.start : gap.stop].zero_()
+        if empty:
+            torch._foreach_zero_(empty)
         if scale.before != 1.0:
             # Never in place on the sources: autograd may have given two parameters the same memory.
-            for target, source in zip(targets, sources, strict=True):
-                if add:
-                    target.add_(source, alpha=scale.before)
-                else:
-                    torch.mul(source, scale.before, out=target)
-        elif sources:
-            if add:
-                torch._foreach_add_(targets, sources)
-            else:
-                torch._foreach_copy_(targets, sources)
+            for target, source in zip(*copied, strict=True):
+                torch.mul(source, scale.before, out=target)
+            for target, source in zip(*added, strict=True):
+                target.add_(source, alpha=scale.before)
+            return
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if added[0]:
+            torch._foreach_add_(*added)
 
-    def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Each parameter's place in a gradient buffer; the few buffers there are stay where they are."""
-        views = self._views.get(buffer.data_ptr())
-        if views is None:
-            views = [
-                buffer[interval.start : interval.stop].view(param.shape)
-                for interval, param in zip(self.flat.intervals, self.flat.params, strict=True)
-            ]
-            self._views[buffer.data_ptr()] = views
-        return views
+    def put(self, index: int, rows: Tensor, inputs: Tensor, scale: "GradScale") -> None:
+        """Write the gradient of a linear layer's weight, rows' x inputs, into its open place: (n, out) and (n, in)."""
+        assert self.places is not None
+        place, beta = self.places[index], float(self.written[index])
+        if place.dtype == rows.dtype:
+            torch.addmm(place, rows.t(), inputs, beta=beta, alpha=scale.before, out=place)
+        else:
+            # The product is summed in fp32 anyway: here it is never rounded to the compute dtype.
+            torch.ops.aten.addmm.dtype_out(
+                place, rows.t(), inputs, place.dtype, beta=beta, alpha=scale.before, out=place
+            )
+        self.written[index] = self.used[index] = True
 
     def sync(self, hops: Sequence[Hop], channels: Channels, scale: "GradScale") -> None:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
@@ -358,6 +382,9 @@ class Unit:
         self.name = name
         self.module = module
         self.states = states
+        self.trainable_states = [state for state in states if state.flat.trainable]
+        # Whether some of its modules put their gradients into open places themselves.
+        self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
         self._show_compute: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._show_resting: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []

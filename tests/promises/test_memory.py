@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
-from shardwise.engine.runtime import NUM_REDUCTIONS, Engine
+from shardwise.engine.memory import NUM_REDUCTIONS
+from shardwise.engine.runtime import Engine
 from shardwise.layout import PRESETS, Strategy
 from shardwise.plan.memory import StateBytes, state_bytes
 from tests.harness import Pool
@@ -205,7 +206,12 @@ def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Be
         for index, memory in engine.memory.own.items()
         if engine.schedule.units[index].layout.params != "whole"
     )
-    beside = Beside(num_bytes(engine.memory.slots), own, num_bytes(engine.reduction_slots), live_bytes() - before)
+    beside = Beside(
+        num_bytes(engine.memory.slots),
+        own,
+        num_bytes(slot for slot in engine.reduction_memory.slots if slot is not None),
+        live_bytes() - before,
+    )
     return planned, beside
 
 

@@ -25,6 +25,7 @@ from ..unit import FlatState, Unit
 from ..wire.collectives import exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
+from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
@@ -76,6 +77,7 @@ def shard(
     engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale)
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
+    install_direct_gradients(engine, modules)
     install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute)
     install_root_hooks(engine, model)
     sharded = None

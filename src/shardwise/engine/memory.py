@@ -1,4 +1,4 @@
-"""Where gathered units lie: shared persistent slots, and memory of a unit's own.
+"""Where gathered units lie: shared persistent slots, and memory of a unit's own. Where gradients are reduced.
 
 Units gathered until the end of the backward give their own memory back when they are dropped, by resizing
 its storage to nothing: autograd's aliases keep the storage, and find the weights again once it is refilled.
@@ -7,8 +7,12 @@ its storage to nothing: autograd's aliases keep the storage, and find the weight
 import torch
 from torch import Tensor
 
-from ..unit import Unit
+from ..unit import FlatState, Unit
 from .schedule import Schedule, aligned
+from .streams import Mark
+
+# Reduction slots: one travels while the next is written. Gradients that rest whole need none.
+NUM_REDUCTIONS = 2
 
 
 class GatherMemory:
@@ -77,3 +81,44 @@ class GatherMemory:
             num_bytes = flat.num_elems * flat.compute.itemsize
             state.bind(memory[start : start + num_bytes].view(flat.compute))
             start += aligned(num_bytes)
+
+
+class ReductionMemory:
+    """The slots in which gradients travel, there from the first reduction of a backward to its end.
+
+    A GPU's allocator keeps what it is given back and lends it to the activations of the next forward. A CPU's gives
+    large blocks back to the system, and fresh pages cost more than the gradient that is written there: it keeps them.
+    """
+
+    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+        self._num_bytes = schedule.reduction_slot_bytes
+        self._device = device
+        self.gives_back = device.type == "cuda"
+        self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
+        # When a slot may be written by the computation again.
+        self.freed: list[Mark] = [None] * NUM_REDUCTIONS
+
+    def views(self, states: list[FlatState], slot: int | None) -> list[Tensor | None]:
+        """A part of the slot for every flat whose gradient rests split."""
+        found: list[Tensor | None] = []
+        start = 0
+        for flat in (state.flat for state in states):
+            if slot is None or flat.depth_of_grads == 0:
+                found.append(None)
+                continue
+            num_bytes = flat.num_elems * flat.reduce.itemsize
+            found.append(self._slot(slot)[start : start + num_bytes].view(flat.reduce))
+            start += aligned(num_bytes)
+        return found
+
+    def _slot(self, index: int) -> Tensor:
+        memory = self.slots[index]
+        if memory is None:
+            memory = self.slots[index] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        return memory
+
+    def give_back(self) -> None:
+        """The computation has waited for all reductions."""
+        if self.gives_back:
+            self.slots = [None] * NUM_REDUCTIONS
+            self.freed = [None] * NUM_REDUCTIONS

@@ -29,15 +29,12 @@ from ..mesh import Mesh
 from ..precision import Precision
 from ..unit import Channels, FlatState, GradScale, Reduction, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
-from .memory import GatherMemory
-from .schedule import Occupancy, Schedule, aligned, make_schedule
+from .memory import NUM_REDUCTIONS, GatherMemory, ReductionMemory
+from .schedule import Occupancy, Schedule, make_schedule
 from .streams import Lane, Mark, trace_range
 
 # The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
 LOST = 1
-
-# Reduction slots: one travels while the next is filled. Gradients that rest whole need none.
-NUM_REDUCTIONS = 2
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -108,8 +105,10 @@ class Engine:
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
         self._reductions: deque[ReductionInFlight] = deque()
-        self.reduction_slots: list[Tensor] = []
+        self.reduction_memory = ReductionMemory(schedule, mesh.device)
         self._next_slot = 0
+        # Units whose gradients have a place in this backward and are not on their way yet, with their slots.
+        self._opened: dict[int, int | None] = {}
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._fill: Fill | None = None
         self._in_backward = False
@@ -292,6 +291,8 @@ class Engine:
         if plan.backward_reads:
             self._finish_gather(index)
             unit.show_compute()
+        if unit.writes_directly and self._reduce_queue and self._reduce_queue[0] == index:
+            self._open_for_compute(index)
 
     def _close_calls_after(self, call: ForwardCall) -> None:
         """Everything recorded after `call` has run backward."""
@@ -350,20 +351,36 @@ class Engine:
         while self._reduce_queue and self._complete[self._reduce_queue[0]]:
             self._start_reduce(self._reduce_queue.popleft())
 
-    def _start_reduce(self, index: int) -> None:
-        unit = self.units[index]
+    def _open(self, index: int) -> int | None:
+        """Give a unit's gradients their place; one that is on its way from there is waited for on the reduce lane."""
         slot = self._next_slot if self._needs_slot[index] else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while slot in [flight.slot for flight in self._reductions]:
                 self._finish_reduction()
+        states = self.units[index].trainable_states
+        for state, view in zip(states, self.reduction_memory.views(states, slot), strict=True):
+            state.open(view, self.scale)
+        return slot
+
+    def _open_for_compute(self, index: int) -> None:
+        """The same before the unit's backward, which writes there itself. Only the next unit to be reduced may do so:
+        another one could hold the slot that the next one needs."""
+        if index not in self._opened:
+            slot = self._opened[index] = self._open(index)
+            if slot is not None:
+                self._reduce_lane.compute_waits_for(self.reduction_memory.freed[slot])
+
+    def _start_reduce(self, index: int) -> None:
+        unit = self.units[index]
+        slot = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_fill()
-        states = [state for state in unit.states if state.flat.trainable]
+        states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute():
             reductions = [
                 state.start_reduce(grads, view, self.is_sync, self._reduce_channels, self.scale)
-                for state, grads, view in zip(states, taken, self._reduction_views(states, slot), strict=True)
+                for state, grads, view in zip(states, taken, self.reduction_memory.views(states, slot), strict=True)
             ]
             self._reductions.append(ReductionInFlight(reductions, slot))
             self._fill = Fill(taken, self._reduce_lane.mark())
@@ -379,30 +396,15 @@ class Engine:
         with self._reduce_lane.beside_compute():
             for reduction in flight.reductions:
                 reduction.finish(self._reduce_channels, self.scale)
+        if flight.slot is not None:
+            self.reduction_memory.freed[flight.slot] = self._reduce_lane.mark()
 
     def _finish_reductions(self) -> None:
         self._release_fill()
         while self._reductions:
             self._finish_reduction()
         self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
-
-    def _reduction_views(self, states: list[FlatState], slot: int | None) -> list[Tensor | None]:
-        """A part of the reduction slot for every flat whose gradient rests split."""
-        if slot is not None and not self.reduction_slots:
-            num_bytes = self.schedule.reduction_slot_bytes
-            self.reduction_slots = [
-                torch.zeros(num_bytes, dtype=torch.uint8, device=self.mesh.device) for _ in range(NUM_REDUCTIONS)
-            ]
-        views: list[Tensor | None] = []
-        start = 0
-        for flat in (state.flat for state in states):
-            if slot is None or flat.depth_of_grads == 0:
-                views.append(None)
-                continue
-            num_bytes = flat.num_elems * flat.reduce.itemsize
-            views.append(self.reduction_slots[slot][start : start + num_bytes].view(flat.reduce))
-            start += aligned(num_bytes)
-        return views
+        self.reduction_memory.give_back()
 
     def end_backward(self) -> None:
         for call in list(self._open_calls):
@@ -474,6 +476,8 @@ class Engine:
             is_zero = not set_to_none and state.grads is not None
             if is_zero and state.grads is not None:
                 state.grads.zero_()
+            elif self.reduction_memory.gives_back:
+                state.grads = None
             state.grad_state = "final" if is_zero else "empty"
             state.used = [is_zero] * len(state.used)
 
@@ -555,8 +559,10 @@ class Engine:
         self._busy = [0] * len(self.units)
         self._calls = [[] for _ in self.units]
         self._open_calls.clear()
+        self._opened.clear()
         for state in self.trainable_states:
             state.take_gradients()
+            state.places = None
 
 
 def _address(tensor: Tensor) -> int:
