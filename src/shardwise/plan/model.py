@@ -116,16 +116,28 @@ def _unit_paths(model: nn.Module, units: Units) -> list[str]:
                 f"units={units!r}: give 'auto', a number of parameters, or a list of class names; "
                 f"{did_you_mean(units, ['auto'])}"
             )
-        blocks = _by_class(model, _no_split_classes(model)) or _repeated_blocks(model)
+        blocks = find_blocks(model)
         return _in_order(model, blocks + _large_leftovers(model, blocks))
     if isinstance(units, int):
         if units < 1:
             raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
         return _by_size(model, units)
-    names = {unit if isinstance(unit, str) else unit.__name__ for unit in units}
+    return modules_of_class(model, units, "units")
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The paths of the blocks that a model repeats: what it says must stay together, else what its lists repeat."""
+    return _by_class(model, _no_split_classes(model)) or _repeated_blocks(model)
+
+
+def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], asked_as: str) -> list[str]:
+    """The paths of modules of these classes; `asked_as` is what the user calls them."""
+    names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
     present = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - present):
-        raise ConfigurationError(f"units: the model has no module of class {name!r}; {did_you_mean(name, present)}")
+        raise ConfigurationError(
+            f"{asked_as}: the model has no module of class {name!r}; {did_you_mean(name, present)}"
+        )
     return _in_order(model, [path for path, module in _callables(model) if type(module).__name__ in names])
 
 

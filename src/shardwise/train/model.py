@@ -1,9 +1,9 @@
 """A Llama-like decoder in plain torch: what examples, tests and benchmarks train.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward. Nothing here
-knows about sharding. Every module that owns parameters has `reset_parameters`, and no module owns a buffer
-(the rotary table is computed from the positions in each forward), so a model made on the meta device can be
-filled in module by module.
+knows about sharding; the loss is computed inside the head, the one module that reads the head's weight. Every
+module that owns parameters has `reset_parameters`, and no module owns a buffer (the rotary table is computed
+from the positions in each forward), so a model made on the meta device can be filled in module by module.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
+from .loss import chunked_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,16 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+
+class Head(Linear):
+    """The output projection, and the loss where there are targets: in one module, because only here is the weight."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab), or the mean cross-entropy in fp32, for which logits never exist as a whole."""
+        if targets is None:
+            return F.linear(x, self.weight)
+        return chunked_cross_entropy(x, self.weight, targets)
 
 
 class Attention(nn.Module):
@@ -114,7 +125,7 @@ class Transformer(nn.Module):
         self.embed = Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
-        self.head = Linear(shape.hidden, shape.vocab)
+        self.head = Head(shape.hidden, shape.vocab)
         if shape.tied:
             self.head.weight = self.embed.weight
 
@@ -127,10 +138,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, rotary)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.head(self.norm(x), targets)
 
 
 def rotary_table(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
