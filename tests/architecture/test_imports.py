@@ -25,7 +25,6 @@ LAYERS: dict[str, int] = {
     "bench": 8,
     "cli": 9,
     "__main__": 10,
-    "bench": 8,
 }
 
 

@@ -1,8 +1,8 @@
 """The contenders: each a function from a Case to a Run, looked up by name with `find`.
 
     shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets
-    fsdp2           fully_shard: explicit forward prefetch, the last block kept between forward and backward, a
-                    communicator of its own for reductions
+    fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit kept
+                    between forward and backward, a communicator of its own for reductions
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
     ddp             DistributedDataParallel, gradients as views of its buckets
     deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication
@@ -10,7 +10,7 @@
     compute         floor: forward and backward of the whole model in the compute dtype, nothing else
     compute+update  floor: the same, and AdamW on one rank's part of the parameters
 
-All build the same weights, make a unit of each block, and use torch's fused AdamW with the same hyper-parameters.
+All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters.
 
 Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no such thing and
 keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
@@ -187,11 +187,15 @@ def fsdp2(case: Case) -> Run:
         param_dtype=None if compute_dtype == _WEIGHTS[case.precision] else compute_dtype,
         reduce_dtype=None if reduce_dtype == compute_dtype else reduce_dtype,
     )
-    last = len(model.blocks) - 1
-    for index, block in enumerate(model.blocks):
-        fully_shard(block, mp_policy=policy, reshard_after_forward=index < last)
+    stages = list(model.blocks)
+    if case.shape.vocab and not case.shape.tied:
+        # As torchtitan does; a tied weight belongs to both ends, and stays with the root.
+        stages = [model.embed, *stages, [model.norm, model.head]]
+    for stage in stages:
+        fully_shard(stage, mp_policy=policy, reshard_after_forward=stage is not stages[-1])
     fully_shard(model, mp_policy=policy)
-    for module, following in zip([model, *model.blocks], model.blocks, strict=False):
+    firsts = [stage[0] if isinstance(stage, list) else stage for stage in stages]
+    for module, following in zip([model, *firsts], firsts, strict=False):
         module.set_modules_to_forward_prefetch([following])
     _own_group_for_reductions(model)
     return Run(_step(model, adamw(model.parameters()), _torch_clipping(case, model)), compute_dtype)
@@ -203,6 +207,7 @@ def _own_group_for_reductions(model: Any) -> None:
         model.set_separate_reduce_scatter_group()
         model.set_reduce_scatter_max_input_buffers(2)
         return
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     own_group = dist.new_group()
@@ -211,8 +216,9 @@ def _own_group_for_reductions(model: Any) -> None:
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False):  # type: ignore[no-untyped-def]
             return super().__call__(output_tensor, input_tensor, own_group, op, async_op)
 
-    for module in [model, *model.blocks]:
-        module.set_custom_reduce_scatter(OwnGroup())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(OwnGroup())
 
 
 def deepspeed(case: Case, stage: str) -> Run:

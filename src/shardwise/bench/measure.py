@@ -7,6 +7,7 @@ host ever waiting in between: on a GPU by events recorded at the end of consecut
 work that is started early for the next step counts where it belongs.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -147,6 +148,7 @@ class DeviceClock:
 
     def forget(self) -> None:
         """What the set-up left in the allocator is given back; the next steps say what is needed."""
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

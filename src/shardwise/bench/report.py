@@ -46,21 +46,22 @@ def note_of(findings: Findings) -> str:
         f"{case.checkpointing} activation checkpointing" if case.checkpointing != "none" else "",
     ]
     repeated = f", then of {session.repetitions} repetitions" if session.repetitions > 1 else ""
-    compared = (
-        "Other ranks are copies, so losses mean nothing here; the first one was compared with the floor's."
-        if case.fabric
-        else "Losses of all steps were compared with one process on the whole batch."
-    )
-    return " ".join(
-        [
-            f"{sizes}; {case.precision} on {where}{''.join(f', {word}' for word in how if word)}.",
-            f"Gradients are reduced in {' or '.join(dict.fromkeys(s.reduce for s in session.settings))}.",
-            f"Median of {case.steps} steps after {case.warmup}{repeated}; min-max over all steps. `vs` is the peer's time / ours, taken within a repetition.",
-            compared,
-            "MFU counts 6 x parameters (without the embedding) + 12 x layers x hidden x tokens for a token."
-            * (case.device == "cuda"),
+    sentences = [
+        f"{sizes}; {case.precision} on {where}{''.join(f', {word}' for word in how if word)}.",
+        f"Gradients are reduced in {' or '.join(dict.fromkeys(s.reduce for s in session.settings))}.",
+        f"Median of {case.steps} steps after {case.warmup}{repeated}; min-max over all steps.",
+        "`vs` is the peer's time / ours, taken within a repetition.",
+    ]
+    if case.fabric:
+        sentences += [
+            "Other ranks are copies, so losses mean nothing here; the first one was compared with the floor's.",
+            "`intra s` and `inter s` are what the traffic of a step takes on these wires if nothing else runs.",
         ]
-    ).strip()
+    else:
+        sentences += ["Losses of all steps were compared with one process on the whole batch."]
+    if case.device == "cuda":
+        sentences += ["MFU: 6 x parameters (without the embedding) + 12 x layers x hidden x tokens FLOP for a token."]
+    return " ".join(sentences)
 
 
 def document(findings: Findings, rows: Sequence[Row]) -> dict[str, Any]:
