@@ -122,12 +122,17 @@ def connect(axes: Axes) -> Mesh:
     """Make the communicators. All ranks must mean the same axes."""
     ledger = Ledger()
     channels = {
-        (lane, axis): Channel(axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger)
+        (lane, axis): Channel(
+            axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, dist.get_backend() in AVERAGING
+        )
         for lane in LANES
         for axis, ranks in axes.members.items()
     }
     return Mesh(axes.rank, axes.world_size, axes.node_size, device(), channels, ledger)
 
+
+# Backends that take means; gloo only sums.
+AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None
 _timeout = datetime.timedelta(seconds=600)

@@ -76,6 +76,20 @@ def _refuse_gradient(name: str, grad: Tensor) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """A gradient buffer, cut up."""
+
+    params: tuple[Tensor, ...]
+    paddings: tuple[Tensor, ...]
+
+
+def _cut(buffer: Tensor, flat: Flat) -> _Places:
+    parts = buffer.split_with_sizes(cuts(flat.intervals, flat.num_elems))
+    params = tuple(part.view(param.shape) for part, param in zip(parts[1::2], flat.params, strict=True))
+    return _Places(params, tuple(part for part in parts[::2] if part.numel()))
+
+
 class FlatState:
     """The tensors of one flat on this rank."""
 
@@ -103,14 +117,16 @@ class FlatState:
             for index, param in enumerate(flat.params)
         ]
         self.grads: Tensor | None = None
+        self.final: Tensor = torch.empty(0, dtype=flat.reduce, device=device)
+        self._final_views: dict[int, Tensor] = {}
         self.grad_state: Literal["empty", "local", "final"] = "empty"
         self.used = [False] * len(flat.params)
-        # A gradient buffer cut into the places of the parameters (odd numbers) and the gaps between them.
-        self._cuts = cuts(flat.intervals, flat.num_elems)
         # During a backward: where each parameter's gradient belongs, and whether something lies there already.
-        self.places: list[Tensor] | None = None
-        self._paddings: list[Tensor] = []
+        self.places: tuple[Tensor, ...] | None = None
         self.written: list[bool] = []
+        # The places in each buffer that gradients are brought together in: a reduction slot, or (None) `grads`.
+        self._places_in: dict[int | None, _Places] = {}
+        self._open: _Places = _Places((), ())
         self._elsewhere = {
             index: torch.zeros((), dtype=flat.master, device=device)
             .expand(self.resting_params[index].shape)
@@ -150,6 +166,8 @@ class FlatState:
     def bind(self, whole: Tensor) -> None:
         """Let the compute parameters be views into `whole`."""
         self.whole = whole
+        own = self.flat.spans[self.flat.depth_of_master]
+        self._own_part = whole[own.start : own.stop]
         for param, interval, spec in zip(self.compute_params, self.flat.intervals, self.flat.params, strict=True):
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
@@ -169,11 +187,10 @@ class FlatState:
     def start_gather(self, refresh: Sequence[Hop], gather: Sequence[Hop], channels: Channels) -> list[InFlight]:
         """Bring the master to `whole`. All hops but the last are finished here, in stream order."""
         flat = self.flat
-        own = flat.spans[flat.depth_of_master]
         if flat.master_is_whole:
             return []
         if self.rest is None:
-            self.whole[own.start : own.stop].copy_(self.master)
+            self._own_part.copy_(self.master)
             return self._run(self.whole, 0, [*refresh, *gather], channels)
         if refresh:
             self.rest[self._master_in_rest].copy_(self.master)
@@ -197,23 +214,37 @@ class FlatState:
         for flight in self._run(buffer, depth, hops, channels):
             finish(flight)
 
-    @property
-    def final(self) -> Tensor:
-        assert self.grads is not None
-        return self.grads[self._final_in_grads]
-
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
         for param in self.compute_params:
             param.grad = None
         return taken
 
-    def allocate_grads(self) -> None:
+    def fetch_grads(self) -> None:
+        """Make sure that there is memory for `grads`; what is in it means nothing yet."""
+        num_elems = self.flat.spans[self.flat.depth_of_grads].num_elems
         if self.grads is None:
-            num_elems = self.flat.spans[self.flat.depth_of_grads].num_elems
             self.grads = torch.empty(num_elems, dtype=self.flat.reduce, device=self.master.device)
+            self.final = self.grads[self._final_in_grads]
+            self._final_views = self._views_of(self.final)
+        elif self.grads.untyped_storage().nbytes() == 0:
+            self.grads.untyped_storage().resize_(num_elems * self.flat.reduce.itemsize)
 
-    def open(self, slot: Tensor | None, scale: "GradScale") -> None:
+    def _views_of(self, final: Tensor) -> dict[int, Tensor]:
+        return {index: final[held].view(self.resting_params[index].shape) for index, held in self.held.items()}
+
+    def final_gradients(self) -> dict[int, Tensor]:
+        """What the optimizer reads, by parameter, in the master's dtype."""
+        if self.flat.reduce == self.flat.master:
+            return self._final_views
+        return self._views_of(self.final.to(self.flat.master))
+
+    def give_back_grads(self) -> None:
+        """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""
+        if self.grads is not None:
+            self.grads.untyped_storage().resize_(0)
+
+    def open(self, number: int | None, slot: Tensor | None, scale: "GradScale") -> None:
         """Say where the gradients of a backward go: where the collective reads them.
 
         That is `grads` itself where gradients rest whole, on top of what is there already, else `slot`, whose old
@@ -221,12 +252,14 @@ class FlatState:
         """
         if self.grad_state == "final":
             self._make_local(scale)
-        self.allocate_grads()
+        self.fetch_grads()
         buffer = self.grads if slot is None else slot
         assert buffer is not None
-        parts = buffer.split_with_sizes(self._cuts)
-        self.places = [part.view(param.shape) for part, param in zip(parts[1::2], self.flat.params, strict=True)]
-        self._paddings = [part for part in parts[::2] if part.numel()]
+        key = None if slot is None else number
+        if key not in self._places_in:
+            self._places_in[key] = _cut(buffer, self.flat)
+        self._open = self._places_in[key]
+        self.places = self._open.params
         self.written = [slot is None and self.grad_state == "local"] * len(self.places)
 
     def start_reduce(
@@ -240,14 +273,23 @@ class FlatState:
         buffer = self.grads if slot is None else slot
         assert buffer is not None
         self._fill(taken, scale)
-        self.places, self._paddings = None, []
+        self.places = None
+        if (
+            len(flat.reduce_hops) == 1
+            and self.grad_state == "empty"
+            and channels[flat.reduce_hops[0].axis].num_ranks > 1
+        ):
+            # Nothing to add to: the sum goes straight to where it rests.
+            channel = channels[flat.reduce_hops[0].axis]
+            flight = start_reduce_scatter(channel, buffer, self.unit_name, out=self.grads)
+            return Reduction(self, buffer, [flight], sync, is_at_rest=True)
         hops = flat.reduce_hops or (flat.sync_hops if sync else ())
         return Reduction(self, buffer, self._run(buffer, 0, hops[:1], channels), sync)
 
     def _fill(self, taken: Sequence[Tensor | None], scale: "GradScale") -> None:
         assert self.places is not None
         # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
-        empty = list(self._paddings)
+        empty = list(self._open.paddings)
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, (grad, place) in enumerate(zip(taken, self.places, strict=True)):
@@ -284,8 +326,10 @@ class FlatState:
         place, beta = self.places[index], float(self.written[index])
         if place.dtype == rows.dtype:
             torch.addmm(place, rows.t(), inputs, beta=beta, alpha=scale.before, out=place)
-        else:
+        elif beta == 0.0 and scale.before == 1.0:
             # The product is summed in fp32 anyway: here it is never rounded to the compute dtype.
+            torch.mm(rows.t(), inputs, out_dtype=place.dtype, out=place)
+        else:
             torch.ops.aten.addmm.dtype_out(
                 place, rows.t(), inputs, place.dtype, beta=beta, alpha=scale.before, out=place
             )
@@ -314,21 +358,32 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
-    """The mean over ranks: multiplied in while gradients are filled in, where that is one pass (the dtypes agree) or
-    where their sum could overflow; else after the sum, on the final part alone.
+    """The mean over ranks. It is taken by the wire, where that can; else while gradients are filled in, where that is
+    one pass (the dtypes agree) or their sum could overflow; else after the sum, on the final part alone.
 
     Under loss scaling the scale is taken out at the same time, so a final gradient is never scaled.
     """
 
     before: float
     after: float
+    wire: float
     loss_scale: Tensor | None
 
     @classmethod
-    def mean(cls, num_ranks: int, compute: torch.dtype, reduce: torch.dtype, loss_scale: Tensor | None) -> "GradScale":
+    def mean(
+        cls,
+        num_ranks: int,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+        loss_scale: Tensor | None,
+        wire_averages: bool,
+    ) -> "GradScale":
+        share = 1.0 / num_ranks
+        if wire_averages:
+            return cls(1.0, 1.0, share, loss_scale)
         if reduce in (compute, torch.float16):
-            return cls(1.0 / num_ranks, 1.0, loss_scale)
-        return cls(1.0, 1.0 / num_ranks, loss_scale)
+            return cls(share, 1.0, 1.0, loss_scale)
+        return cls(1.0, share, 1.0, loss_scale)
 
     def apply(self, final: Tensor) -> None:
         if self.after != 1.0:
@@ -337,7 +392,7 @@ class GradScale:
             final.mul_(1.0 / self.loss_scale)
 
     def undo(self, final: Tensor) -> None:
-        final.mul_(1.0 / self.after)
+        final.mul_(1.0 / (self.after * self.wire))
         if self.loss_scale is not None:
             final.mul_(self.loss_scale)
 
@@ -350,6 +405,7 @@ class Reduction:
     buffer: Tensor
     flights: list[InFlight]
     is_sync: bool
+    is_at_rest: bool = False
 
     def finish(self, channels: Channels, scale: GradScale) -> None:
         state, flat = self.state, self.state.flat
@@ -357,7 +413,9 @@ class Reduction:
         for flight in self.flights:
             finish(flight)
         sync_hops = flat.sync_hops
-        if flat.depth_of_grads > 0:
+        if self.is_at_rest:
+            pass
+        elif flat.depth_of_grads > 0:
             state.run_hops(self.buffer, 0, flat.reduce_hops[1:], channels)
             part = self.buffer[state._grads_in_whole]
             if state.grad_state == "local":

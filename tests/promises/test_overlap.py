@@ -6,7 +6,7 @@ awaited where it starts is the serial one. Nothing is asserted about how much fa
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,11 +77,12 @@ def slow_collectives(is_serial: bool) -> Iterator[None]:
     original = collectives._start
     free_at: dict[int, float] = {}
 
-    def start(kind: Any, channel: Any, buffer: Tensor, what: str, call: Callable[[], Any]) -> Any:
-        flight = original(kind, channel, buffer, what, call)
+    def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
+        flight = original(flight, method, *arguments)
         if flight.work is not None:
-            begins = max(time.monotonic(), free_at.get(id(channel), 0.0))
-            free_at[id(channel)] = begins + COLLECTIVE_S
+            channel = id(flight.channel)
+            begins = max(time.monotonic(), free_at.get(channel, 0.0))
+            free_at[channel] = begins + COLLECTIVE_S
             flight.work = SlowWork(flight.work, begins + COLLECTIVE_S)
             if is_serial:
                 flight.work.wait()

@@ -107,18 +107,22 @@ class ReductionMemory:
                 found.append(None)
                 continue
             num_bytes = flat.num_elems * flat.reduce.itemsize
-            found.append(self._slot(slot)[start : start + num_bytes].view(flat.reduce))
+            found.append(self._fetch(slot)[start : start + num_bytes].view(flat.reduce))
             start += aligned(num_bytes)
         return found
 
-    def _slot(self, index: int) -> Tensor:
+    def _fetch(self, index: int) -> Tensor:
         memory = self.slots[index]
         if memory is None:
             memory = self.slots[index] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        elif memory.untyped_storage().nbytes() == 0:
+            memory.untyped_storage().resize_(self._num_bytes)
         return memory
 
     def give_back(self) -> None:
-        """The computation has waited for all reductions."""
+        """The computation has waited for all reductions. Views of the slots stay, and find the next memory."""
         if self.gives_back:
-            self.slots = [None] * NUM_REDUCTIONS
             self.freed = [None] * NUM_REDUCTIONS
+            for memory in self.slots:
+                if memory is not None:
+                    memory.untyped_storage().resize_(0)

@@ -60,6 +60,7 @@ class ReductionInFlight:
 
     reductions: list[Reduction]
     slot: int | None
+    started: Mark
 
 
 @dataclass(slots=True)
@@ -95,18 +96,25 @@ class Engine:
         self.whole_modules: set[int] = set()
         self._masters_version = 0
         self.num_updates = 0
-        self.scale = GradScale.mean(mesh.world_size, precision.compute, precision.reduce, loss_scale)
+        self.scale = GradScale.mean(
+            mesh.world_size, precision.compute, precision.reduce, loss_scale, mesh.world.averages
+        )
         self.is_loss_scaled = False
         self._budget_bytes = budget_bytes
         self._occupancy = Occupancy(schedule)
         self.memory = GatherMemory(schedule, units, mesh.device)
-        self._gather_lane, self._reduce_lane = Lane(mesh.device), Lane(mesh.device)
+        # Reductions are started on one lane and finished on another, so that starting one never waits for the last.
+        self._gather_lane, self._reduce_lane, self._finish_lane, self._update_lane = (
+            Lane(mesh.device) for _ in range(4)
+        )
         self._gather_channels = channels_of(mesh, "gather")
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
         self._reductions: deque[ReductionInFlight] = deque()
         self.reduction_memory = ReductionMemory(schedule, mesh.device)
         self._next_slot = 0
+        # Gradients that the computation has not waited for yet, and the points at which they are reduced.
+        self._reduced: dict[FlatState, Mark] = {}
         # Units whose gradients have a place in this backward and are not on their way yet, with their slots.
         self._opened: dict[int, int | None] = {}
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
@@ -133,6 +141,11 @@ class Engine:
         for unit in units:
             unit.show_resting()
             unit.stamp(LOST)
+
+    @cached_property
+    def update_order(self) -> list[list[FlatState]]:
+        """The flats that are trained, unit by unit, in the order in which their gradients are reduced."""
+        return [self.units[index].trainable_states for index in self.schedule.reduce_order]
 
     @cached_property
     def trainable_states(self) -> list[FlatState]:
@@ -332,6 +345,7 @@ class Engine:
         self._backward_at = min(self._backward_at, max(position, 0))
 
     def _begin_backward(self) -> None:
+        self.await_gradients()
         self._in_backward = True
         self._num_backwards += 1
         self._complete = [False] * len(self.units)
@@ -360,7 +374,7 @@ class Engine:
                 self._finish_reduction()
         states = self.units[index].trainable_states
         for state, view in zip(states, self.reduction_memory.views(states, slot), strict=True):
-            state.open(view, self.scale)
+            state.open(slot, view, self.scale)
         return slot
 
     def _open_for_compute(self, index: int) -> None:
@@ -377,13 +391,17 @@ class Engine:
         self._release_fill()
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
-        with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute():
+        freed = None if slot is None else self.reduction_memory.freed[slot]
+        with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute().after(freed):
             reductions = [
                 state.start_reduce(grads, view, self.is_sync, self._reduce_channels, self.scale)
                 for state, grads, view in zip(states, taken, self.reduction_memory.views(states, slot), strict=True)
             ]
-            self._reductions.append(ReductionInFlight(reductions, slot))
-            self._fill = Fill(taken, self._reduce_lane.mark())
+            started = self._reduce_lane.mark()
+            self._reductions.append(ReductionInFlight(reductions, slot, started))
+            self._fill = Fill(taken, started)
+        if self._finish_lane.queues:
+            self._finish_reduction()
 
     def _release_fill(self) -> None:
         """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
@@ -393,18 +411,26 @@ class Engine:
 
     def _finish_reduction(self) -> None:
         flight = self._reductions.popleft()
-        with self._reduce_lane.beside_compute():
+        with self._finish_lane.after(flight.started):
             for reduction in flight.reductions:
                 reduction.finish(self._reduce_channels, self.scale)
+        finished = self._finish_lane.mark()
+        for reduction in flight.reductions:
+            self._reduced[reduction.state] = finished
         if flight.slot is not None:
-            self.reduction_memory.freed[flight.slot] = self._reduce_lane.mark()
+            self.reduction_memory.freed[flight.slot] = finished
 
     def _finish_reductions(self) -> None:
         self._release_fill()
         while self._reductions:
             self._finish_reduction()
-        self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
-        self.reduction_memory.give_back()
+
+    def await_gradients(self) -> None:
+        """Let the computation wait for every reduction; what they needed is given back."""
+        if self._reduced:
+            self._finish_lane.compute_waits_for(self._finish_lane.mark())
+            self._reduced.clear()
+            self.reduction_memory.give_back()
 
     def end_backward(self) -> None:
         for call in list(self._open_calls):
@@ -445,7 +471,7 @@ class Engine:
         with self._reduce_lane.after_compute():
             mine = torch.tensor(used, dtype=torch.int32) if left_out else self._all_used
             flags = mine.to(self.mesh.device, copy=True)
-            finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used"))
+            finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used", sums=True))
         if left_out:
             self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
             answers = iter(flags.tolist())
@@ -458,6 +484,8 @@ class Engine:
         """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
         self._abandon_backward()
         self._refuse_late_gradients()
+        if any(state.grad_state == "local" for state in self.trainable_states):
+            self.await_gradients()
         with self._reduce_lane.after_compute():
             synced = False
             for state in self.trainable_states:
@@ -468,16 +496,25 @@ class Engine:
             self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
             self._agree_on_use()
 
+    def updating(self, states: list[FlatState]) -> Lane:
+        """Inside, work goes to a lane of its own, behind what the computation has been given so far and behind the
+        reductions of `states`: the rest of the gradients may still be on their way."""
+        lane = self._update_lane.after_compute()
+        for state in states:
+            lane.after(self._reduced.get(state))
+        return lane
+
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
         self._abandon_backward()
+        self.await_gradients()
         for state in self.trainable_states:
             state.take_gradients()
-            is_zero = not set_to_none and state.grads is not None
+            is_zero = not set_to_none and state.grad_state != "empty"
             if is_zero and state.grads is not None:
                 state.grads.zero_()
             elif self.reduction_memory.gives_back:
-                state.grads = None
+                state.give_back_grads()
             state.grad_state = "final" if is_zero else "empty"
             state.used = [is_zero] * len(state.used)
 
@@ -497,6 +534,8 @@ class Engine:
         self._occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
+        self._update_lane.compute_waits_for(self._update_lane.mark())
+        self.await_gradients()
         if updated:
             self.was_updated()
             # Forwards before the update can no longer lead to a backward.
@@ -536,6 +575,7 @@ class Engine:
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
+        self.await_gradients()
         if self._masters_version != self._version_of_masters():
             raise StateError(
                 "parameters were changed in place between steps, where copies of them may be in use already: change "
@@ -555,6 +595,7 @@ class Engine:
         if not self._in_backward:
             return
         self._finish_reductions()
+        self.await_gradients()
         self._in_backward = self.is_loss_scaled = False
         self._busy = [0] * len(self.units)
         self._calls = [[] for _ in self.units]

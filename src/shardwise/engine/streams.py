@@ -17,27 +17,64 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
+    """A queue; entered as a context, work goes to it."""
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Recorded anew each time: a stream waits for what an event was recorded on last.
+        self._begin = None if self._stream is None else torch.cuda.Event()
+        self._outside = (0, 0, 0)
 
-    def after_compute(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the lane, behind everything the compute stream has been given so far."""
-        if self._stream is None:
-            return _NOTHING
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
+    @property
+    def queues(self) -> bool:
+        """Whether waiting on this lane is queued like everything else, and costs the caller nothing."""
+        return self._stream is not None
 
-    def beside_compute(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the lane, behind the lane's own work only."""
-        return _NOTHING if self._stream is None else torch.cuda.stream(self._stream)
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._outside = torch._C._cuda_getCurrentStream(self._stream.device_index)
+            _make_current(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            _make_current(*self._outside)
+
+    def after_compute(self) -> "Lane":
+        """Work inside comes behind everything the compute stream has been given so far."""
+        if self._stream is not None and self._begin is not None:
+            self._begin.record(_current_stream(self._stream.device_index))
+            self._stream.wait_event(self._begin)
+        return self
+
+    def after(self, mark: Mark) -> "Lane":
+        """Work inside comes behind a point of another lane, and this lane's own work."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+        return self
 
     def mark(self) -> Mark:
         """A point on the lane that `compute_waits_for` can name."""
         return None if self._stream is None else self._stream.record_event()
 
     def compute_waits_for(self, mark: Mark) -> None:
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+        if self._stream is not None and mark is not None:
+            _current_stream(self._stream.device_index).wait_event(mark)
+
+
+def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
+    """What entering torch.cuda.stream does, at a tenth of its cost."""
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+# Stream objects cost more to make than to use; there are a handful in a process.
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def _current_stream(device_index: int) -> torch.cuda.Stream:
+    key = torch._C._cuda_getCurrentStream(device_index)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
+    return _streams[key]
 
 
 def trace_range(name: str) -> AbstractContextManager[object]:

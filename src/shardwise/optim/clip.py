@@ -27,6 +27,6 @@ def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.d
     for axes in sorted(sums):
         part = sums[axes].reshape(1)
         for axis in axes:
-            finish(start_all_reduce(channels[axis], part, "the gradients' norm"))
+            finish(start_all_reduce(channels[axis], part, "the gradients' norm", sums=True))
         total = total + part[0]
     return total.sqrt().float()

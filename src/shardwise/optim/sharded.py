@@ -4,7 +4,8 @@ Class, groups, hyper-parameters and state stay the inner optimizer's own; only w
 the resting parameters of the model: views of the masters. Learning-rate schedulers see the same groups.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, overload
 
@@ -22,7 +23,11 @@ class Stepper(Protocol):
 
     @property
     def trainable_states(self) -> list[FlatState]: ...
+    @property
+    def update_order(self) -> list[list[FlatState]]: ...
     def finish_gradients(self) -> None: ...
+    def await_gradients(self) -> None: ...
+    def updating(self, states: list[FlatState]) -> AbstractContextManager[None]: ...
     def forget_gradients(self, set_to_none: bool) -> None: ...
     def was_updated(self) -> None: ...
     def close_step(self, updated: bool) -> None: ...
@@ -37,6 +42,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper = stepper
         self._channels = channels
         self._scaler = scaler
+        self._parts: list[Part] = []
+        self._parts_for_hooks = False
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -78,13 +85,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.finish_gradients()
         overflowed = self._scaler is not None and not bool(torch.isfinite(self._norm()))
         if not overflowed:
-            self._hand_over_gradients()
-            self._inner.step()
+            self._refuse_misuse()
+            self._update()
             self._take_back_gradients()
         if self._scaler is not None:
             self._scaler.after_step(overflowed)
         self._stepper.close_step(updated=not overflowed)
         return None
+
+    def _update(self) -> None:
+        """Part by part, each as soon as its gradients are there, in the order in which they come."""
+        has_hooks = bool(self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks)
+        if not self._parts or has_hooks != self._parts_for_hooks:
+            self._parts = cut_into_parts(self._inner, self._stepper.update_order, has_hooks)
+            self._parts_for_hooks = has_hooks
+        groups = self._inner.param_groups
+        try:
+            for part in self._parts:
+                with self._stepper.updating(part.states):
+                    self._hand_over_gradients(part.states)
+                    if len(self._parts) > 1:
+                        self._inner.param_groups = [{**groups[at], "params": params} for at, params in part.groups]
+                    self._inner.step()
+        finally:
+            self._inner.param_groups = groups
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
@@ -99,7 +123,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._stepper.finish_gradients()
-            self._hand_over_gradients()
+            self._stepper.await_gradients()
+            self._refuse_misuse()
+            self._hand_over_gradients(self._stepper.trainable_states)
             return loss
 
         loss: float = self._inner.step(evaluate)
@@ -133,22 +159,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._stepper.trainable_states[0].master.device
 
     def _norm(self) -> Tensor:
+        self._stepper.await_gradients()
         return global_norm(self._stepper.trainable_states, self._channels, self._device)
 
-    def _hand_over_gradients(self) -> None:
-        states = self._stepper.trainable_states
-        for state in states:
+    def _refuse_misuse(self) -> None:
+        for state in self._stepper.trainable_states:
             if misuse := state.misuse():
                 raise StateError(misuse)
+
+    @staticmethod
+    def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
-            final = state.final.to(state.flat.master) if state.grad_state == "final" else None
-            for index, inside in state.held.items():
-                param = state.resting_params[index]
-                param.grad = final[inside].view(param.shape) if final is not None and state.used[index] else None
+            grads = state.final_gradients() if state.grad_state == "final" else {}
+            for index in state.held:
+                state.resting_params[index].grad = grads[index] if grads and state.used[index] else None
 
     def _take_back_gradients(self) -> None:
         for state in self._stepper.trainable_states:
             state.hide_gradients()
+
+
+# Launching the update of fewer elements takes longer than running it.
+PART_ELEMS = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Flats that are updated together, and their parameters by the number of their group."""
+
+    states: list[FlatState]
+    groups: list[tuple[int, list[Tensor]]]
+
+
+def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], has_hooks: bool) -> list[Part]:
+    """Neighbouring units, a part at least `PART_ELEMS` long.
+
+    All in one where the optimizer may keep more than the state of each parameter, such as a counter of its steps:
+    then it must see them all at once. torch's own do not, but hooks expect to run once a step.
+    """
+    can_be_cut = type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
+    parts: list[list[FlatState]] = [[]]
+    for states in units:
+        if can_be_cut and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
+            parts.append([])
+        parts[-1] += states
+    return [Part(states, _groups_of(optimizer, states)) for states in parts]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[tuple[int, list[Tensor]]]:
+    held = {param for state in states for param in state.resting_params}
+    groups = [[param for param in group["params"] if param in held] for group in optimizer.param_groups]
+    return [(at, params) for at, params in enumerate(groups) if params]
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:

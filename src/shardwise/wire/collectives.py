@@ -5,19 +5,36 @@ CPU: the caller) wait for it. The record keeps the buffer alive until then. On a
 nothing is queued. This module does not know what a parameter is.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from ..errors import WireError
 from .ledger import Kind, Ledger, describe_call
 
-# torch 2.13 renamed the flat collectives; 2.11 has only the older names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
+# renamed the flat collectives; 2.11 has only the older names.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if "all_gather_single" in dir(dist.ProcessGroup)
+    else ("_allgather_base", "_reduce_scatter_base")
+)
+
+
+def _asynchronous(options: Any, averages: bool = False) -> Any:
+    options.asyncOp = True
+    if averages:
+        options.reduceOp = dist.ReduceOp.AVG
+    return options
+
+
+_GATHER = _asynchronous(AllgatherOptions())
+# Sum, and where the communicator can do so on the way, mean.
+_SCATTER = {averages: _asynchronous(ReduceScatterOptions(), averages) for averages in (False, True)}
+_ALL_REDUCE = {averages: _asynchronous(AllreduceOptions(), averages) for averages in (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +46,8 @@ class Channel:
     index: int
     group: dist.ProcessGroup | None
     ledger: Ledger
+    # Whether the communicator can take the mean where it would take the sum.
+    averages: bool = False
 
 
 @dataclass(slots=True)
@@ -44,48 +63,41 @@ class InFlight:
 
 def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Fill `buffer` with every rank's part; this rank's own part is already in its place."""
-    part = _own_part(channel, buffer)
-    return _start(
-        "all_gather",
-        channel,
-        buffer,
-        what,
-        lambda: _all_gather(buffer, part, group=channel.group, async_op=True),
-    )
+    flight = InFlight("all_gather", channel, what, buffer, None)
+    return _start(flight, _ALL_GATHER, buffer, _own_part(channel, buffer), _GATHER)
 
 
-def start_reduce_scatter(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
-    """Sum `buffer` over the ranks; afterwards only this rank's own part of it means anything."""
-    part = _own_part(channel, buffer)
-    return _start(
-        "reduce_scatter",
-        channel,
-        buffer,
-        what,
-        lambda: _reduce_scatter(part, buffer, group=channel.group, async_op=True),
-    )
+def start_reduce_scatter(
+    channel: Channel, buffer: torch.Tensor, what: str, out: torch.Tensor | None = None
+) -> InFlight:
+    """Sum `buffer` over the ranks, or average it where the channel does. Afterwards this rank's part of the result is
+    in `out`, or without it in its own part of `buffer`, and the rest means nothing."""
+    flight = InFlight("reduce_scatter", channel, what, buffer, None)
+    part = _own_part(channel, buffer) if out is None else out
+    return _start(flight, _REDUCE_SCATTER, part, buffer, _SCATTER[channel.averages])
 
 
-def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
-    """Sum `buffer` over the ranks, on every rank."""
-    return _start(
-        "all_reduce",
-        channel,
-        buffer,
-        what,
-        lambda: dist.all_reduce(buffer, group=channel.group, async_op=True),
-    )
+def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str, sums: bool = False) -> InFlight:
+    """Sum `buffer` over the ranks, on every rank; or average it, where the channel does and `sums` is not asked for."""
+    flight = InFlight("all_reduce", channel, what, buffer, None)
+    return _start(flight, "allreduce", [buffer], _ALL_REDUCE[channel.averages and not sums])
 
 
 def finish(flight: InFlight) -> None:
     if flight.work is not None:
-        _checked(flight.kind, flight.channel, flight.what, flight.work.wait)
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            _fail(flight.kind, flight.channel, flight.what, error)
 
 
 def broadcast_from_first(channel: Channel, buffer: torch.Tensor) -> None:
     """Rank 0's `buffer` on every rank; set-up only, not counted."""
     if channel.num_ranks > 1:
-        _checked("broadcast", channel, "weights", lambda: dist.broadcast(buffer, src=0, group=channel.group))
+        try:
+            dist.broadcast(buffer, src=0, group=channel.group)
+        except RuntimeError as error:
+            _fail("broadcast", channel, "weights", error)
 
 
 def exchange(channel: Channel, value: Any) -> list[Any]:
@@ -93,12 +105,10 @@ def exchange(channel: Channel, value: Any) -> list[Any]:
     if channel.num_ranks == 1:
         return [value]
     found: list[Any] = [None] * channel.num_ranks
-    _checked(
-        "exchange",
-        channel,
-        "what the ranks agree on",
-        lambda: dist.all_gather_object(found, value, group=channel.group),
-    )
+    try:
+        dist.all_gather_object(found, value, group=channel.group)
+    except RuntimeError as error:
+        _fail("exchange", channel, "what the ranks agree on", error)
     return found
 
 
@@ -107,18 +117,22 @@ def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
     return buffer.narrow(0, channel.index * length, length)
 
 
-def _start(kind: Kind, channel: Channel, buffer: torch.Tensor, what: str, call: Callable[[], Any]) -> InFlight:
-    if channel.num_ranks == 1 or buffer.numel() == 0:
-        return InFlight(kind, channel, what, buffer, None)
-    channel.ledger.calls.append(describe_call(kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype))
-    return InFlight(kind, channel, what, buffer, _checked(kind, channel, what, call))
+def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
+    """Let the communicator begin, where something moves; then it is in the ledger."""
+    channel, buffer = flight.channel, flight.buffer
+    if channel.num_ranks > 1 and buffer.numel():
+        channel.ledger.calls.append(
+            describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)
+        )
+        try:
+            flight.work = getattr(channel.group, method)(*arguments)
+        except RuntimeError as error:
+            _fail(flight.kind, channel, flight.what, error)
+    return flight
 
 
-def _checked(kind: str, channel: Channel, what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except RuntimeError as error:
-        raise WireError(
-            f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}. "
-            "Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
-        ) from error
+def _fail(kind: str, channel: Channel, what: str, error: RuntimeError) -> NoReturn:
+    raise WireError(
+        f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}. "
+        "Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
+    ) from error

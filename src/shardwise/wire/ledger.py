@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ class Call:
         return SHARE_OF_BUFFER[self.kind] * self.num_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
+@cache
 def describe_call(kind: Kind, axis: str, num_ranks: int, num_elems: int, dtype: torch.dtype) -> Call:
     return Call(kind, axis, str(dtype).removeprefix("torch."), num_elems * dtype.itemsize, num_ranks)
 
