@@ -154,9 +154,9 @@ def log_of_a_step(strategy: str) -> list[str]:
 
     original = collectives._start
 
-    def start(kind: Any, channel: Any, buffer: Tensor, what: str, call: Callable[[], Any]) -> Any:
-        log.append(f"start {'gather' if kind == 'all_gather' else 'reduce'} {number(what)}")
-        return original(kind, channel, buffer, what, call)
+    def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
+        log.append(f"start {'gather' if flight.kind == 'all_gather' else 'reduce'} {number(flight.what)}")
+        return original(flight, method, *arguments)
 
     for index, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda *_, index=index: log.append(f"forward {index}"))
