@@ -1,4 +1,7 @@
-"""Counting Python function calls: those that sharding adds to a step are paid for by the host, unit by unit.
+"""Counting Python calls: those that sharding adds to a step are paid for by the host, unit by unit.
+
+What a contender calls in one whole step (forward, backward, optimizer) after a few others, less what the plain model
+with the plain optimizer calls, is what it adds. Two models of different depth tell units and the rest apart.
 
 A call is what the interpreter sees begin or go on: a function, or a generator that is resumed. Threads that torch
 starts for the backward count too.
@@ -7,14 +10,69 @@ starts for the backward count too.
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+from .case import Case
+from .launch import Launch, Say
+from .names import FLOORS
+
 Calls = dict[str, float]
+
+SHALLOW, DEEP = 4, 8  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class AddedCalls:
+    """Python calls that sharding adds to a step: for each unit (and by function), and besides."""
+
+    by_function: Calls
+    per_unit: float
+    besides: float
+
+
+def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:
+    """By case, counted once for each shape: links and dtypes change no calls."""
+    launch = cache(launch)  # the plain model is asked for more than once
+    found: dict[Case, AddedCalls] = {}
+    for case in cases:
+        if case.contender not in FLOORS:
+            known = (calls for other, calls in found.items() if _is_alike(other, case))
+            added = next(known, None) or _added(case, launch, say)
+            if added is not None:
+                found[case] = added
+    return found
+
+
+def _is_alike(other: Case, case: Case) -> bool:
+    return other.contender == case.contender and other.shape == case.shape
+
+
+def _added(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
+    counted = []
+    for num_blocks in (SHALLOW, DEEP):
+        sized = replace(case, shape=replace(case.shape, layers=num_blocks), count_calls=True, trace="")
+        outcomes = [launch(sized), launch(replace(sized, contender="plain"))]
+        if any(outcome.status != "ok" for outcome in outcomes):
+            say(f"Python calls of {case}: {' '.join(outcome.error for outcome in outcomes)}")
+            return None
+        counted.append(_subtract(*(outcome.answers[0]["calls"] for outcome in outcomes)))
+    shallow, deep = counted
+    by_function = {name: times / (DEEP - SHALLOW) for name, times in _subtract(deep, shallow).items()}
+    per_unit = sum(by_function.values())
+    say(f"Python calls of {case}: {per_unit:.0f} per unit and step")
+    return AddedCalls(by_function, per_unit, sum(shallow.values()) - SHALLOW * per_unit)
+
+
+def _subtract(calls: Calls, others: Calls) -> Calls:
+    names = {*calls, *others}
+    return {name: calls.get(name, 0) - others.get(name, 0) for name in names}
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
@@ -30,26 +88,23 @@ def count_calls(function: Callable[[], object]) -> Calls:
     return dict(by_name)
 
 
-def subtract(calls: Calls, others: Calls) -> Calls:
-    names = {*calls, *others}
-    return {name: calls.get(name, 0) - others.get(name, 0) for name in names}
-
-
 def _watch_everywhere(function: Callable[[], object], calls: Counter[CodeType]) -> None:
     watch: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-    begun = watch.events.PY_START | watch.events.PY_RESUME
+    begun = (watch.events.PY_START, watch.events.PY_RESUME)
 
     def on_call(code: CodeType, _: int) -> None:
         calls[code] += 1
 
     watch.use_tool_id(watch.PROFILER_ID, "shardwise")
-    watch.register_callback(watch.PROFILER_ID, watch.events.PY_START, on_call)
-    watch.register_callback(watch.PROFILER_ID, watch.events.PY_RESUME, on_call)
-    watch.set_events(watch.PROFILER_ID, begun)
+    for event in begun:
+        watch.register_callback(watch.PROFILER_ID, event, on_call)
+    watch.set_events(watch.PROFILER_ID, begun[0] | begun[1])
     try:
         function()
     finally:
         watch.set_events(watch.PROFILER_ID, 0)
+        for event in begun:
+            watch.register_callback(watch.PROFILER_ID, event, None)
         watch.free_tool_id(watch.PROFILER_ID)
 
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from .links import Fabric
+from .links import Fabric, parse
+from .names import FLOORS, label
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,13 @@ class Case:
     def tokens_per_step(self) -> int:
         """Of one rank."""
         return self.shape.tokens * self.batch * self.micro_batches
+
+    def __str__(self) -> str:
+        words = [label(self.contender), self.shape.name, f"{self.shape.tokens} tokens"]
+        if self.contender not in FLOORS:
+            words.append(f"reduced in {self.reduce}")
+            words += [f"{parse(self.fabric).intra.gigabytes_per_s:g} GB/s"] if self.fabric else []
+        return ", ".join(words)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

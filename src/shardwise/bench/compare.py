@@ -13,29 +13,22 @@ Who computes something else is no competitor, and gets an error instead of ratio
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import torch
 
 from ..errors import ConfigurationError
 from ..layout import layouts_for
 from ..plan.model import find_units
-from .calls import Calls, subtract
+from .calls import AddedCalls, added_calls
 from .case import Case, one_process
-from .launch import Outcome
-from .links import parse
+from .launch import Launch, Outcome, Say
 from .model import build
 from .names import FLOORS, label, read_strategy
 
 # Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
-
-SHALLOW, DEEP = 4, 8  # blocks of the two models whose difference is what a unit calls
-
-Launch = Callable[[Case], Outcome]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +70,8 @@ class Verdict:
 
     status: str
     error: str = ""
+    compared_with: str = ""
     loss_difference: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AddedCalls:
-    """Python calls that sharding adds to a step: for each unit (by function), and besides."""
-
-    by_function: Calls
-    per_unit: float
-    besides: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +84,8 @@ class Findings:
 
 def run(session: Session, launch: Launch, say: Say) -> Findings:
     cases = session.cases
-    alone = {setting: one_process(setting) for setting in session.settings if not setting.fabric}
-    references = {case: launch(case) for case in dict.fromkeys(alone.values())}
+    alone = dict.fromkeys(one_process(setting) for setting in session.settings if not setting.fabric)
+    references = {case: launch(case) for case in alone}
     for case, outcome in references.items():
         say(f"one process, {case.shape.name}: {outcome.error or 'losses to compare with'}")
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
@@ -110,13 +95,12 @@ def run(session: Session, launch: Launch, say: Say) -> Findings:
                 outcome = launch(case)
                 outcomes[case].append(outcome)
                 count = f"[{repetition * len(cases) + number}/{session.repetitions * len(cases)}]"
-                say(f"{count} {_described(case)}: {_seen(outcome)}")
+                say(f"{count} {case}: {_seen(outcome)}")
     verdicts = {}
     for case in cases:
-        setting = replace(case, contender="")
-        expected, whose = _expected(case, cases, outcomes, references.get(alone.get(setting, case)))
+        expected, whose = _expected(case, cases, outcomes, references.get(one_process(case)))
         verdicts[case] = judge(case, outcomes[case], expected, whose)
-    calls = _added_calls(session, launch, say) if session.count_calls else {}
+    calls = added_calls(cases, launch, say) if session.count_calls else {}
     return Findings(session, outcomes, verdicts, calls)
 
 
@@ -159,50 +143,10 @@ def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], wh
                     "differs",
                     f"the loss of step {step} is {seen:.6g}, that of {whose} {want:.6g}: "
                     f"{apart:.1e} apart, {allowed:.0e} allowed",
+                    whose,
                     apart,
                 )
-    return Verdict("ok", loss_difference=largest)
-
-
-def _added_calls(session: Session, launch: Launch, say: Say) -> dict[Case, AddedCalls]:
-    """By case, counted once for each shape: links and dtypes change no calls."""
-    launch = cache(launch)  # the plain model is taken off more than once
-    found: dict[Case, AddedCalls] = {}
-    for case in session.cases:
-        if case.contender in FLOORS:
-            continue
-        known = next((found[o] for o in found if (o.contender, o.shape) == (case.contender, case.shape)), None)
-        added = known or _count(case, launch, say)
-        if added is not None:
-            found[case] = added
-    return found
-
-
-def _count(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
-    """The plain model with the plain optimizer at the same depth is taken off."""
-    counted = []
-    for num_blocks in (SHALLOW, DEEP):
-        shape = replace(case.shape, layers=num_blocks)
-        sized = replace(case, shape=shape, count_calls=True, trace="")
-        outcomes = [launch(sized), launch(replace(sized, contender="plain"))]
-        if any(outcome.status != "ok" for outcome in outcomes):
-            say(f"Python calls of {_described(case)}: {' '.join(outcome.error for outcome in outcomes)}")
-            return None
-        counted.append(subtract(*(outcome.answers[0]["calls"] for outcome in outcomes)))
-    shallow, deep = counted
-    by_function = {name: times / (DEEP - SHALLOW) for name, times in subtract(deep, shallow).items()}
-    per_unit = sum(by_function.values())
-    added = AddedCalls(by_function, per_unit, sum(shallow.values()) - SHALLOW * per_unit)
-    say(f"Python calls of {_described(case)}: {per_unit:.0f} per unit and step")
-    return added
-
-
-def _described(case: Case) -> str:
-    words = [label(case.contender), case.shape.name, f"{case.shape.tokens} tokens"]
-    if case.contender not in FLOORS:
-        words.append(f"reduced in {case.reduce}")
-        words += [f"{parse(case.fabric).intra.gigabytes_per_s:g} GB/s"] if case.fabric else []
-    return ", ".join(words)
+    return Verdict("ok", compared_with=whose, loss_difference=largest)
 
 
 def _seen(outcome: Outcome) -> str:

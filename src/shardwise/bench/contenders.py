@@ -14,8 +14,8 @@ All build the same weights, make units of blocks, and use torch's fused AdamW wi
 
 Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no such thing and
 keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
-bf16 for everyone. Gradients are reduced in the dtype asked for; `ddp` uses its bf16 compression hook where they are
-fp32 and should travel as bf16, and cannot reduce bf16 gradients in fp32.
+bf16 for everyone. Gradients are reduced in the dtype asked for; `ddp` uses its bf16 compression hook (on GPUs only)
+where they are fp32 and should travel as bf16, and cannot reduce bf16 gradients in fp32.
 
 Micro-batches. `ddp` (no_sync) and `deepspeed` wait for the last one to reduce; `fsdp1` and `fsdp2` reduce every one,
 because waiting would keep whole gradients; shardwise does what the layout says.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ class Outcome:
     answers: tuple[dict[str, Any], ...] = ()
     status: str = "ok"
     error: str = ""
+
+
+Launch = Callable[[Case], Outcome]
+Say = Callable[[str], None]  # progress, a line at a time
 
 
 def num_processes(case: Case) -> int:

@@ -44,7 +44,7 @@ def main(case: Case, file: Path) -> int:
     except Exception as error:  # noqa: BLE001, a rank reports whatever was raised
         traceback.print_exc()
         # The earliest of all ranks is the cause, the others lost their partner.
-        file.write_text(json.dumps({"at": time.time(), **failure(case, error)}))
+        file.write_text(json.dumps({"at": time.time(), **failure(error)}))
         return 1
     file.write_text(json.dumps(answer))
     if dist.is_initialized():
@@ -54,13 +54,13 @@ def main(case: Case, file: Path) -> int:
     return 0
 
 
-def failure(case: Case, error: Exception) -> Answer:
+def failure(error: Exception) -> Answer:
     """What happened, in words for a row of the table."""
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, ModuleNotFoundError):
-        return {"status": "missing", "error": f"{error.name} is not installed"}
+        return {"status": "missing", "error": f"{error.name} is not installed: {said}"}
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-        return {"status": "oom", "error": f"out of memory: {said}"}
+        return {"status": "oom", "error": said}
     if isinstance(error, ConfigurationError):
         return {"status": "refused", "error": said}
     return {"status": "failed", "error": f"{type(error).__name__}: {said}"}

@@ -12,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .compare import Findings, Session
 from .links import parse
@@ -46,6 +47,9 @@ def note_of(findings: Findings) -> str:
         f"{case.checkpointing} activation checkpointing" if case.checkpointing != "none" else "",
     ]
     repeated = f", then of {session.repetitions} repetitions" if session.repetitions > 1 else ""
+    compared = " or ".join(
+        dict.fromkeys(seen.compared_with for seen in findings.verdicts.values() if seen.compared_with)
+    )
     sentences = [
         f"{sizes}; {case.precision} on {where}{''.join(f', {word}' for word in how if word)}.",
         f"Gradients are reduced in {' or '.join(dict.fromkeys(s.reduce for s in session.settings))}.",
@@ -54,11 +58,11 @@ def note_of(findings: Findings) -> str:
     ]
     if case.fabric:
         sentences += [
-            "Other ranks are copies, so losses mean nothing here; the first one was compared with the floor's.",
+            f"Other ranks are copies, so losses mean nothing here; the first was compared with that of {compared}.",
             "`intra s` and `inter s` are what the traffic of a step takes on these wires if nothing else runs.",
         ]
     else:
-        sentences += ["Losses of all steps were compared with one process on the whole batch."]
+        sentences += [f"Losses of all steps were compared with those of {compared}."]
     if case.device == "cuda":
         sentences += ["MFU: 6 x parameters (without the embedding) + 12 x layers x hidden x tokens FLOP for a token."]
     return " ".join(sentences)
@@ -105,7 +109,7 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         "s per step": lambda row: f"{row.seconds.median:.4f}" if row.seconds else row.status,
         "min-max": lambda row: f"{row.seconds.min:.4f}-{row.seconds.max:.4f}" if row.seconds else "",
         **{f"vs {peer}": _ratio_to(peer) for peer in peers},
-        "tokens/s": lambda row: _figure(row.tokens_per_s, ".0f"),
+        "tokens/s/rank": lambda row: _figure(row.tokens_per_s, ".0f"),
         "MFU": lambda row: _figure(row.mfu, ".1%"),
         **{f"{wire} s": _wire_s(wire) for wire in wires},
         "moved GB": lambda row: _figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g"),
@@ -149,14 +153,15 @@ def problems(rows: Sequence[Row]) -> list[str]:
 
 
 def print_table(rows: Sequence[Row], note: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 240, soft_wrap=False, highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     cells = columns(rows)
     for title in cells:
         table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
     for texts in zip(*cells.values(), strict=True):
-        table.add_row(*texts)
-    console.print(table)
+        table.add_row(*map(Text, texts))  # as it is: names of mixes have brackets
+    console = Console(highlight=False)
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(width=max(console.width, needed)).print(table)  # a wide table is wrapped by the terminal, not cut
     console.print(note, markup=False)
     for problem in problems(rows):
         console.print(problem, style="red", markup=False)
@@ -165,7 +170,7 @@ def print_table(rows: Sequence[Row], note: str) -> None:
 def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     cells = columns(rows)
     lines = ["| " + " | ".join(cells) + " |", "|" + "---|" * len(cells)]
-    lines += ["| " + " | ".join(texts) + " |" for texts in zip(*cells.values(), strict=True)]
+    lines += [f"| `{name}` | " + " | ".join(texts) + " |" for name, *texts in zip(*cells.values(), strict=True)]
     described = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
     parts = [f"# shardwise bench, {about['date']}", about["note"], f"    {about['command']}", described]
     parts += ["\n".join(lines), *(f"- {problem}" for problem in problems(rows))]

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .case import Case
@@ -28,7 +28,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender in one setting, over all repetitions. What is not known is None."""
+    """One contender in one setting, over all repetitions. Who is not ok has no figures; what is not known is None."""
 
     contender: str
     kind: str  # strategy, peer or floor
@@ -44,10 +44,12 @@ class Row:
     tokens_per_s: float | None = None  # of one rank
     mfu: float | None = None
     wire_s: dict[str, float] = field(default_factory=dict)  # per step and wire
+    wire_bytes: dict[str, float] = field(default_factory=dict)  # the same in bytes
     moved_bytes: float | None = None  # per step, by one rank
     memory: dict[str, float] = field(default_factory=dict)  # peaks, the largest of all ranks
     setup_s: float | None = None
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # by step
+    compared_with: str = ""  # whose losses they should be
     loss_difference: float | None = None
     calls_per_unit: float | None = None
     calls_besides: float | None = None
@@ -72,13 +74,14 @@ def row_of(case: Case, findings: Findings) -> Row:
         "link_gigabytes_per_s": parse(case.fabric).intra.gigabytes_per_s if case.fabric else None,
         "status": verdict.status,
         "error": verdict.error,
+        "compared_with": verdict.compared_with,
         "loss_difference": verdict.loss_difference,
         "calls_per_unit": calls.per_unit if calls else None,
         "calls_besides": calls.besides if calls else None,
     }
-    outcomes = [outcome for outcome in findings.outcomes[case] if outcome.status == "ok"]
-    if not outcomes:
+    if verdict.status != "ok":
         return Row(**about)
+    outcomes = findings.outcomes[case]
     firsts = [outcome.answers[0] for outcome in outcomes]
     every = [answer for outcome in outcomes for answer in outcome.answers]
     seconds = spread([second for answer in firsts for second in answer["seconds"]])
@@ -90,10 +93,11 @@ def row_of(case: Case, findings: Findings) -> Row:
         **about,
         losses=losses_of(outcomes[0]),
         seconds=Spread(median_s, seconds.min, seconds.max),
-        ratios=ratios_of(case, findings) if is_ours and verdict.status == "ok" else {},
+        ratios=ratios_of(case, findings) if is_ours else {},
         tokens_per_s=tokens_per_s,
         mfu=tokens_per_s * flops_per_token(case.shape) / peak if peak else None,
         wire_s={wire: seen["seconds"] for wire, seen in wires.items()},
+        wire_bytes={wire: seen["bytes"] for wire, seen in wires.items()},
         moved_bytes=sum(seen["bytes"] for seen in wires.values()) if wires else firsts[0]["moved_bytes"],
         memory={kind: max(answer["memory"][kind] for answer in every) for kind in firsts[0]["memory"]},
         setup_s=statistics.median(answer["setup_s"] for answer in firsts),
@@ -102,24 +106,15 @@ def row_of(case: Case, findings: Findings) -> Row:
 
 def medians_of(case: Case, findings: Findings) -> list[float]:
     """Seconds per step, by repetition."""
-    outcomes = findings.outcomes[case]
-    return [statistics.median(outcome.answers[0]["seconds"]) for outcome in outcomes if outcome.status == "ok"]
+    return [statistics.median(outcome.answers[0]["seconds"]) for outcome in findings.outcomes[case]]
 
 
 def ratios_of(case: Case, findings: Findings) -> dict[str, Spread]:
     """Taken within a repetition, where both saw the same machine."""
     found = {}
     for peer in findings.session.peers:
-        beside = next(other for other in findings.outcomes if _is_beside(other, case, peer))
+        beside = replace(case, contender=peer)
         if findings.verdicts[beside].status == "ok":
             pairs = zip(medians_of(beside, findings), medians_of(case, findings), strict=True)
             found[peer] = spread([theirs / ours for theirs, ours in pairs])
     return found
-
-
-def _is_beside(other: Case, case: Case, peer: str) -> bool:
-    return other.contender == peer and (other.shape, other.reduce, other.fabric) == (
-        case.shape,
-        case.reduce,
-        case.fabric,
-    )

@@ -1,0 +1,86 @@
+"""Workers: what they write down, what they say when they fail, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.bench.calls import count_calls
+from shardwise.bench.launch import environment, launch
+from shardwise.bench.measure import failure
+from shardwise.errors import ConfigurationError
+from tests.bench.cases import smoke
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    seen = launch(smoke("plain"), timeout_s=0.5)
+    assert (seen.status, seen.error) == ("failed", "still running after 0.5 s")
+    assert not any(
+        "shardwise.bench.measure" in Path(f"/proc/{child}/cmdline").read_text() for child in children_of(os.getpid())
+    )
+
+
+def test_failures_in_words() -> None:
+    oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    assert failure(oom) == {"status": "oom", "error": "CUDA out of memory. Tried to allocate 2.00 GiB."}
+    assert failure(RuntimeError("NCCL: out of memory"))["status"] == "oom"
+    assert failure(ModuleNotFoundError("No module", name="deepspeed"))["error"].startswith("deepspeed is not installed")
+    assert failure(ConfigurationError("no"))["status"] == "refused"
+    assert failure(ValueError("first\nsecond")) == {"status": "failed", "error": "ValueError: first"}
+
+
+def test_the_environment_describes_the_world_that_is_played() -> None:
+    played = environment(smoke("fsdp2", world_size=16, node_size=8, fabric="2x8"), 0, 29500)
+    assert (played["WORLD_SIZE"], played["LOCAL_WORLD_SIZE"], played["RANK"]) == ("16", "8", "0")
+    alone = environment(smoke("compute", world_size=16, node_size=8, fabric="2x8"), 0, 29500)
+    assert (alone["WORLD_SIZE"], alone["LOCAL_WORLD_SIZE"]) == ("1", "1")
+
+
+def test_calls_are_counted_by_function() -> None:
+    def inner() -> None:
+        pass
+
+    def outer() -> None:
+        for _ in range(5):
+            inner()
+
+    calls = count_calls(outer)
+    assert calls["bench/test_measure.py:test_calls_are_counted_by_function.<locals>.inner"] == 5
+    assert calls["bench/test_measure.py:test_calls_are_counted_by_function.<locals>.outer"] == 1
+
+
+def test_calls_in_the_backward_are_counted() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    calls = count_calls(y.sum().backward)
+    assert calls["bench/test_measure.py:hook"] == 1
+
+
+def hook(grad: torch.Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_ends_the_workers(how: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "shardwise", "bench", "--shape", "50m", "--steps", "1000", "--json"]
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    workers: list[int] = []
+    while not workers and bench.poll() is None:
+        time.sleep(0.05)
+        workers = children_of(bench.pid)
+    os.kill(bench.pid, how)
+    out, _ = bench.communicate(timeout=30)
+    assert bench.returncode == code
+    assert not out
+    assert workers
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)

@@ -1,0 +1,67 @@
+"""Contenders by name: what may be asked for, and what a mistake is told."""
+
+import pytest
+
+from shardwise.bench.case import case_from_json
+from shardwise.bench.names import label, peers_in, read_strategy, strategies_in
+from shardwise.errors import ConfigurationError
+from shardwise.layout import PRESETS, Layout
+from tests.bench.cases import smoke
+
+MIX = '{"blocks.[0-9]": "shard_grad_op", "*": "zero3"}'
+
+
+def test_strategies_are_presets_and_mixes() -> None:
+    names = strategies_in(f"zero3, {MIX},full-shard,auto")
+    assert names == [
+        "shardwise:zero3",
+        'shardwise:{"blocks.[0-9]":"shard_grad_op","*":"zero3"}',
+        "shardwise:full-shard",
+        "shardwise:auto",
+    ]
+    assert label(names[1]) == "shardwise:blocks.[0-9]=shard_grad_op *=zero3"
+    assert read_strategy(MIX) == {"blocks.[0-9]": PRESETS["shard_grad_op"], "*": PRESETS["zero3"]}
+
+
+def test_a_mix_may_write_a_row_of_the_table_out() -> None:
+    text = '{"*": {"params": "node", "grads": "world", "optimizer": "world", "gathered_until": "backward"}}'
+    assert read_strategy(text) == {"*": Layout("node", "world", "world", "backward")}
+    assert label(strategies_in(text)[0]) == "shardwise:*=(custom)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zero4", "unknown strategy 'zero4'; did you mean 'zero"),
+        ('{"*": "zero3"', "is no JSON"),
+        ('{"*": 3}', "a strategy is a preset's name or a Layout, not int 3"),
+        ('{"*": {"param": "node"}}', "a layout has no 'param'; did you mean 'params'?"),
+    ],
+)
+def test_wrong_strategies(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        strategies_in(text)
+
+
+def test_peers() -> None:
+    assert peers_in("fsdp2, deepspeed:3,") == ["fsdp2", "deepspeed:3"]
+    assert peers_in("") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fsdp3", "unknown peer 'fsdp3'; did you mean 'fsdp"),
+        ("deepspeed", "say which ZeRO stage"),
+        ("deepspeed:4", "say which ZeRO stage"),
+        ("fsdp2:1", "fsdp2 takes no '1'"),
+    ],
+)
+def test_wrong_peers(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        peers_in(text)
+
+
+def test_a_case_travels_as_json() -> None:
+    case = smoke(f"shardwise:{MIX}", clip=0.5)
+    assert case_from_json(case.to_json()) == case
