@@ -48,6 +48,7 @@ def shard(
     node_size: int | None = None,
     units: Units = "auto",
     memory_budget: int | None = None,
+    early_update: bool = False,
     seed: int | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
@@ -58,6 +59,8 @@ def shard(
     node_size: ranks per node; torchrun's local world size unless given.
     units: "auto", class names of the modules that travel as one, or a number of parameters.
     memory_budget: bytes for units gathered ahead; unless given, one unit is gathered ahead of the one computing.
+    early_update: update a unit as soon as its gradient is final, while the backward of others still runs. No clipping,
+        and nobody may read weights between backward() and step().
     seed: for weights of a model built on the meta device.
     """
     world = everyone()
@@ -66,7 +69,7 @@ def shard(
         world,
         lambda: _prepare(
             model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
-            memory_budget, seed, free_bytes,
+            memory_budget, early_update, seed, free_bytes,
         ),
     )  # fmt: skip
     require_agreement(world, plan.facts)
@@ -83,7 +86,8 @@ def shard(
     sharded = None
     if optimizer is not None:
         put_shards_into_groups(optimizer, place_of)
-        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler)
+        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update)
+        engine.on_final = sharded.update_early if early_update else None
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
@@ -110,6 +114,7 @@ def _prepare(
     axes: Axes,
     units: Units,
     memory_budget: int | None,
+    early_update: bool,
     seed: int | None,
     free_bytes: int,
 ) -> _Plan:
@@ -132,6 +137,13 @@ def _prepare(
         require_own_parameters(optimizer, names)
         if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
             refuse_unless_elementwise(optimizer, device())
+    if early_update and (optimizer is None or precision.loss_scaling):
+        raise ConfigurationError(
+            "early_update=True without an optimizer: there is nothing to update"
+            if optimizer is None
+            else "early_update=True with fp16: a step that overflowed is skipped, and is found out after the backward; "
+            "use bf16, or leave early_update"
+        )
     if any(param.is_meta for param in names) and seed is None:
         raise ConfigurationError(
             "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
@@ -140,6 +152,7 @@ def _prepare(
         "the precision": precision,
         "the ranks per node (node_size)": axes.node_size,
         "memory_budget": memory_budget,
+        "early_update": early_update,
         "seed": seed,
     }
     facts = facts_about(model, found, plans, settings) + facts_about_optimizer(optimizer, names)

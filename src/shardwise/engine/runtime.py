@@ -16,7 +16,7 @@ The engine never asks which preset runs: the schedule, the flats' depths and `Oc
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -96,6 +96,10 @@ class Engine:
         self.whole_modules: set[int] = set()
         self._masters_version = 0
         self.num_updates = 0
+        # With early updates: called with flats whose gradient is final. The mark is where this step's forward began.
+        self.on_final: Callable[[list[FlatState]], None] | None = None
+        self._forward_began: Mark = None
+        self._awaits_step = False
         self.scale = GradScale.mean(
             mesh.world_size, precision.compute, precision.reduce, loss_scale, mesh.world.averages
         )
@@ -419,6 +423,9 @@ class Engine:
             self._reduced[reduction.state] = finished
         if flight.slot is not None:
             self.reduction_memory.freed[flight.slot] = finished
+        if self.on_final is not None and self.is_sync:
+            self.on_final([reduction.state for reduction in flight.reductions])
+            self._awaits_step = True
 
     def _finish_reductions(self) -> None:
         self._release_fill()
@@ -496,10 +503,10 @@ class Engine:
             self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
             self._agree_on_use()
 
-    def updating(self, states: list[FlatState]) -> Lane:
-        """Inside, work goes to a lane of its own, behind what the computation has been given so far and behind the
-        reductions of `states`: the rest of the gradients may still be on their way."""
-        lane = self._update_lane.after_compute()
+    def updating(self, states: list[FlatState], early: bool) -> Lane:
+        """Inside, work goes to a lane of its own, behind the reductions of `states`; others may still be on their way.
+        Unless it is early, it also comes behind all that the computation has been given, which may read weights."""
+        lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
         for state in states:
             lane.after(self._reduced.get(state))
         return lane
@@ -536,6 +543,7 @@ class Engine:
     def close_step(self, updated: bool) -> None:
         self._update_lane.compute_waits_for(self._update_lane.mark())
         self.await_gradients()
+        self._awaits_step = False
         if updated:
             self.was_updated()
             # Forwards before the update can no longer lead to a backward.
@@ -576,6 +584,13 @@ class Engine:
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
         self.await_gradients()
+        if self._awaits_step:
+            raise StateError(
+                "a forward after a backward that has updated weights (early_update=True) and before optimizer.step(): "
+                "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
+            )
+        if self.on_final is not None:
+            self._forward_began = self._update_lane.mark_compute()
         if self._masters_version != self._version_of_masters():
             raise StateError(
                 "parameters were changed in place between steps, where copies of them may be in use already: change "

@@ -56,6 +56,10 @@ class Lane:
         """A point on the lane that `compute_waits_for` can name."""
         return None if self._stream is None else self._stream.record_event()
 
+    def mark_compute(self) -> Mark:
+        """A point on the compute stream."""
+        return None if self._stream is None else _current_stream(self._stream.device_index).record_event()
+
     def compute_waits_for(self, mark: Mark) -> None:
         if self._stream is not None and mark is not None:
             _current_stream(self._stream.device_index).wait_event(mark)

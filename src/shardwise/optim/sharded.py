@@ -27,7 +27,7 @@ class Stepper(Protocol):
     def update_order(self) -> list[list[FlatState]]: ...
     def finish_gradients(self) -> None: ...
     def await_gradients(self) -> None: ...
-    def updating(self, states: list[FlatState]) -> AbstractContextManager[None]: ...
+    def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
     def forget_gradients(self, set_to_none: bool) -> None: ...
     def was_updated(self) -> None: ...
     def close_step(self, updated: bool) -> None: ...
@@ -35,7 +35,12 @@ class Stepper(Protocol):
 
 class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
-        self, inner: torch.optim.Optimizer, stepper: Stepper, channels: Channels, scaler: LossScaler | None
+        self,
+        inner: torch.optim.Optimizer,
+        stepper: Stepper,
+        channels: Channels,
+        scaler: LossScaler | None,
+        early_update: bool,
     ) -> None:
         # Not super().__init__: groups and state are the inner optimizer's.
         self._inner = inner
@@ -44,6 +49,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._parts: list[Part] = []
         self._parts_for_hooks = False
+        # With early updates: the flats that have arrived in this step, and the parts that are updated already.
+        self._is_early = early_update
+        self._arrived: set[FlatState] = set()
+        self._updated: set[int] = set()
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -67,6 +76,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The norm is over all parameters and ranks, and the same on every rank.
         """
+        if self._is_early:
+            raise StateError(
+                "optimizer.clip_grad_norm with early_update=True: weights are updated before the norm of all gradients "
+                "is known; clip without early_update"
+            )
         self._stepper.finish_gradients()
         norm = self._norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -87,7 +101,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not overflowed:
             self._refuse_misuse()
             self._update()
-            self._take_back_gradients()
         if self._scaler is not None:
             self._scaler.after_step(overflowed)
         self._stepper.close_step(updated=not overflowed)
@@ -95,20 +108,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Part by part, each as soon as its gradients are there, in the order in which they come."""
+        for number, part in enumerate(self._current_parts()):
+            if number not in self._updated:
+                self._update_part(part, early=False)
+        self._arrived.clear()
+        self._updated.clear()
+
+    def update_early(self, states: list[FlatState]) -> None:
+        """During the backward: the gradients of `states` are final. What is complete now is updated now."""
+        if not self._arrived.isdisjoint(states):
+            raise StateError(
+                "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
+                "backwards before the last one inside `with sw.accumulate(model):`"
+            )
+        self._arrived.update(states)
+        for number, part in enumerate(self._current_parts()):
+            # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
+            if number not in self._updated and all(state in self._arrived and all(state.used) for state in part.states):
+                self._update_part(part, early=True)
+                self._updated.add(number)
+
+    def _current_parts(self) -> list["Part"]:
         has_hooks = bool(self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks)
         if not self._parts or has_hooks != self._parts_for_hooks:
             self._parts = cut_into_parts(self._inner, self._stepper.update_order, has_hooks)
             self._parts_for_hooks = has_hooks
+        return self._parts
+
+    def _update_part(self, part: "Part", early: bool) -> None:
         groups = self._inner.param_groups
-        try:
-            for part in self._parts:
-                with self._stepper.updating(part.states):
-                    self._hand_over_gradients(part.states)
-                    if len(self._parts) > 1:
-                        self._inner.param_groups = [{**groups[at], "params": params} for at, params in part.groups]
-                    self._inner.step()
-        finally:
-            self._inner.param_groups = groups
+        with self._stepper.updating(part.states, early):
+            self._hand_over_gradients(part.states)
+            try:
+                if len(self._parts) > 1:
+                    self._inner.param_groups = [{**groups[at], "params": params} for at, params in part.groups]
+                self._inner.step()
+            finally:
+                self._inner.param_groups = groups
+                for state in part.states:
+                    state.hide_gradients()
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
@@ -116,6 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise StateError(
                 "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
             )
+        if self._is_early:
+            raise StateError("optimizer.step(closure) with early_update=True: the closure's backward updates already")
 
         def evaluate() -> float:
             self._take_back_gradients()
@@ -134,6 +174,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._updated:
+            raise StateError(
+                "optimizer.zero_grad() before optimizer.step() with early_update=True: weights were updated already "
+                "during the backward, and cannot go back; call optimizer.step() first"
+            )
+        self._arrived.clear()
         self._take_back_gradients()
         self._stepper.forget_gradients(set_to_none)
 
