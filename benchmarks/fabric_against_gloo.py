@@ -1,0 +1,547 @@
+"""The emulated fabric held against real ranks: what it plans beside what gloo took, collectives and whole steps.
+
+    sudo python -m benchmarks.fabric_against_gloo
+    python -m benchmarks.fabric_against_gloo --quick
+
+Real: every node is a network namespace with a NIC of its own (a veth whose both ends are limited with `tc`), all on one
+bridge; ranks of a node reach each other inside it. Without root, `ip` or `tc` there is one node, and its loopback.
+Planned: the same functions in one process on the emulated fabric, which is told
+
+- the bandwidth of each kind of wire, measured point to point in both directions at once, not by a collective;
+- the latency of each kind of wire, which is what an all-gather of a few bytes over it took at best.
+
+How many bytes gloo puts on a NIC is counted by the kernel and compared with what the model says. Gloo's
+reduce-scatter is its all-reduce (twice the bytes of a ring: counted), so the emulated one is told to be that too.
+What is compared then is time. Links are slow enough for the bytes to take longer than the scheduler's whims, and blocks
+of the training steps sleep instead of computing where there are more ranks than cores.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.bench import fabric
+from shardwise.bench.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
+from shardwise.mesh import make_axes
+
+# torch 2.13 renamed the flat collectives; 2.11 has only the older names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+RESULTS = Path(__file__).parent / "results"
+SMALL_BYTES = 64
+PROBE_BYTES = (1 << 20, 1 << 22)  # the slope between them is the bandwidth
+SIZES = [1 << 18, 1 << 20, 1 << 22]
+GLOO_DOES: dict[Kind, Kind] = {"reduce_scatter": "all_reduce"}
+DEADLINE_S = 300
+
+
+@dataclass(frozen=True)
+class World:
+    """Who takes part. `mbit_per_s`: of each node's NIC, 0 for a loopback without a limit."""
+
+    num_nodes: int
+    node_size: int
+    mbit_per_s: int
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.node_size
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes}x{self.node_size} " + (f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A training step: a strategy, and whether its blocks sleep or compute."""
+
+    strategy: str
+    sleeps: bool
+
+    def __str__(self) -> str:
+        return f"{self.strategy} step, blocks {'sleep' if self.sleeps else 'compute'}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told. With a fabric it plays rank 0 alone."""
+
+    world: World
+    rank: int
+    interface: str
+    store: str
+    answer: str
+    fabric: str
+    sizes: list[int]
+    steps: list[Steps]
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One row of what a worker measured: seconds of each repetition, and bytes out of the NIC for each."""
+
+    what: str
+    axis: str
+    num_bytes: int
+    seconds: list[float]
+    nic_bytes: float
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.what, self.axis, self.num_bytes
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# in a worker
+
+
+class Pause(torch.autograd.Function):
+    """Computing, as far as time goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, sleeps: bool) -> None:
+        super().__init__()
+        self.norm, self.sleeps = nn.LayerNorm(hidden), sleeps
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return Pause.apply(x) if self.sleeps else x
+
+
+def work(job: Job) -> None:
+    torch.set_num_threads(1)
+    if os.geteuid() == 0:
+        os.nice(-15)  # ranks that only wait for each other should not wait for other programs too
+    if job.fabric:
+        # Called for every operation, so this is how the emulated ranks come to use gloo's algorithms.
+        fabric.plan_transfer = as_gloo
+        fabric.start(fabric.parse(job.fabric))
+    else:
+        timeout = datetime.timedelta(seconds=DEADLINE_S)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(job.store, job.world.size), rank=job.rank, world_size=job.world.size,
+            timeout=timeout,
+        )  # fmt: skip
+    sw.init(device="cpu")
+    clock = Clock(job)
+    members = make_axes(job.world.node_size).members
+    axes = {
+        axis: dist.new_group(ranks, use_local_synchronization=True)
+        for axis, ranks in members.items()
+        if len(ranks) > 1 and (axis == "world" or len(ranks) < job.world.size)
+    }
+    seen: list[Seen] = []
+    if not job.fabric:
+        seen += [
+            row
+            for axis, group in axes.items()
+            if axis != "world" or len(axes) == 1
+            for row in probe(clock, axis, group)
+        ]
+    for axis, group in axes.items():
+        for num_bytes in [SMALL_BYTES, *job.sizes]:
+            seen += collectives(clock, axis, group, num_bytes)
+    seen += [train(clock, steps) for steps in job.steps]
+    Path(job.answer).write_text(json.dumps([asdict(row) for row in seen]))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a normal exit would wait in destructors of groups for ranks that have gone
+
+
+def as_gloo(of: Fabric, kind: Kind, num_bytes: int, ranks: list[int], rank: int) -> Transfer:
+    return plan_transfer(of, GLOO_DOES.get(kind, kind), num_bytes, ranks, rank)
+
+
+class Clock:
+    """Times something repeatedly, the ranks beginning together, and counts what left the node for it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def measure(self, what: str, axis: str, num_bytes: int, operation: Callable[[], object]) -> Seen:
+        operation()
+        seconds = []
+        self.meet()
+        bytes_before = self.nic_bytes()
+        num_times = self.job.repetitions * (4 if num_bytes == SMALL_BYTES else 1)
+        for _ in range(num_times):
+            begin_s = time.perf_counter()
+            operation()
+            seconds.append(time.perf_counter() - begin_s)
+            self.meet()
+        moved = (self.nic_bytes() - bytes_before) / num_times
+        return Seen(what, axis, num_bytes, seconds, moved)
+
+    def meet(self) -> None:
+        if self.job.fabric:
+            return
+        dist.barrier()
+        time.sleep(0.002)  # what the barrier itself left in the queues is gone
+
+    def nic_bytes(self) -> float:
+        """Bytes out of this node so far: the kernel's count, or the model's for all ranks of the node."""
+        if self.job.fabric:
+            return fabric.moved_bytes()["inter"] * self.job.world.node_size
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+        line = next(line for line in lines if line.strip().startswith(f"{self.job.interface}:"))
+        return float(line.partition(":")[2].split()[8])
+
+
+def probe(clock: Clock, axis: str, group: dist.ProcessGroup) -> list[Seen]:
+    """Neighbours of the axis in pairs, point to point, in both directions at once; the first pair alone."""
+    ranks = dist.get_process_group_ranks(group)
+    partner = {0: ranks[1], ranks[1]: 0}.get(dist.get_rank()) if 0 in ranks else None
+    rows = []
+    for num_bytes in PROBE_BYTES:
+        sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+        def exchange(sent: Tensor = sent, received: Tensor = received) -> None:
+            if partner is not None:
+                works = [dist.irecv(received, partner), dist.isend(sent, partner)]
+                for work in works:
+                    work.wait()
+
+        rows.append(clock.measure("point to point", axis, num_bytes, exchange))
+    return rows
+
+
+def collectives(clock: Clock, axis: str, group: dist.ProcessGroup, num_bytes: int) -> list[Seen]:
+    whole = torch.ones(num_bytes // 4)
+    own = whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+    operations: dict[Kind, Callable[[], object]] = {
+        "all_gather": lambda: all_gather(whole, own, group=group),
+        "reduce_scatter": lambda: reduce_scatter(own, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+    }
+    return [clock.measure(kind, axis, num_bytes, operation) for kind, operation in operations.items()]
+
+
+def train(clock: Clock, steps: Steps) -> Seen:
+    hidden, num_tokens = 128, 8 if steps.sleeps else 1024
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(Block(hidden, steps.sleeps) for _ in range(6)))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = sw.shard(
+        model, optimizer, steps.strategy, precision="fp32", node_size=clock.job.world.node_size, units=["Block"]
+    )
+    batch = torch.ones(num_tokens, hidden)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    num_bytes = 4 * sum(param.numel() for param in model.parameters())
+    step()
+    return clock.measure(str(steps), "", num_bytes, step)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# nodes
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where ranks are started: the words before a command, and the interface that gloo is to use there."""
+
+    prefix: list[str]
+    interface: str
+
+
+def can_make_namespaces() -> bool:
+    """Found out by making some: root in a container may not be allowed to."""
+    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
+        return False
+    try:
+        with nodes_of(World(1, 1, 100)):
+            return True
+    except RuntimeError:
+        return False
+
+
+@contextmanager
+def nodes_of(world: World) -> Iterator[list[Node]]:
+    """Namespaces on a bridge, gone afterwards whatever happened."""
+    if not world.mbit_per_s:
+        yield [Node([], "lo")] * world.num_nodes
+        return
+    hub, *names = [f"shardwise-{os.getpid()}-{place}" for place in ("hub", *range(world.num_nodes))]
+    # A NIC sends in bursts of at most a quarter of a millisecond, or one large packet.
+    burst = max(32_000, world.mbit_per_s * 1_000_000 // 8 // 4000)
+    limit = f"tbf rate {world.mbit_per_s}mbit burst {burst} latency 400ms"
+    try:
+        for name in (hub, *names):
+            run(f"ip netns add {name}")
+            run(f"ip -n {name} link set lo up")
+        run(f"ip -n {hub} link add bridge type bridge")
+        run(f"ip -n {hub} link set bridge up")
+        for index, name in enumerate(names):
+            run(f"ip link add nic netns {name} type veth peer name port{index} netns {hub}")
+            run(f"ip -n {hub} link set port{index} master bridge up")
+            run(f"ip -n {name} addr add 10.77.0.{index + 1}/24 dev nic")
+            run(f"ip -n {name} link set nic up")
+            # Not BBR, which slows down on purpose every few seconds to look at the queue.
+            run(f"ip -n {name} route replace 10.77.0.0/24 dev nic congctl cubic")
+            run(f"tc -n {name} qdisc add dev nic root {limit}")
+            run(f"tc -n {hub} qdisc add dev port{index} root {limit}")
+        yield [Node(["ip", "netns", "exec", name], "nic") for name in names]
+    finally:
+        for name in (hub, *names):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def run(command: str) -> None:
+    done = subprocess.run(shlex.split(command), check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+
+def launch(jobs: list[Job], nodes: list[Node]) -> list[list[Seen]]:
+    """What each job's worker measured. All of them are stopped when one fails or time is up."""
+    module = [sys.executable, "-m", "benchmarks.fabric_against_gloo", "--worker"]
+    workers = []
+    for job in jobs:
+        node = nodes[job.rank // job.world.node_size]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": node.interface, "OMP_NUM_THREADS": "1"}
+        command = [*node.prefix, *module, json.dumps(asdict(job))]
+        with Path(job.answer).with_suffix(".log").open("w") as log:
+            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    end_s = time.monotonic() + DEADLINE_S
+    try:
+        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+            if time.monotonic() > end_s:
+                break
+            time.sleep(0.05)
+        codes = [worker.poll() for worker in workers]
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+            worker.wait()
+    if any(code != 0 for code in codes):
+        first = next((job for job, code in zip(jobs, codes, strict=True) if code), jobs[0])
+        log = Path(first.answer).with_suffix(".log").read_text()
+        raise RuntimeError(f"{first.world}: exit codes by rank {codes} (None: out of time)\n{log}")
+    return [[Seen(**row) for row in json.loads(Path(job.answer).read_text())] for job in jobs]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# both sides of a world
+
+
+def fabric_for(world: World, seen: dict[tuple[str, str, int], Seen]) -> Fabric:
+    """The fabric that the calibration rows describe, by their quickest repetition.
+
+    The ranks of a node share its NIC; to each belongs its part.
+    """
+
+    def link(axis: str, default: Link, share: int = 1) -> Link:
+        if ("all_gather", axis, SMALL_BYTES) not in seen:
+            return default
+        small, large = PROBE_BYTES
+        seconds = [min(seen["point to point", axis, size].seconds) for size in (small, large)]
+        rate = (large - small) / (seconds[1] - seconds[0]) / share
+        return Link(rate / 1e9, min(seen["all_gather", axis, SMALL_BYTES].seconds) * 1e6)
+
+    if world.num_nodes == 1:
+        return Fabric(1, world.node_size, link("world", INTRA), INTER)
+    if world.node_size == 1:
+        return Fabric(world.num_nodes, 1, INTRA, link("world", INTER))
+    return Fabric(
+        world.num_nodes, world.node_size, link("node", INTRA), link("replicate", INTER, share=world.node_size)
+    )
+
+
+def slowest(rows: Sequence[Seen]) -> Seen:
+    """One row of all ranks: a repetition took as long as on the last one; bytes are those of rank 0's node."""
+    return replace(rows[0], seconds=[max(times) for times in zip(*(row.seconds for row in rows), strict=True)])
+
+
+def steps_for(world: World) -> list[Steps]:
+    strategies = ["zero3", "ddp"] + ["hsdp"] * (world.num_nodes > 1 and world.node_size > 1)
+    kinds = [True] + [False] * (world.size <= (os.cpu_count() or 1))
+    return [Steps(strategy, sleeps) for sleeps in kinds for strategy in strategies]
+
+
+def compare(
+    world: World, sizes: list[int], steps: list[Steps], repetitions: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure one world and plan it; rows for the table, and everything."""
+    with tempfile.TemporaryDirectory() as folder, nodes_of(world) as nodes:
+        real = [
+            Job(
+                world,
+                rank,
+                nodes[rank // world.node_size].interface,
+                f"{folder}/store",
+                f"{folder}/rank{rank}.json",
+                "",
+                sizes,
+                steps,
+                repetitions,
+            )
+            for rank in range(world.size)
+        ]
+        seen = {rows[0].key: slowest(rows) for rows in zip(*launch(real, nodes), strict=True)}
+        emulated = fabric_for(world, seen)
+        alone = replace(real[0], fabric=str(emulated), answer=f"{folder}/planned.json")
+        planned = {row.key: row for row in launch([alone], nodes)[0]}
+    rows = []
+    for key, plan in planned.items():
+        what, axis, num_bytes = key
+        found = seen[key]
+        rows.append(
+            {
+                "world": str(world),
+                "what": f"{what} over {axis}" if axis else what,
+                "MB": f"{num_bytes / 1e6:.3g}",
+                "planned ms": f"{plan.median_s * 1e3:.1f}",
+                "seen ms": f"{found.median_s * 1e3:.1f}",
+                "min-max": f"{min(found.seconds) * 1e3:.1f}-{max(found.seconds) * 1e3:.1f}",
+                "planned / seen": f"{plan.median_s / found.median_s:.2f}",
+                "NIC MB planned": f"{plan.nic_bytes / 1e6:.3f}" if world.mbit_per_s else "",
+                "NIC MB counted": f"{found.nic_bytes / 1e6:.3f}" if world.mbit_per_s else "",
+            }
+        )
+        print("  ".join(str(cell) for cell in rows[-1].values()), flush=True)
+    raw = {
+        "world": asdict(world),
+        "fabric": str(emulated),
+        "seen": [asdict(row) for row in seen.values()],
+        "planned": [asdict(row) for row in planned.values()],
+    }
+    return rows, raw
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the report
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far off the plan is, by kind of row."""
+
+    def kind(row: dict[str, Any]) -> str:
+        return "training steps" if "step" in row["what"] else row["what"].partition(" ")[0]
+
+    large = [row for row in rows if float(row["MB"]) >= 1]
+    found = []
+    for name in dict.fromkeys(map(kind, large)):
+        errors = sorted(float(row["planned / seen"]) - 1 for row in large if kind(row) == name)
+        found.append(
+            {
+                "what": name,
+                "rows of 1 MB or more": len(errors),
+                "median error": f"{statistics.median(errors):+.0%}",
+                "from": f"{errors[0]:+.0%}",
+                "to": f"{errors[-1]:+.0%}",
+                "within 10 %": sum(abs(error) <= 0.1 for error in errors),
+            }
+        )
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = list(rows[0])
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
+
+
+def write(rows: list[dict[str, Any]], raw: list[dict[str, Any]], folder: Path) -> Path:
+    now = datetime.datetime.now()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    machine = f"{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}, commit {commit}"
+    command = shlex.join(["python", "-m", "benchmarks.fabric_against_gloo", *sys.argv[1:]])
+    note = " ".join((__doc__ or "").partition("Real:")[2].split())
+    fabrics = [{"world": str(World(**part["world"])), "told": part["fabric"]} for part in raw]
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{now:%Y-%m-%d-%H%M}-fabric-against-gloo"
+    about = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "summary": summary(rows)}
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows, "raw": raw}, indent=1) + "\n")
+    parts = [
+        f"# The emulated fabric against gloo, {about['date']}",
+        f"    {command}",
+        machine,
+        f"Real: {note}",
+        table(summary(rows)),
+        "What the fabric was told:",
+        table(fabrics),
+        "Everything (medians; min-max of the real ones):",
+        table(rows),
+    ]
+    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+    return stem.with_suffix(".md")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", type=int, default=[50, 200], help="Mbit/s of a NIC")
+    parser.add_argument("--worlds", nargs="+", default=["2x1", "4x1", "2x2"], help="nodes x ranks of a node")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes of a collective's buffer")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one rate, two sizes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.quick:
+        options.rates, options.sizes, options.repetitions = options.rates[-1:], SIZES[1:], 5
+    shapes = [tuple(map(int, text.split("x"))) for text in options.worlds]
+    worlds = [World(*shape, rate) for shape in shapes for rate in options.rates]
+    if not can_make_namespaces():
+        print("no root, ip or tc: ranks of one node on an unlimited loopback")
+        worlds = [World(1, 2, 0)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces are taken down
+    rows: list[dict[str, Any]] = []
+    raw = []
+    for world in worlds:
+        found, everything = compare(world, options.sizes, steps_for(world), options.repetitions)
+        rows += found
+        raw.append(everything)
+    page = write(rows, raw, options.out)
+    print(f"\n{table(summary(rows))}\n\n{page}")
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        told = json.loads(sys.argv[-1])
+        work(Job(**{**told, "world": World(**told["world"]), "steps": [Steps(**step) for step in told["steps"]]}))
+    else:
+        main()
