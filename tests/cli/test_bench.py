@@ -59,7 +59,7 @@ def test_help_comes_without_torch(arguments: list[str]) -> None:
 
 
 def examples() -> list[str]:
-    text = re.sub(r"\n +--", " --", bench.__doc__ or "")
+    text = (bench.__doc__ or "").replace("\\\n", "")
     return re.findall(r"shardwise bench (.+)", text)
 
 

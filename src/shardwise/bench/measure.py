@@ -195,8 +195,11 @@ def trace(step: Callable[[], object], case: Case) -> None:
     """A chrome trace of one step, with the one before it running into it."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    words = [label(case.contender), case.shape.name, case.reduce, case.fabric or f"{case.world_size}-ranks"]
-    file = Path(case.trace) / (re.sub(r"[^\w.=]+", "-", "-".join(words)) + ".trace.json.gz")
+    words = [label(case.contender), case.shape.name, str(case.shape.tokens), case.reduce]
+    if case.fabric:
+        where = fabric.parse(case.fabric)
+        words.append(f"{where.num_nodes}x{where.node_size}-{where.intra.gigabytes_per_s:g}GBs")
+    file = Path(case.trace) / (re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)) + ".trace.json.gz")
     file.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
     with profile(

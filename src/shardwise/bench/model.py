@@ -4,6 +4,8 @@ Weights depend on the seed alone, batches on the seed, the step and the micro-ba
 whoever runs a case sees the same numbers. Models are built where they run, so no host copy is ever made.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,6 +105,7 @@ def batches_of(case: Case, rank: int, device: torch.device, dtype: torch.dtype, 
     return [[batch(step, place) for place in places] for step in range(num_steps)]
 
 
+@cache
 def num_params(shape: Shape) -> int:
     return sum(weight.numel() for weight in build(shape, torch.device("meta"), 0).parameters())
 

@@ -35,8 +35,9 @@ def note_of(findings: Findings) -> str:
         f"{shape.name}: {num_params(shape) / 1e6:.1f}M parameters, {case.batch} x {shape.tokens} tokens"
         for shape in models
     )
+    fabrics = " or ".join(dict.fromkeys(setting.fabric for setting in session.settings))
     where = (
-        f"one process playing rank 0 of an emulated fabric ({case.fabric})"
+        f"one process playing rank 0 of an emulated fabric ({fabrics})"
         if case.fabric
         else f"{case.world_size} ranks in nodes of {case.node_size} ({'nccl' if case.device == 'cuda' else 'gloo'})"
     )

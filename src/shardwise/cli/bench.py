@@ -83,7 +83,7 @@ def bench(
 
     Two nodes of eight, strategies mixed in one model:
 
-        shardwise bench --fabric 2x8,intra=400GB/s,inter=50GB/s
+        shardwise bench --fabric 2x8,intra=400GB/s,inter=50GB/s \\
           --strategies 'hsdp,{"blocks.?":"shard_grad_op","*":"zero3"}'
 
     All GPUs of this machine, a real shape:
