@@ -58,7 +58,7 @@ def failure(error: Exception) -> Answer:
     """What happened, in words for a row of the table."""
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, ModuleNotFoundError):
-        return {"status": "missing", "error": f"{error.name} is not installed: {said}"}
+        return {"status": "missing", "error": f"{error.name} is not installed"}
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return {"status": "oom", "error": said}
     if isinstance(error, ConfigurationError):
