@@ -13,7 +13,11 @@ Planned: the same functions in one process on the emulated fabric, which is told
 How many bytes gloo puts on a NIC is counted by the kernel and compared with what the model says. Gloo's
 reduce-scatter is its all-reduce (twice the bytes of a ring: counted), so the emulated one is told to be that too.
 What is compared then is time. Links are slow enough for the bytes to take longer than the scheduler's whims, and blocks
-of the training steps sleep instead of computing where there are more ranks than cores.
+of the training steps sleep where ranks that compute would have to share cores.
+
+What the model does not know: between two ranks gloo's all-gather takes up to 1.5 times as long as its bytes take
+point to point (with four ranks it does not); inside a node there is no wire, and gloo is as fast as the cores copy;
+and where blocks compute, gloo's threads and the other ranks compete for the cores.
 """
 
 import argparse
@@ -51,6 +55,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 RESULTS = Path(__file__).parent / "results"
 SMALL_BYTES = 64
 PROBE_BYTES = (1 << 20, 1 << 22)  # the slope between them is the bandwidth
+LARGE_BYTES = 1 << 20
 SIZES = [1 << 18, 1 << 20, 1 << 22]
 GLOO_DOES: dict[Kind, Kind] = {"reduce_scatter": "all_reduce"}
 DEADLINE_S = 300
@@ -401,10 +406,55 @@ def steps_for(world: World) -> list[Steps]:
     return [Steps(strategy, sleeps) for sleeps in kinds for strategy in strategies]
 
 
-def compare(
-    world: World, sizes: list[int], steps: list[Steps], repetitions: int
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure one world and plan it; rows for the table, and everything."""
+@dataclass(frozen=True)
+class Row:
+    """Something planned and seen in one world."""
+
+    world: World
+    planned: Seen
+    seen: Seen
+
+    @property
+    def kind(self) -> str:
+        """What it is summed up with."""
+        if not self.seen.axis:
+            return f"training steps, {self.seen.what.partition(', ')[2]}"
+        if self.seen.axis == "node":
+            return "inside a node, over the loopback"
+        num_ranks = self.world.num_nodes if self.seen.axis == "replicate" else self.world.size
+        return f"{self.seen.what}, {num_ranks} ranks"
+
+    @property
+    def error(self) -> float:
+        return self.planned.median_s / self.seen.median_s - 1
+
+    @property
+    def cells(self) -> dict[str, str]:
+        seen_ms = [seconds * 1e3 for seconds in self.seen.seconds]
+        limited = self.world.mbit_per_s > 0
+        return {
+            "world": str(self.world),
+            "what": f"{self.seen.what} over {self.seen.axis}" if self.seen.axis else self.seen.what,
+            "MB": f"{self.seen.num_bytes / 1e6:.3g}",
+            "planned ms": f"{self.planned.median_s * 1e3:.1f}",
+            "seen ms": f"{statistics.median(seen_ms):.1f}",
+            "min-max": f"{min(seen_ms):.1f}-{max(seen_ms):.1f}",
+            "planned / seen": f"{1 + self.error:.2f}",
+            "NIC MB planned": f"{self.planned.nic_bytes / 1e6:.3f}" if limited else "",
+            "counted": f"{self.seen.nic_bytes / 1e6:.3f}" if limited else "",
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All of one world: what the fabric was told, and the rows."""
+
+    world: World
+    fabric: str
+    rows: list[Row]
+
+
+def compare(world: World, sizes: list[int], steps: list[Steps], repetitions: int) -> Comparison:
     with tempfile.TemporaryDirectory() as folder, nodes_of(world) as nodes:
         real = [
             Job(
@@ -421,54 +471,25 @@ def compare(
             for rank in range(world.size)
         ]
         seen = {rows[0].key: slowest(rows) for rows in zip(*launch(real, nodes), strict=True)}
-        emulated = fabric_for(world, seen)
-        alone = replace(real[0], fabric=str(emulated), answer=f"{folder}/planned.json")
-        planned = {row.key: row for row in launch([alone], nodes)[0]}
-    rows = []
-    for key, plan in planned.items():
-        what, axis, num_bytes = key
-        found = seen[key]
-        rows.append(
-            {
-                "world": str(world),
-                "what": f"{what} over {axis}" if axis else what,
-                "MB": f"{num_bytes / 1e6:.3g}",
-                "planned ms": f"{plan.median_s * 1e3:.1f}",
-                "seen ms": f"{found.median_s * 1e3:.1f}",
-                "min-max": f"{min(found.seconds) * 1e3:.1f}-{max(found.seconds) * 1e3:.1f}",
-                "planned / seen": f"{plan.median_s / found.median_s:.2f}",
-                "NIC MB planned": f"{plan.nic_bytes / 1e6:.3f}" if world.mbit_per_s else "",
-                "NIC MB counted": f"{found.nic_bytes / 1e6:.3f}" if world.mbit_per_s else "",
-            }
-        )
-        print("  ".join(str(cell) for cell in rows[-1].values()), flush=True)
-    raw = {
-        "world": asdict(world),
-        "fabric": str(emulated),
-        "seen": [asdict(row) for row in seen.values()],
-        "planned": [asdict(row) for row in planned.values()],
-    }
-    return rows, raw
+        emulated = str(fabric_for(world, seen))
+        (planned,) = launch([replace(real[0], fabric=emulated, answer=f"{folder}/planned.json")], nodes)
+    return Comparison(world, emulated, [Row(world, row, seen[row.key]) for row in planned])
 
 
 # ---------------------------------------------------------------------------------------------------------
 # the report
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(rows: list[Row]) -> list[dict[str, Any]]:
     """How far off the plan is, by kind of row."""
-
-    def kind(row: dict[str, Any]) -> str:
-        return "training steps" if "step" in row["what"] else row["what"].partition(" ")[0]
-
-    large = [row for row in rows if float(row["MB"]) >= 1]
+    large = [row for row in rows if not row.seen.axis or row.seen.num_bytes >= LARGE_BYTES]
     found = []
-    for name in dict.fromkeys(map(kind, large)):
-        errors = sorted(float(row["planned / seen"]) - 1 for row in large if kind(row) == name)
+    for kind in dict.fromkeys(row.kind for row in large):
+        errors = sorted(row.error for row in large if row.kind == kind)
         found.append(
             {
-                "what": name,
-                "rows of 1 MB or more": len(errors),
+                "what": kind,
+                "rows": len(errors),
                 "median error": f"{statistics.median(errors):+.0%}",
                 "from": f"{errors[0]:+.0%}",
                 "to": f"{errors[-1]:+.0%}",
@@ -484,7 +505,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
 
 
-def write(rows: list[dict[str, Any]], raw: list[dict[str, Any]], folder: Path) -> Path:
+def write(comparisons: list[Comparison], folder: Path) -> Path:
+    """A dated page and JSON; the page's path."""
     now = datetime.datetime.now()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
@@ -492,21 +514,24 @@ def write(rows: list[dict[str, Any]], raw: list[dict[str, Any]], folder: Path) -
     machine = f"{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}, commit {commit}"
     command = shlex.join(["python", "-m", "benchmarks.fabric_against_gloo", *sys.argv[1:]])
     note = " ".join((__doc__ or "").partition("Real:")[2].split())
-    fabrics = [{"world": str(World(**part["world"])), "told": part["fabric"]} for part in raw]
+    rows = [row for comparison in comparisons for row in comparison.rows]
+    told = [{"world": str(comparison.world), "fabric": comparison.fabric} for comparison in comparisons]
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{now:%Y-%m-%d-%H%M}-fabric-against-gloo"
     about = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "summary": summary(rows)}
-    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows, "raw": raw}, indent=1) + "\n")
+    everything = {**about, "worlds": [asdict(comparison) for comparison in comparisons]}
+    stem.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     parts = [
         f"# The emulated fabric against gloo, {about['date']}",
         f"    {command}",
         machine,
         f"Real: {note}",
+        f"Errors of the plan, for training steps and for buffers of {LARGE_BYTES / 1e6:.0f} MB or more:",
         table(summary(rows)),
         "What the fabric was told:",
-        table(fabrics),
-        "Everything (medians; min-max of the real ones):",
-        table(rows),
+        table(told),
+        "Everything. Milliseconds are medians, min-max those of the real ones; bytes are of one node's NIC, outgoing:",
+        table([row.cells for row in rows]),
     ]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
     return stem.with_suffix(".md")
@@ -529,13 +554,12 @@ def main() -> None:
         print("no root, ip or tc: ranks of one node on an unlimited loopback")
         worlds = [World(1, 2, 0)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces are taken down
-    rows: list[dict[str, Any]] = []
-    raw = []
+    comparisons = []
     for world in worlds:
-        found, everything = compare(world, options.sizes, steps_for(world), options.repetitions)
-        rows += found
-        raw.append(everything)
-    page = write(rows, raw, options.out)
+        comparisons.append(compare(world, options.sizes, steps_for(world), options.repetitions))
+        print(f"\n{comparisons[-1].fabric}\n{table([row.cells for row in comparisons[-1].rows])}", flush=True)
+    page = write(comparisons, options.out)
+    rows = [row for comparison in comparisons for row in comparison.rows]
     print(f"\n{table(summary(rows))}\n\n{page}")
 
 

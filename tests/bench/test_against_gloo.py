@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks.fabric_against_gloo import Seen, Steps, World, can_make_namespaces, compare
+from benchmarks.fabric_against_gloo import Steps, World, can_make_namespaces, compare
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,13 +17,9 @@ COMPARED = ("reduce_scatter", "all_reduce", "ddp step, blocks sleep", "zero3 ste
 
 def test_time_and_bytes_are_as_planned() -> None:
     """A quiet machine is within a few per cent. TCP/IP adds some bytes of its own."""
-    world = World(2, 1, 50)
-    _, everything = compare(world, [NUM_BYTES], [Steps("ddp", sleeps=True), Steps("zero3", sleeps=True)], 3)
-    planned, seen = (
-        {row.key: row for row in (Seen(**row) for row in everything[side])} for side in ("planned", "seen")
-    )
-    rows = [key for key in planned if key[0] in COMPARED and key[2] >= NUM_BYTES]
+    found = compare(World(2, 1, 50), [NUM_BYTES], [Steps("ddp", sleeps=True), Steps("zero3", sleeps=True)], 3)
+    rows = [row for row in found.rows if row.seen.what in COMPARED and row.seen.num_bytes >= NUM_BYTES]
     assert len(rows) == len(COMPARED)
-    for key in rows:
-        assert 0.8 < min(seen[key].seconds) / min(planned[key].seconds) < 1.5, key
-        assert 1.0 <= seen[key].nic_bytes / planned[key].nic_bytes < 1.15, key
+    for row in rows:
+        assert 0.8 < min(row.seen.seconds) / min(row.planned.seconds) < 1.5, row.cells
+        assert 1.0 <= row.seen.nic_bytes / row.planned.nic_bytes < 1.15, row.cells
