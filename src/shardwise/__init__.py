@@ -10,6 +10,7 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .engine.api import accumulate, describe, shard, traffic
+    from .engine.capture import capture
     from .engine.whole import full_state_dict, load_full_state_dict, whole
     from .errors import ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
@@ -29,6 +30,7 @@ __all__ = [
     "WireError",
     "__version__",
     "accumulate",
+    "capture",
     "describe",
     "full_state_dict",
     "init",
@@ -44,6 +46,7 @@ _HOMES = {
     "describe": ".engine.api",
     "shard": ".engine.api",
     "traffic": ".engine.api",
+    "capture": ".engine.capture",
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",

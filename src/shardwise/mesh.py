@@ -5,8 +5,10 @@ that hold the same place in their nodes, `world` all of them. Each axis has one 
 gathers and one for reductions, so that neither queues behind the other.
 """
 
+import atexit
 import datetime
 import os
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,7 +65,8 @@ def init(
 
     A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
     `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
-    than `timeout_s` fail on every rank (default: what was said before, else 600).
+    than `timeout_s` fail on every rank (default: what was said before, else 600). On a GPU the allocator is
+    set to expandable segments, unless PYTORCH_ALLOC_CONF says something.
     """
     global _device, _timeout
     found = _choose_device(device)
@@ -82,6 +85,11 @@ def init(
         )
     if found.type == "cuda":
         torch.cuda.set_device(found)
+        _let_segments_grow()
+    if _device is None:
+        # A communicator's thread lets go of its last tensors after `wait` has returned, and needs the interpreter for
+        # that: if there is none any more, the process aborts.
+        atexit.register(time.sleep, 0.1)
     _device, _timeout = found, timeout
 
 
@@ -155,6 +163,15 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
                 f"ranks {ranks} could not meet on axis {axis!r} within {_timeout.total_seconds():.0f} s: {error}"
             ) from error
     return _groups[key]
+
+
+def _let_segments_grow() -> None:
+    """Memory that is given back can then be lent in other sizes, so that next to none is reserved and unused.
+
+    What the user has said about the allocator is left as it is.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _refuse_other_launchers() -> None:

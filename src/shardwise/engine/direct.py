@@ -18,47 +18,42 @@ from ..unit import FlatState
 from .runtime import Engine
 
 
-class _Weight:
-    """The weight of one linear layer, and the way to its place."""
-
-    __slots__ = ("_accumulator", "_engine", "_index", "_state", "param")
-
-    def __init__(self, engine: Engine, state: FlatState, index: int) -> None:
-        self.param = state.compute_params[index]
-        self._engine = engine
-        self._state = state
-        self._index = index
-        # What autograd runs to add to param.grad; it tells whether this backward is meant to.
-        self._accumulator: Any = self.param.view_as(self.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-    def put(self, rows: Tensor, inputs: Tensor) -> bool:
-        """Write the gradient, if this backward has a place for it."""
-        if (
-            self._state.places is None
-            or torch.is_grad_enabled()
-            or not torch._C._will_engine_execute_node(self._accumulator)
-        ):
-            return False
-        self._state.put(self._index, rows, inputs, self._engine.scale)
-        return True
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, direct: _Weight) -> Tensor:
-        ctx.direct = direct
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, engine: Engine, state: FlatState, index: int
+    ) -> Tensor:
+        ctx.engine, ctx.state, ctx.index = engine, state, index
         ctx.save_for_backward(x, weight if x.requires_grad else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
-        grad_x = None if weight is None else rows.mm(weight).view(x.shape)
-        grad_weight = None if ctx.direct.put(rows, inputs) else rows.t().mm(inputs)
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        grad_weight = None
+        # next_functions[1] is what adds to weight.grad: whether this backward is meant to run it.
+        if (
+            ctx.state.places is not None
+            and not torch.is_grad_enabled()
+            and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        ):
+            ctx.state.put(ctx.index, rows, inputs, ctx.engine.scale)
+        else:
+            grad_weight = rows.t().mm(inputs)
+        return (
+            None if weight is None else rows.mm(weight).view(x.shape),
+            grad_weight,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+# Without the checks for functorch that apply makes in Python; they are made below.
+_apply_linear: Any = super(torch.autograd.Function, _Linear).apply
 
 
 def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> None:
@@ -71,7 +66,7 @@ def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> N
                 for site in spec.sites:
                     module = modules[site.module]
                     if site.attribute == "weight" and _is_plain_linear(module):
-                        module.forward = _forward(module, _Weight(engine, state, index))
+                        module.forward = _forward(module, engine, state, index)
                         unit.writes_directly = True
 
 
@@ -85,20 +80,20 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
 
 
-def _forward(module: nn.Module, direct: _Weight) -> Any:
-    parameters = module._parameters
+def _forward(module: nn.Module, engine: Engine, state: FlatState, index: int) -> Any:
+    parameters, param = module._parameters, state.compute_params[index]
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = parameters["weight"], parameters["bias"]
         if (
             torch.compiler.is_compiling()
-            or weight is not direct.param
+            or weight is not param
             or not torch.is_grad_enabled()
             or type(x) is not Tensor
             or torch.is_autocast_enabled(x.device.type)
             or torch._C._are_functorch_transforms_active()
         ):
             return F.linear(x, weight, bias)  # type: ignore[arg-type]
-        return _Linear.apply(x, weight, bias, direct)  # type: ignore[no-untyped-call]
+        return _apply_linear(x, weight, bias, engine, state, index)
 
     return forward

@@ -435,7 +435,7 @@ class Engine:
     def await_gradients(self) -> None:
         """Let the computation wait for every reduction; what they needed is given back."""
         if self._reduced:
-            self._finish_lane.compute_waits_for(self._finish_lane.mark())
+            self._finish_lane.join()
             self._reduced.clear()
             self.reduction_memory.give_back()
 
@@ -480,7 +480,7 @@ class Engine:
             flags = mine.to(self.mesh.device, copy=True)
             finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used", sums=True))
         if left_out:
-            self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+            self._reduce_lane.join()
             answers = iter(flags.tolist())
             for state in states:
                 state.used = [next(answers) > 0 for _ in state.used]
@@ -500,7 +500,7 @@ class Engine:
                     state.sync(state.flat.sync_hops, self._reduce_channels, self.scale)
                     synced = True
         if synced:
-            self._reduce_lane.compute_waits_for(self._reduce_lane.mark())
+            self._reduce_lane.join()
             self._agree_on_use()
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
@@ -541,7 +541,7 @@ class Engine:
         self._occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
-        self._update_lane.compute_waits_for(self._update_lane.mark())
+        self._update_lane.join()
         self.await_gradients()
         self._awaits_step = False
         if updated:
@@ -571,6 +571,21 @@ class Engine:
         """Wait for every gather under way."""
         for index in list(self._gathers):
             self._finish_gather(index)
+
+    def join_lanes(self) -> None:
+        """Let the computation wait for everything that is queued beside it."""
+        self.settle()
+        for lane in (self._gather_lane, self._reduce_lane, self._finish_lane, self._update_lane):
+            lane.join()
+
+    def ready_to_replay(self) -> None:
+        """Be where a step ends: no gradients, and the first units of the next one gathered."""
+        self._abandon_backward()
+        if any(state.grad_state != "empty" for state in self.trainable_states):
+            raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
+        for index in self.schedule.after_step:
+            self._start_gather(index, needed_now=True)
+        self.join_lanes()
 
     def rest(self) -> None:
         """Nothing under way, and every module shows its part of the masters."""

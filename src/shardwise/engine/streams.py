@@ -24,6 +24,7 @@ class Lane:
         # Recorded anew each time: a stream waits for what an event was recorded on last.
         self._begin = None if self._stream is None else torch.cuda.Event()
         self._outside = (0, 0, 0)
+        self._has_work = False
 
     @property
     def queues(self) -> bool:
@@ -32,6 +33,7 @@ class Lane:
 
     def __enter__(self) -> None:
         if self._stream is not None:
+            self._has_work = True
             self._outside = torch._C._cuda_getCurrentStream(self._stream.device_index)
             _make_current(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
 
@@ -55,6 +57,17 @@ class Lane:
     def mark(self) -> Mark:
         """A point on the lane that `compute_waits_for` can name."""
         return None if self._stream is None else self._stream.record_event()
+
+    def join(self) -> None:
+        """Let the computation wait for all work of the lane."""
+        if self._has_work:
+            self.compute_waits_for(self.mark())
+            self._has_work = False
+
+    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        """Inside, what would run on the lane, and on lanes that wait for it, is recorded instead."""
+        # Other threads, such as a communicator's watchdog, may go on asking for events.
+        return torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
 
     def mark_compute(self) -> Mark:
         """A point on the compute stream."""
