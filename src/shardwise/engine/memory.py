@@ -7,7 +7,7 @@ its storage to nothing: autograd's aliases keep the storage, and find the weight
 import torch
 from torch import Tensor
 
-from ..unit import FlatState, Unit
+from ..unit import Unit
 from .schedule import Schedule, aligned
 from .streams import Mark
 
@@ -95,21 +95,28 @@ class ReductionMemory:
         self._device = device
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
+        self._views: dict[tuple[int, int | None], list[Tensor | None]] = {}
         # When a slot may be written by the computation again.
         self.freed: list[Mark] = [None] * NUM_REDUCTIONS
 
-    def views(self, states: list[FlatState], slot: int | None) -> list[Tensor | None]:
-        """A part of the slot for every flat whose gradient rests split."""
-        found: list[Tensor | None] = []
-        start = 0
-        for flat in (state.flat for state in states):
-            if slot is None or flat.depth_of_grads == 0:
-                found.append(None)
-                continue
-            num_bytes = flat.num_elems * flat.reduce.itemsize
-            found.append(self._fetch(slot)[start : start + num_bytes].view(flat.reduce))
-            start += aligned(num_bytes)
-        return found
+    def views(self, unit: Unit, slot: int | None) -> list[Tensor | None]:
+        """A part of the slot for every flat of a unit whose gradient rests split."""
+        if slot is not None:
+            memory = self._fetch(slot)
+        key = (unit.index, slot)
+        if key not in self._views:
+            found: list[Tensor | None] = []
+            start = 0
+            for state in unit.trainable_states:
+                flat = state.flat
+                if slot is None or flat.depth_of_grads == 0:
+                    found.append(None)
+                    continue
+                num_bytes = flat.num_elems * flat.reduce.itemsize
+                found.append(memory[start : start + num_bytes].view(flat.reduce))
+                start += aligned(num_bytes)
+            self._views[key] = found
+        return self._views[key]
 
     def _fetch(self, index: int) -> Tensor:
         memory = self.slots[index]

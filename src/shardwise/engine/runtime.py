@@ -31,7 +31,7 @@ from ..unit import Channels, FlatState, GradScale, Reduction, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
 from .memory import NUM_REDUCTIONS, GatherMemory, ReductionMemory
 from .schedule import Occupancy, Schedule, make_schedule
-from .streams import Lane, Mark, trace_range
+from .streams import Lane, Mark
 
 # The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
 LOST = 1
@@ -52,6 +52,14 @@ class ForwardCall:
     is_open: bool = False
     closed_in: int = -1
     is_spent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The reduction slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
+
+    slot: int | None
+    views: list[Tensor | None]
 
 
 @dataclass(slots=True)
@@ -119,8 +127,8 @@ class Engine:
         self._next_slot = 0
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._reduced: dict[FlatState, Mark] = {}
-        # Units whose gradients have a place in this backward and are not on their way yet, with their slots.
-        self._opened: dict[int, int | None] = {}
+        # Units whose gradients have a place in this backward and are not on their way yet.
+        self._opened: dict[int, Opened] = {}
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._fill: Fill | None = None
         self._in_backward = False
@@ -184,7 +192,7 @@ class Engine:
         if not [flat for flat, _, _ in todo if not flat.master_is_whole]:
             unit.stamp(2 * self.num_updates)
             return
-        with trace_range(f"gather {unit.name}"), self._gather_lane.after_compute():
+        with self._gather_lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             flights: list[InFlight] = []
             for state in unit.states:
@@ -369,37 +377,39 @@ class Engine:
         while self._reduce_queue and self._complete[self._reduce_queue[0]]:
             self._start_reduce(self._reduce_queue.popleft())
 
-    def _open(self, index: int) -> int | None:
+    def _open(self, index: int) -> "Opened":
         """Give a unit's gradients their place; one that is on its way from there is waited for on the reduce lane."""
         slot = self._next_slot if self._needs_slot[index] else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while slot in [flight.slot for flight in self._reductions]:
                 self._finish_reduction()
-        states = self.units[index].trainable_states
-        for state, view in zip(states, self.reduction_memory.views(states, slot), strict=True):
+        unit = self.units[index]
+        views = self.reduction_memory.views(unit, slot)
+        for state, view in zip(unit.trainable_states, views, strict=True):
             state.open(slot, view, self.scale)
-        return slot
+        return Opened(slot, views)
 
     def _open_for_compute(self, index: int) -> None:
         """The same before the unit's backward, which writes there itself. Only the next unit to be reduced may do so:
         another one could hold the slot that the next one needs."""
         if index not in self._opened:
-            slot = self._opened[index] = self._open(index)
-            if slot is not None:
-                self._reduce_lane.compute_waits_for(self.reduction_memory.freed[slot])
+            opened = self._opened[index] = self._open(index)
+            if opened.slot is not None:
+                self._reduce_lane.compute_waits_for(self.reduction_memory.freed[opened.slot])
 
     def _start_reduce(self, index: int) -> None:
         unit = self.units[index]
-        slot = self._opened.pop(index) if index in self._opened else self._open(index)
+        opened = self._opened.pop(index) if index in self._opened else self._open(index)
+        slot = opened.slot
         self._release_fill()
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         freed = None if slot is None else self.reduction_memory.freed[slot]
-        with trace_range(f"reduce {unit.name}"), self._reduce_lane.after_compute().after(freed):
+        with self._reduce_lane.after_compute().after(freed).named(f"reduce {unit.name}"):
             reductions = [
                 state.start_reduce(grads, view, self.is_sync, self._reduce_channels, self.scale)
-                for state, grads, view in zip(states, taken, self.reduction_memory.views(states, slot), strict=True)
+                for state, grads, view in zip(states, taken, opened.views, strict=True)
             ]
             started = self._reduce_lane.mark()
             self._reductions.append(ReductionInFlight(reductions, slot, started))

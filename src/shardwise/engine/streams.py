@@ -5,15 +5,13 @@ compute stream waits for it only where it is told to. On a CPU a lane is nothing
 and collectives run in the process group's own threads.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch.profiler import record_function
 
 # A point on a lane; on a CPU there is nothing to wait for.
 Mark = torch.cuda.Event | None
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
@@ -25,13 +23,22 @@ class Lane:
         self._begin = None if self._stream is None else torch.cuda.Event()
         self._outside = (0, 0, 0)
         self._has_work = False
+        self._range: record_function | None = None
 
     @property
     def queues(self) -> bool:
         """Whether waiting on this lane is queued like everything else, and costs the caller nothing."""
         return self._stream is not None
 
+    def named(self, name: str) -> "Lane":
+        """Work inside shows up under this name in profiler traces; it costs nothing while no profiler runs."""
+        if torch._C._autograd._profiler_enabled():
+            self._range = record_function(f"shardwise::{name}")
+        return self
+
     def __enter__(self) -> None:
+        if self._range is not None:
+            self._range.__enter__()
         if self._stream is not None:
             self._has_work = True
             self._outside = torch._C._cuda_getCurrentStream(self._stream.device_index)
@@ -40,6 +47,9 @@ class Lane:
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             _make_current(*self._outside)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     def after_compute(self) -> "Lane":
         """Work inside comes behind everything the compute stream has been given so far."""
@@ -92,8 +102,3 @@ def _current_stream(device_index: int) -> torch.cuda.Stream:
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
     return _streams[key]
-
-
-def trace_range(name: str) -> AbstractContextManager[object]:
-    """A named range in profiler traces; costs nothing while no profiler runs."""
-    return record_function(f"shardwise::{name}") if torch._C._autograd._profiler_enabled() else _NOTHING
