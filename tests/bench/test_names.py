@@ -20,12 +20,12 @@ def test_strategies_are_presets_and_mixes() -> None:
         "shardwise:auto",
     ]
     assert label(names[1]) == "shardwise:blocks.[0-9]=shard_grad_op *=zero3"
-    assert read_strategy(MIX) == {"blocks.[0-9]": PRESETS["shard_grad_op"], "*": PRESETS["zero3"]}
+    assert read_strategy(MIX)[0] == {"blocks.[0-9]": PRESETS["shard_grad_op"], "*": PRESETS["zero3"]}
 
 
 def test_a_mix_may_write_a_row_of_the_table_out() -> None:
     text = '{"*": {"params": "node", "grads": "world", "optimizer": "world", "gathered_until": "backward"}}'
-    assert read_strategy(text) == {"*": Layout("node", "world", "world", "backward")}
+    assert read_strategy(text)[0] == {"*": Layout("node", "world", "world", "backward")}
     assert label(strategies_in(text)[0]) == "shardwise:*=(custom)"
 
 
@@ -65,3 +65,16 @@ def test_wrong_peers(text: str, message: str) -> None:
 def test_a_case_travels_as_json() -> None:
     case = smoke(f"shardwise:{MIX}", clip=0.5)
     assert case_from_json(case.to_json()) == case
+
+
+def test_ways_stand_behind_a_strategy() -> None:
+    assert strategies_in(f"zero3@early,{MIX}@early@capture, ddp") == [
+        "shardwise:zero3@early",
+        'shardwise:{"blocks.[0-9]":"shard_grad_op","*":"zero3"}@early@capture',
+        "shardwise:ddp",
+    ]
+    assert read_strategy("zero3@early@capture") == ("zero3", {"early", "capture"})
+    assert read_strategy(f"{MIX}@early")[1] == {"early"}
+    assert label(f"shardwise:{MIX}@early").endswith("*=zero3@early")
+    with pytest.raises(ConfigurationError, match="did you mean 'early'"):
+        strategies_in("zero3@erly")

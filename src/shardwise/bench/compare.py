@@ -57,9 +57,9 @@ class Session:
             raise ConfigurationError("nothing to measure: --strategies and --peers are both empty")
         for shape in dict.fromkeys(setting.shape for setting in self.settings):
             model = build(shape, torch.device("meta"), 0)
-            units = [unit.name for unit in find_units(model, [type(model.blocks[0])])]
+            units = [unit.name for unit in find_units(model, "auto")]
             for contender in self.strategies:
-                strategy = read_strategy(contender.partition(":")[2])
+                strategy, _ = read_strategy(contender.partition(":")[2])
                 if not isinstance(strategy, str):
                     layouts_for(strategy, units)
 

@@ -1,6 +1,7 @@
 """The contenders: each a function from a Case to a Run, looked up by name with `find`.
 
-    shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets
+    shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets;
+                    S@early with early updates, S@capture as a CUDA graph of the whole step
     fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit kept
                     between forward and backward, a communicator of its own for reductions
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
@@ -59,8 +60,8 @@ def device_of(case: Case) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
 
 
-def adamw(params: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def adamw(params: Any, capturable: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=capturable)
 
 
 def _model(case: Case, dtype: torch.dtype | None = None) -> Any:
@@ -253,14 +254,15 @@ def deepspeed(case: Case, stage: str) -> Run:
 
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
+    layouts, ways = read_strategy(strategy)
     model = _model(case)
     model, optimizer = sw.shard(
         model,
-        adamw(model.parameters()),
-        strategy=read_strategy(strategy),
+        adamw(model.parameters(), capturable="capture" in ways),
+        strategy=layouts,
         precision=case.precision,
         reduce_dtype=case.reduce,
-        units=[type(model.blocks[0])],
+        early_update="early" in ways,
     )
     step = _step(
         model,
@@ -268,6 +270,9 @@ def shardwise(case: Case, strategy: str) -> Run:
         _clipping(case, optimizer.clip_grad_norm),
         before_last=partial(sw.accumulate, model),
     )
+    if "capture" in ways:
+        captured = sw.capture(model, optimizer, lambda *micro_batches: step(micro_batches))
+        return Run(lambda micro_batches: captured(*micro_batches).clone(), _COMPUTE[case.precision])
     return Run(step, _COMPUTE[case.precision], lambda: sw.traffic(model).wire_bytes)
 
 

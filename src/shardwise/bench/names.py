@@ -1,7 +1,8 @@
 """The contenders by name: what may be asked for, and what a mistake is told. Pure: no torch.
 
 A name is a family and, after a colon, its one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
-`shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON.
+`shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON. `@early` behind it asks for
+early updates, `@capture` for a CUDA graph of the whole step: `zero3@early@capture`.
 """
 
 import json
@@ -15,6 +16,7 @@ OURS = "shardwise"
 PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed")
 FLOORS = ("compute", "compute+update")
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
+WAYS = ("early", "capture")
 SOLO = ("plain", *FLOORS)  # these need no other ranks
 
 
@@ -27,22 +29,30 @@ def strategies_in(text: str) -> list[str]:
                 mapping, end = json.JSONDecoder().raw_decode(rest)
             except json.JSONDecodeError as error:
                 raise ConfigurationError(f"--strategies: {rest!r} is no JSON: {error}; write {EXAMPLE}") from error
-            name, rest = json.dumps(mapping, separators=(",", ":")), rest[end:].lstrip(", ")
+            ways, _, rest = rest[end:].partition(",")
+            name = json.dumps(mapping, separators=(",", ":")) + ways.strip()
         else:
-            name, _, rest = (part.strip() for part in rest.partition(","))
+            name, _, rest = rest.partition(",")
+        name, rest = name.strip(), rest.strip()
         if name:
             read_strategy(name)
             found.append(f"{OURS}:{name}")
     return found
 
 
-def read_strategy(text: str) -> str | dict[str, Layout]:
-    """What `sw.shard` takes as its strategy."""
-    if not text.startswith("{"):
-        if text.lower() != AUTO:
-            layout_of(text)
-        return text
-    return {pattern: layout_of(_row(value)) for pattern, value in json.loads(text).items()}
+def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
+    """What `sw.shard` takes as its strategy, and the ways it is asked to run."""
+    end = text.rfind("}") + 1
+    name, *ways = text[end:].split("@")
+    for way in ways:
+        if way not in WAYS:
+            raise ConfigurationError(f"--strategies: {text!r} asks for {way!r}; {did_you_mean(way, WAYS)}")
+    if end:
+        rows = json.loads(text[:end]).items()
+        return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(ways)
+    if name.lower() != AUTO:
+        layout_of(name)
+    return name, set(ways)
 
 
 def _row(value: Any) -> str | Layout:
@@ -75,5 +85,7 @@ def label(contender: str) -> str:
     family, _, argument = contender.partition(":")
     if not argument.startswith("{"):
         return contender
-    rows = json.loads(argument).items()
-    return f"{family}:" + " ".join(f"{pattern}={row if isinstance(row, str) else '(custom)'}" for pattern, row in rows)
+    end = argument.rfind("}") + 1
+    rows = json.loads(argument[:end]).items()
+    mix = " ".join(f"{pattern}={row if isinstance(row, str) else '(custom)'}" for pattern, row in rows)
+    return f"{family}:{mix}{argument[end:]}"

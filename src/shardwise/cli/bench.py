@@ -23,7 +23,9 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 def bench(
-    strategies: Annotated[str, WHAT(help="Presets, with commas; or mixes, as JSON.")] = "zero3",
+    strategies: Annotated[
+        str, WHAT(help="Presets, with commas; or mixes, as JSON. Behind one: @early, @capture.")
+    ] = "zero3",
     peers: Annotated[str, WHAT(help="fsdp2, fsdp1, ddp (torch's), deepspeed:STAGE; '' for none.")] = "fsdp2",
     shape: Annotated[
         str | None,
