@@ -29,6 +29,7 @@ class CapturedStep:
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self._engine = engine
+        engine.is_captured = True
         self._optimizer = optimizer
         self._step = step
         self._compute = Lane(engine.mesh.device)
@@ -66,7 +67,7 @@ class CapturedStep:
         try:
             with self._compute.capture(graph):
                 self._outputs = self._step(*self._inputs)
-                self._engine.join_lanes()
+                self._engine.ready_to_replay()
         except RuntimeError as error:
             raise StateError(
                 f"this step cannot be recorded as a CUDA graph: {error}. Nothing in it may wait for the GPU (.item(), "

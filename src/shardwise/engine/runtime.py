@@ -100,6 +100,7 @@ class Engine:
         self.units = units
         self.precision = precision
         self.is_sync = True
+        self.is_captured = False
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
         self._masters_version = 0
@@ -562,8 +563,13 @@ class Engine:
         if self._seen_order:
             self._follow(self._seen_order)
             self._seen_order = None
+        self._gather_first_units()
+
+    def _gather_first_units(self) -> None:
+        """Those of the next step, ahead of it. A captured step leaves out what it would find elsewhere each time."""
         for index in self.schedule.after_step:
-            self._start_gather(index, needed_now=False)
+            if not (self.is_captured and self.schedule.units[index].layout.gathered_until == "backward"):
+                self._start_gather(index, needed_now=False)
 
     def _follow(self, seen: list[int]) -> None:
         """Plan for the order in which the units really ran, when all ranks saw the same one."""
@@ -589,13 +595,15 @@ class Engine:
             lane.join()
 
     def ready_to_replay(self) -> None:
-        """Be where a step ends: no gradients, and the first units of the next one gathered."""
+        """Be where a captured step begins and ends: no gradients, the first units gathered, but none into memory that
+        it would give back and find elsewhere the next time."""
         self._abandon_backward()
         if any(state.grad_state != "empty" for state in self.trainable_states):
             raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
-        for index in self.schedule.after_step:
-            self._start_gather(index, needed_now=True)
+        self._gather_first_units()
         self.join_lanes()
+        for index in range(len(self.units)):
+            self._drop(index)
 
     def rest(self) -> None:
         """Nothing under way, and every module shows its part of the masters."""
