@@ -40,6 +40,7 @@ class Session:
     peers: Sequence[str]
     repetitions: int = 1
     count_calls: bool = False
+    with_floors: bool = True
 
     @property
     def cases(self) -> list[Case]:
@@ -47,7 +48,7 @@ class Session:
         found: list[Case] = []
         for setting in self.settings:
             is_first = all(case.shape != setting.shape for case in found)
-            floors = FLOORS if setting.fabric and is_first else ()
+            floors = FLOORS if self.with_floors and setting.fabric and is_first else ()
             found += [replace(setting, contender=name) for name in (*floors, *self.peers, *self.strategies)]
         return found
 

@@ -1,7 +1,8 @@
 """The contenders: each a function from a Case to a Run, looked up by name with `find`.
 
     shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets;
-                    S@early with early updates, S@capture as a CUDA graph of the whole step
+                    S@early with early updates, S@capture as a CUDA graph of the whole step, S@meta from a model
+                    on the meta device (other weights than the rest, drawn alike)
     fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit kept
                     between forward and backward, a communicator of its own for reductions
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
@@ -64,9 +65,9 @@ def adamw(params: Any, capturable: bool = False) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=capturable)
 
 
-def _model(case: Case, dtype: torch.dtype | None = None) -> Any:
+def _model(case: Case, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     """Not wrapped yet. Blocks are checkpointed and compiled for every contender alike."""
-    model = build(case.shape, device_of(case), case.seed).to(dtype or _WEIGHTS[case.precision])
+    model = build(case.shape, device or device_of(case), case.seed).to(dtype or _WEIGHTS[case.precision])
     checkpoint_blocks(model, cast(Mode, case.checkpointing), blocks=[type(model.blocks[0])])
     if case.compile:
         for block in model.blocks:
@@ -255,7 +256,8 @@ def deepspeed(case: Case, stage: str) -> Run:
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
     layouts, ways = read_strategy(strategy)
-    model = _model(case)
+    is_meta = "meta" in ways
+    model = _model(case, device=torch.device("meta") if is_meta else None)
     model, optimizer = sw.shard(
         model,
         adamw(model.parameters(), capturable="capture" in ways),
@@ -263,6 +265,7 @@ def shardwise(case: Case, strategy: str) -> Run:
         precision=case.precision,
         reduce_dtype=case.reduce,
         early_update="early" in ways,
+        seed=case.seed if is_meta else None,
     )
     step = _step(
         model,

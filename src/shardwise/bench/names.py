@@ -2,7 +2,8 @@
 
 A name is a family and, after a colon, its one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
 `shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON. `@early` behind it asks for
-early updates, `@capture` for a CUDA graph of the whole step: `zero3@early@capture`.
+early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device and
+never exists whole: `zero3@early@capture`.
 """
 
 import json
@@ -16,7 +17,7 @@ OURS = "shardwise"
 PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed")
 FLOORS = ("compute", "compute+update")
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
-WAYS = ("early", "capture")
+WAYS = ("early", "capture", "meta")
 SOLO = ("plain", *FLOORS)  # these need no other ranks
 
 

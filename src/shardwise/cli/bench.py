@@ -24,14 +24,14 @@ CHECKPOINTING = ("none", "selective", "full")
 
 def bench(
     strategies: Annotated[
-        str, WHAT(help="Presets, with commas; or mixes, as JSON. Behind one: @early, @capture.")
+        str, WHAT(help="Presets, with commas; or mixes, as JSON. Behind one: @early, @capture, @meta.")
     ] = "zero3",
     peers: Annotated[str, WHAT(help="fsdp2, fsdp1, ddp (torch's), deepspeed:STAGE; '' for none.")] = "fsdp2",
     shape: Annotated[
         str | None,
         WHAT(
-            help="smoke, 50m, llama-3.2-1b, llama-3.2-3b, llama-3-8b; without embedding and head: blocks-smoke, "
-            "blocks-202m, blocks-202m-8. Several with commas. Default: 50m on CPUs, blocks-202m on GPUs."
+            help="smoke, 50m, llama-3.2-1b, llama-3.2-3b, llama-3-8b, llama-3-70b; without embedding and head: "
+            "blocks-smoke, blocks-202m, blocks-202m-8. Several with commas. Default: 50m on CPUs, blocks-202m on GPUs."
         ),
     ] = None,
     tokens: Annotated[str | None, WHAT(help="Tokens of a sequence; several with commas.")] = None,
@@ -62,6 +62,9 @@ def bench(
     repetitions: Annotated[int, MEASURING(help="Fresh runs of each contender, interleaved.", min=1)] = 1,
     seed: Annotated[int, MEASURING(help="Of weights and batches.", min=0)] = 0,
     calls: Annotated[bool, MEASURING("--calls", help="Count Python calls per unit and step too.")] = False,
+    floors: Annotated[
+        bool, MEASURING(help="On a fabric also the whole model's computation alone, which must fit the device.")
+    ] = True,
     trace: Annotated[bool, MEASURING("--trace", help="Write a chrome trace of a step of each case too.")] = False,
     timeout: Annotated[float, MEASURING(help="Seconds that one run may take.", min=1)] = 600,
     out: Annotated[
@@ -136,7 +139,12 @@ def bench(
     speeds = [_speed(text) for text in _words(links)]
     fabrics = [with_intra(emulated, speed) for speed in speeds] or [emulated] if emulated is not None else []
     session = compare.Session(
-        settings_of(base, shapes, reduces, fabrics), strategies_in(strategies), peers_in(peers), repetitions, calls
+        settings_of(base, shapes, reduces, fabrics),
+        strategies_in(strategies),
+        peers_in(peers),
+        repetitions,
+        calls,
+        floors,
     )
     session.refuse_what_cannot_run()
     say = partial(print, file=sys.stderr, flush=True)
