@@ -166,6 +166,9 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
     assert "| `fsdp2` | 0.3000 |" in text
     assert "- ddp (failed): RuntimeError: no" in text
     assert page.name.endswith("bench-smoke-2-ranks.md")
+    again = report.write(about, rows, tmp_path, report.name_of(findings.session))
+    assert again != page, "a second result of the same minute lies beside the first"
+    assert page.read_text() == text
 
 
 def test_the_table_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """A captured step trains as the same step does without a graph. A world of one: gloo cannot be captured."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,6 +15,13 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = TransformerShape(vocab=512, hidden=256, layers=6, heads=4, kv_heads=2, ffn=768, max_seq=64)
 NUM_STEPS = NUM_EAGER_CALLS + 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def train(strategy: str, captured: bool, precision: str, **options: bool) -> tuple[list[float], torch.Tensor]:

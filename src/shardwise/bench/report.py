@@ -1,6 +1,7 @@
 """What was found, for its readers: a table for people, JSON for programs, both in dated files for the record."""
 
 import datetime
+import itertools
 import json
 import shlex
 import sys
@@ -179,11 +180,13 @@ def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def write(about: dict[str, Any], rows: Sequence[Row], folder: Path, name: str) -> Path:
-    """`<date>-<name>.json` (everything) and `.md` (the table); returns the latter."""
+    """`<date>-<name>.json` (everything) and `.md` (the table), beside what is there already; returns the latter."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
-    page = stem.with_name(f"{stem.name}.md")
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    begin = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
+    names = (begin if number == 1 else f"{begin}-{number}" for number in itertools.count(1))
+    chosen = next(name for name in names if not (folder / f"{name}.json").exists())
+    (folder / f"{chosen}.json").write_text(json.dumps(about, indent=1) + "\n")
+    page = folder / f"{chosen}.md"
     page.write_text(markdown(about, rows))
     return page
 

@@ -107,13 +107,16 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
 
 def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
-    """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype."""
+    """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype.
+
+    A single number, such as a loss that is computed inside, stays as exact as it is.
+    """
 
     def enter(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == compute else tensor
 
     def leave(tensor: Tensor) -> Tensor:
-        return tensor.to(compute) if tensor.dtype == torch.float32 else tensor
+        return tensor.to(compute) if tensor.dtype == torch.float32 and tensor.ndim else tensor
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_tensors(args, enter), map_tensors(kwargs, enter)
