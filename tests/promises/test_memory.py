@@ -209,7 +209,7 @@ def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Be
     beside = Beside(
         num_bytes(engine.memory.slots),
         own,
-        num_bytes(slot for slot in engine.reduction_memory.slots if slot is not None),
+        num_bytes(slot for slot in engine.reductions.memory.slots if slot is not None),
         live_bytes() - before,
     )
     return planned, beside

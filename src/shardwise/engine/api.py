@@ -87,7 +87,8 @@ def shard(
     if optimizer is not None:
         put_shards_into_groups(optimizer, place_of)
         sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update)
-        engine.on_final = sharded.update_early if early_update else None
+        if early_update:
+            engine.update_early(sharded.update_early)
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))

@@ -27,9 +27,10 @@ from ..errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
 from ..precision import Precision
-from ..unit import Channels, FlatState, GradScale, Reduction, Unit
+from ..unit import Channels, FlatState, GradScale, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
-from .memory import NUM_REDUCTIONS, GatherMemory, ReductionMemory
+from .memory import GatherMemory
+from .reductions import Reductions
 from .schedule import Occupancy, Schedule, make_schedule
 from .streams import Lane, Mark
 
@@ -52,31 +53,6 @@ class ForwardCall:
     is_open: bool = False
     closed_in: int = -1
     is_spent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The reduction slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
-
-    slot: int | None
-    views: list[Tensor | None]
-
-
-@dataclass(slots=True)
-class ReductionInFlight:
-    """A unit's gradients on their way; `slot` is the reduction slot they occupy, if they need one."""
-
-    reductions: list[Reduction]
-    slot: int | None
-    started: Mark
-
-
-@dataclass(slots=True)
-class Fill:
-    """Autograd's own gradients, held until the mark says that the reduce lane has read them."""
-
-    taken: list[list[Tensor | None]]
-    read: Mark
 
 
 @dataclass(slots=True)
@@ -105,8 +81,7 @@ class Engine:
         self.whole_modules: set[int] = set()
         self._masters_version = 0
         self.num_updates = 0
-        # With early updates: called with flats whose gradient is final. The mark is where this step's forward began.
-        self.on_final: Callable[[list[FlatState]], None] | None = None
+        # With early updates: where this step's forward began, and whether weights have changed since.
         self._forward_began: Mark = None
         self._awaits_step = False
         self.scale = GradScale.mean(
@@ -116,22 +91,11 @@ class Engine:
         self._budget_bytes = budget_bytes
         self._occupancy = Occupancy(schedule)
         self.memory = GatherMemory(schedule, units, mesh.device)
-        # Reductions are started on one lane and finished on another, so that starting one never waits for the last.
-        self._gather_lane, self._reduce_lane, self._finish_lane, self._update_lane = (
-            Lane(mesh.device) for _ in range(4)
-        )
+        self._gather_lane, self._update_lane = Lane(mesh.device), Lane(mesh.device)
         self._gather_channels = channels_of(mesh, "gather")
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
-        self._reductions: deque[ReductionInFlight] = deque()
-        self.reduction_memory = ReductionMemory(schedule, mesh.device)
-        self._next_slot = 0
-        # Gradients that the computation has not waited for yet, and the points at which they are reduced.
-        self._reduced: dict[FlatState, Mark] = {}
-        # Units whose gradients have a place in this backward and are not on their way yet.
-        self._opened: dict[int, Opened] = {}
-        self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
-        self._fill: Fill | None = None
+        self.reductions = Reductions(schedule, units, self._reduce_channels, self.scale, mesh.device)
         self._in_backward = False
         self._num_backwards = 0
         self._busy = [0] * len(units)
@@ -318,7 +282,7 @@ class Engine:
             self._finish_gather(index)
             unit.show_compute()
         if unit.writes_directly and self._reduce_queue and self._reduce_queue[0] == index:
-            self._open_for_compute(index)
+            self.reductions.open_for_compute(index)
 
     def _close_calls_after(self, call: ForwardCall) -> None:
         """Everything recorded after `call` has run backward."""
@@ -376,87 +340,27 @@ class Engine:
 
     def _start_ready_reductions(self) -> None:
         while self._reduce_queue and self._complete[self._reduce_queue[0]]:
-            self._start_reduce(self._reduce_queue.popleft())
+            self.reductions.start(self._reduce_queue.popleft(), self.is_sync)
 
-    def _open(self, index: int) -> "Opened":
-        """Give a unit's gradients their place; one that is on its way from there is waited for on the reduce lane."""
-        slot = self._next_slot if self._needs_slot[index] else None
-        if slot is not None:
-            self._next_slot = (slot + 1) % NUM_REDUCTIONS
-            while slot in [flight.slot for flight in self._reductions]:
-                self._finish_reduction()
-        unit = self.units[index]
-        views = self.reduction_memory.views(unit, slot)
-        for state, view in zip(unit.trainable_states, views, strict=True):
-            state.open(slot, view, self.scale)
-        return Opened(slot, views)
+    def update_early(self, update: Callable[[list[FlatState]], None]) -> None:
+        """Have `update` called with flats as soon as their gradient is final."""
 
-    def _open_for_compute(self, index: int) -> None:
-        """The same before the unit's backward, which writes there itself. Only the next unit to be reduced may do so:
-        another one could hold the slot that the next one needs."""
-        if index not in self._opened:
-            opened = self._opened[index] = self._open(index)
-            if opened.slot is not None:
-                self._reduce_lane.compute_waits_for(self.reduction_memory.freed[opened.slot])
-
-    def _start_reduce(self, index: int) -> None:
-        unit = self.units[index]
-        opened = self._opened.pop(index) if index in self._opened else self._open(index)
-        slot = opened.slot
-        self._release_fill()
-        states = unit.trainable_states
-        taken = [state.take_gradients() for state in states]
-        freed = None if slot is None else self.reduction_memory.freed[slot]
-        with self._reduce_lane.after_compute().after(freed).named(f"reduce {unit.name}"):
-            reductions = [
-                state.start_reduce(grads, view, self.is_sync, self._reduce_channels, self.scale)
-                for state, grads, view in zip(states, taken, opened.views, strict=True)
-            ]
-            started = self._reduce_lane.mark()
-            self._reductions.append(ReductionInFlight(reductions, slot, started))
-            self._fill = Fill(taken, started)
-        if self._finish_lane.queues:
-            self._finish_reduction()
-
-    def _release_fill(self) -> None:
-        """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
-        if self._fill is not None:
-            self._reduce_lane.compute_waits_for(self._fill.read)
-            self._fill = None
-
-    def _finish_reduction(self) -> None:
-        flight = self._reductions.popleft()
-        with self._finish_lane.after(flight.started):
-            for reduction in flight.reductions:
-                reduction.finish(self._reduce_channels, self.scale)
-        finished = self._finish_lane.mark()
-        for reduction in flight.reductions:
-            self._reduced[reduction.state] = finished
-        if flight.slot is not None:
-            self.reduction_memory.freed[flight.slot] = finished
-        if self.on_final is not None and self.is_sync:
-            self.on_final([reduction.state for reduction in flight.reductions])
+        def on_final(states: list[FlatState]) -> None:
+            update(states)
             self._awaits_step = True
 
-    def _finish_reductions(self) -> None:
-        self._release_fill()
-        while self._reductions:
-            self._finish_reduction()
+        self.reductions.on_final = on_final
 
     def await_gradients(self) -> None:
-        """Let the computation wait for every reduction; what they needed is given back."""
-        if self._reduced:
-            self._finish_lane.join()
-            self._reduced.clear()
-            self.reduction_memory.give_back()
+        self.reductions.wait()
 
     def end_backward(self) -> None:
         for call in list(self._open_calls):
             self._close(call)
         self._pass_over_in_backward(-1)
         while self._reduce_queue:
-            self._start_reduce(self._reduce_queue.popleft())
-        self._finish_reductions()
+            self.reductions.start(self._reduce_queue.popleft(), self.is_sync)
+        self.reductions.finish_all()
         self._refuse_late_gradients()
         self._in_backward = self.is_loss_scaled = False
         if self.is_sync:
@@ -486,12 +390,12 @@ class Engine:
         if self._all_used is None:
             self._all_used = torch.ones(len(used), dtype=torch.int32, device=self.mesh.device)
         left_out = not all(used)
-        with self._reduce_lane.after_compute():
+        with self.reductions.lane.after_compute():
             mine = torch.tensor(used, dtype=torch.int32) if left_out else self._all_used
             flags = mine.to(self.mesh.device, copy=True)
             finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used", sums=True))
         if left_out:
-            self._reduce_lane.join()
+            self.reductions.lane.join()
             answers = iter(flags.tolist())
             for state in states:
                 state.used = [next(answers) > 0 for _ in state.used]
@@ -504,14 +408,14 @@ class Engine:
         self._refuse_late_gradients()
         if any(state.grad_state == "local" for state in self.trainable_states):
             self.await_gradients()
-        with self._reduce_lane.after_compute():
+        with self.reductions.lane.after_compute():
             synced = False
             for state in self.trainable_states:
                 if state.grad_state == "local":
                     state.sync(state.flat.sync_hops, self._reduce_channels, self.scale)
                     synced = True
         if synced:
-            self._reduce_lane.join()
+            self.reductions.lane.join()
             self._agree_on_use()
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
@@ -519,7 +423,7 @@ class Engine:
         Unless it is early, it also comes behind all that the computation has been given, which may read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
         for state in states:
-            lane.after(self._reduced.get(state))
+            lane.after(self.reductions.reduced_at(state))
         return lane
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
@@ -531,7 +435,7 @@ class Engine:
             is_zero = not set_to_none and state.grad_state != "empty"
             if is_zero and state.grads is not None:
                 state.grads.zero_()
-            elif self.reduction_memory.gives_back:
+            elif self.reductions.memory.gives_back:
                 state.give_back_grads()
             state.grad_state = "final" if is_zero else "empty"
             state.used = [is_zero] * len(state.used)
@@ -591,7 +495,7 @@ class Engine:
     def join_lanes(self) -> None:
         """Let the computation wait for everything that is queued beside it."""
         self.settle()
-        for lane in (self._gather_lane, self._reduce_lane, self._finish_lane, self._update_lane):
+        for lane in (self._gather_lane, *self.reductions.lanes, self._update_lane):
             lane.join()
 
     def ready_to_replay(self) -> None:
@@ -622,7 +526,7 @@ class Engine:
                 "a forward after a backward that has updated weights (early_update=True) and before optimizer.step(): "
                 "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
             )
-        if self.on_final is not None:
+        if self.reductions.on_final is not None:
             self._forward_began = self._update_lane.mark_compute()
         if self._masters_version != self._version_of_masters():
             raise StateError(
@@ -642,13 +546,11 @@ class Engine:
         """Forget a backward that was broken off by an error; what it had reduced until then stays in the gradients."""
         if not self._in_backward:
             return
-        self._finish_reductions()
-        self.await_gradients()
+        self.reductions.abandon()
         self._in_backward = self.is_loss_scaled = False
         self._busy = [0] * len(self.units)
         self._calls = [[] for _ in self.units]
         self._open_calls.clear()
-        self._opened.clear()
         for state in self.trainable_states:
             state.take_gradients()
             state.places = None

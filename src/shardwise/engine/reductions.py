@@ -1,0 +1,150 @@
+"""Gradients on their way: from where a backward writes them to where the optimizer reads them.
+
+A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
+backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
+so that starting one never waits for the last. On a GPU finishing is queued at once; on a CPU it would make the caller
+wait, and is put off until the slot is needed again or the backward ends.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..unit import Channels, FlatState, GradScale, Reduction, Unit
+from .memory import NUM_REDUCTIONS, ReductionMemory
+from .schedule import Schedule
+from .streams import Lane, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
+
+    slot: int | None
+    views: list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A unit's gradients under way, and the point at which they began."""
+
+    reductions: list[Reduction]
+    slot: int | None
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Autograd's own gradients, held until the mark says that they have been read."""
+
+    taken: list[list[Tensor | None]]
+    read: Mark
+
+
+class Reductions:
+    def __init__(
+        self, schedule: Schedule, units: list[Unit], channels: Channels, scale: GradScale, device: torch.device
+    ) -> None:
+        self._units = units
+        self._channels = channels
+        self._scale = scale
+        self.memory = ReductionMemory(schedule, device)
+        self.lane, self._finish_lane = Lane(device), Lane(device)
+        self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
+        self._next_slot = 0
+        self._opened: dict[int, Opened] = {}
+        self._started: deque[Started] = deque()
+        self._fill: Fill | None = None
+        # Gradients that the computation has not waited for yet, and the points at which they are reduced.
+        self._finished: dict[FlatState, Mark] = {}
+        # Called with flats whose gradient is final, where updates are early.
+        self.on_final: Callable[[list[FlatState]], None] | None = None
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        return self.lane, self._finish_lane
+
+    def open_for_compute(self, index: int) -> None:
+        """Give a unit's gradients their place before its backward, which writes there.
+
+        Only for the next unit to be reduced: another one could hold the slot that the next one needs.
+        """
+        if index not in self._opened:
+            opened = self._opened[index] = self._open(index)
+            if opened.slot is not None:
+                self.lane.compute_waits_for(self.memory.freed[opened.slot])
+
+    def _open(self, index: int) -> Opened:
+        unit = self._units[index]
+        slot = self._next_slot if self._needs_slot[index] else None
+        if slot is not None:
+            self._next_slot = (slot + 1) % NUM_REDUCTIONS
+            while slot in [started.slot for started in self._started]:
+                self._finish_oldest()
+        views = self.memory.views(unit, slot)
+        for state, view in zip(unit.trainable_states, views, strict=True):
+            state.open(slot, view, self._scale)
+        return Opened(slot, views)
+
+    def start(self, index: int, is_sync: bool) -> None:
+        unit = self._units[index]
+        opened = self._opened.pop(index) if index in self._opened else self._open(index)
+        self._release_fill()
+        states = unit.trainable_states
+        taken = [state.take_gradients() for state in states]
+        freed = None if opened.slot is None else self.memory.freed[opened.slot]
+        with self.lane.after_compute().after(freed).named(f"reduce {unit.name}"):
+            reductions = [
+                state.start_reduce(grads, view, is_sync, self._channels, self._scale)
+                for state, grads, view in zip(states, taken, opened.views, strict=True)
+            ]
+            mark = self.lane.mark()
+        self._started.append(Started(reductions, opened.slot, mark))
+        self._fill = Fill(taken, mark)
+        if self._finish_lane.queues:
+            self._finish_oldest()
+
+    def _release_fill(self) -> None:
+        """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
+        if self._fill is not None:
+            self.lane.compute_waits_for(self._fill.read)
+            self._fill = None
+
+    def _finish_oldest(self) -> None:
+        started = self._started.popleft()
+        with self._finish_lane.after(started.mark):
+            for reduction in started.reductions:
+                reduction.finish(self._channels, self._scale)
+        mark = self._finish_lane.mark()
+        states = [reduction.state for reduction in started.reductions]
+        self._finished |= dict.fromkeys(states, mark)
+        if started.slot is not None:
+            self.memory.freed[started.slot] = mark
+        if self.on_final is not None and started.reductions[0].is_sync:
+            self.on_final(states)
+
+    def finish_all(self) -> None:
+        """Nothing is left to be queued."""
+        self._release_fill()
+        while self._started:
+            self._finish_oldest()
+
+    def wait(self) -> None:
+        """Let the computation wait for every reduction; what they needed is given back."""
+        if self._finished:
+            self._finish_lane.join()
+            self._finished.clear()
+            self.memory.give_back()
+
+    def reduced_at(self, state: FlatState) -> Mark:
+        """The point at which a gradient is final; None when the computation has waited for it."""
+        return self._finished.get(state)
+
+    def abandon(self) -> None:
+        """A backward was broken off: what was on its way arrives, what was being written is forgotten."""
+        self.finish_all()
+        self.wait()
+        self._opened.clear()
