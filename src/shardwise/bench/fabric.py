@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..errors import ConfigurationError, StateError
-from .links import Fabric, Kind, Link, occupied_s, parse, plan_transfer
+from .links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
 from .wires import Kernel, Wires, capture_of, sleep_until
 
 __all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "start"]
@@ -145,6 +145,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, place: int, ranks: Sequence[int], wires: Wires) -> None:
         super().__init__(place, len(ranks))
         self._place, self._ranks, self._wires = place, ranks, wires
+        self._transfers: dict[tuple[Kind, int], Transfer] = {}
         self._kernels: dict[tuple[Kind, int], list[Kernel]] = {}
         self._filled: set[tuple[int, int]] = set()
         self._host_done_s = 0.0
@@ -170,8 +171,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return self._start_on_device(kind, num_bytes, tensors, move, opts is None or opts.asyncOp)
         if move is not None:
             move()
-        transfer = plan_transfer(self._wires.fabric, kind, num_bytes, self._ranks, self._ranks[self._place])
-        self._host_done_s = self._wires.occupy_host(transfer, self._host_done_s)
+        self._host_done_s = self._wires.occupy_host(self._transfer_of(kind, num_bytes), self._host_done_s)
         return _HostTransfer(self._host_done_s, tensors)
 
     def _start_on_device(
@@ -200,9 +200,17 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _kernels_of(self, kind: Kind, num_bytes: int) -> list[Kernel]:
         key = (kind, num_bytes)
         if key not in self._kernels:
-            transfer = plan_transfer(self._wires.fabric, *key, self._ranks, self._ranks[self._place])
+            transfer = self._transfer_of(kind, num_bytes)
             self._kernels[key] = self._wires.kernels(transfer, self._span) if len(self._ranks) > 1 else []
         return self._kernels[key]
+
+    def _transfer_of(self, kind: Kind, num_bytes: int) -> Transfer:
+        """Planned once: planning looks at every rank, and the cost of a step must not grow with the world played."""
+        key = (kind, num_bytes)
+        if key not in self._transfers:
+            place = self._ranks[self._place]
+            self._transfers[key] = plan_transfer(self._wires.fabric, *key, self._ranks, place)
+        return self._transfers[key]
 
     # The operations, under the names by which torch calls them.
 
