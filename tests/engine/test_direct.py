@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -160,3 +161,63 @@ def test_other_backwards(run_ranks: Pool) -> None:
         torch.testing.assert_close(found["penalised"][name], weight, rtol=1e-5, atol=1e-6)
     assert found["direct for inputs"] == 0
     assert found["direct under autocast"] == 0
+
+
+class Odd(nn.Module):
+    """Uses of linear layers that a custom function could spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(HIDDEN, HIDDEN)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+        self.pruned = nn.Linear(HIDDEN, HIDDEN)
+        nn.utils.prune.l1_unstructured(self.pruned, "bias", amount=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.plain(input=x).relu_()  # changed in place
+        x = self.pruned(self.normed(x))
+        return x + self.plain(x[0, 0])
+
+
+def train_odd(is_sharded: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = Odd()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    if is_sharded:
+        sw.init()
+        model, optimizer = sw.shard(model, optimizer, "zero3", precision="fp32", units=["Odd"])
+    losses = []
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_odd_uses_of_linear_layers(run_ranks: Pool) -> None:
+    assert run_ranks(1, train_odd, True)[0] == pytest.approx(train_odd(False), rel=1e-6)
+
+
+def gradient_of_the_weight_itself() -> bool:
+    """Asked for inside the forward, where the whole weight is at hand."""
+    sw.init()
+    model, _ = sw.shard(build(), None, "ddp", precision="fp32")
+    found = {}
+    block = model.blocks[2]
+
+    def ask(module: nn.Module, args: Any, output: Tensor) -> None:
+        found["weight"] = torch.autograd.grad(output.square().mean(), module.narrow.weight, retain_graph=True)[0]
+
+    handle = block.register_forward_hook(ask, prepend=True)
+    model(batch(0))
+    handle.remove()
+    alone = build()
+    hidden = alone.blocks[1](alone.blocks[0](batch(0)))
+    expected = torch.autograd.grad(alone.blocks[2](hidden).square().mean(), alone.blocks[2].narrow.weight)[0]
+    return torch.allclose(found["weight"], expected, rtol=1e-5)
+
+
+def test_the_gradient_itself_can_be_asked_for(run_ranks: Pool) -> None:
+    assert run_ranks(1, gradient_of_the_weight_itself) == [True]

@@ -4,7 +4,8 @@ The first calls run as they are, so that optimizer state, communicators and the 
 recorded: gathers, forward, backward, reductions, update and the gathers for the next step, on all lanes. From then on a
 call copies its inputs to where the recording reads them, and replays. Slots have constant addresses and every step
 begins as the last one ended, with the first units gathered, so the recording is right for every later step; where
-something else has used the slots in between (an evaluation), they are gathered again first.
+something else has used the slots in between (an evaluation), they are gathered again first, and what it gathered
+besides is forgotten.
 """
 
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class CapturedStep:
         try:
             with self._compute.capture(graph):
                 self._outputs = self._step(*self._inputs)
-                self._engine.ready_to_replay()
+                self._engine.close_recording()
         except RuntimeError as error:
             raise StateError(
                 f"this step cannot be recorded as a CUDA graph: {error}. Nothing in it may wait for the GPU (.item(), "

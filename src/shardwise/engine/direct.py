@@ -25,7 +25,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.engine, ctx.state, ctx.index = engine, state, index
         ctx.save_for_backward(x, weight if x.requires_grad else None)
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        # What a custom function returns as a view may not be changed in place, as an activation after it may want to.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -34,11 +36,7 @@ class _Linear(torch.autograd.Function):
         inputs = x.reshape(-1, x.shape[-1])
         grad_weight = None
         # next_functions[1] is what adds to weight.grad: whether this backward is meant to run it.
-        if (
-            ctx.state.places is not None
-            and not torch.is_grad_enabled()
-            and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-        ):
+        if ctx.state.places is not None and not torch.is_grad_enabled() and _is_meant_to_run(ctx.next_functions[1][0]):
             ctx.state.put(ctx.index, rows, inputs, ctx.engine.scale)
         else:
             grad_weight = rows.t().mm(inputs)
@@ -50,6 +48,13 @@ class _Linear(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _is_meant_to_run(accumulator: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:
+        return False  # torch.autograd.grad was asked for this very weight
 
 
 # Without the checks for functorch that apply makes in Python; they are made below.
@@ -65,8 +70,8 @@ def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> N
             for index, spec in enumerate(state.flat.params):
                 for site in spec.sites:
                     module = modules[site.module]
-                    if site.attribute == "weight" and _is_plain_linear(module):
-                        module.forward = _forward(module, engine, state, index)
+                    if site.attribute == "weight" and isinstance(module, nn.Linear) and _is_plain(module):
+                        module.forward = _forward(module, engine, state, index)  # type: ignore[method-assign]
                         unit.writes_directly = True
 
 
@@ -76,24 +81,28 @@ def _can_multiply_into(state: FlatState) -> bool:
     return flat.reduce == flat.compute or (state.master.is_cuda and flat.reduce == torch.float32)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+def _is_plain(module: nn.Linear) -> bool:
+    return (
+        type(module).forward is nn.Linear.forward and "forward" not in module.__dict__ and "bias" in module._parameters
+    )
 
 
-def _forward(module: nn.Module, engine: Engine, state: FlatState, index: int) -> Any:
+def _forward(module: nn.Linear, engine: Engine, state: FlatState, index: int) -> Any:
     parameters, param = module._parameters, state.compute_params[index]
 
-    def forward(x: Tensor) -> Tensor:
-        weight, bias = parameters["weight"], parameters["bias"]
+    def forward(input: Tensor) -> Tensor:  # noqa: A002, nn.Linear's own name for it
         if (
             torch.compiler.is_compiling()
-            or weight is not param
+            or parameters.get("weight") is not param
+            or "bias" not in parameters
             or not torch.is_grad_enabled()
-            or type(x) is not Tensor
-            or torch.is_autocast_enabled(x.device.type)
+            or type(input) is not Tensor
+            or input.is_nested
+            or torch.is_autocast_enabled(input.device.type)
             or torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
         ):
-            return F.linear(x, weight, bias)  # type: ignore[arg-type]
-        return _apply_linear(x, weight, bias, engine, state, index)
+            return nn.Linear.forward(module, input)
+        return _apply_linear(input, param, parameters["bias"], engine, state, index)
 
     return forward

@@ -77,6 +77,7 @@ class Engine:
         self.precision = precision
         self.is_sync = True
         self.is_captured = False
+        self._replay_state: tuple[object, ...] = ()
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
         self._masters_version = 0
@@ -499,15 +500,31 @@ class Engine:
             lane.join()
 
     def ready_to_replay(self) -> None:
-        """Be where a captured step begins and ends: no gradients, the first units gathered, but none into memory that
-        it would give back and find elsewhere the next time."""
+        """Be where every captured step begins and ends: no gradients, the first units gathered, all others stale.
+
+        What has been gathered besides, by an evaluation, counts as stale: a recording that relied on it would never
+        gather it again. Nothing is gathered into memory that the step gives back and finds elsewhere the next time.
+        """
         self._abandon_backward()
         if any(state.grad_state != "empty" for state in self.trainable_states):
             raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
-        self._gather_first_units()
+        if self._occupancy.state() != self._replay_state:
+            self.settle()
+            self._occupancy.masters_changed()
+            self._gather_first_units()
+            self.join_lanes()
+            for index in range(len(self.units)):
+                self._drop(index)
+            self._replay_state = self._occupancy.state()
+
+    def close_recording(self) -> None:
+        """The end of a captured step, which must be its beginning."""
         self.join_lanes()
-        for index in range(len(self.units)):
-            self._drop(index)
+        if self._occupancy.state() != self._replay_state:
+            raise StateError(
+                "this step does not end as it began, so it cannot be replayed: it must run the whole model, forward "
+                "and backward, then optimizer.step() and zero_grad()"
+            )
 
     def rest(self) -> None:
         """Nothing under way, and every module shows its part of the masters."""

@@ -179,6 +179,10 @@ class Occupancy:
         self.fresh = [False] * num_units
         self.rest_fresh = [False] * num_units
 
+    def state(self) -> tuple[object, ...]:
+        """All there is to it, to be compared."""
+        return dict(self.holder), list(self.held), list(self.fresh), list(self.rest_fresh)
+
     def forget_all(self) -> None:
         self.masters_changed()
         self.held = [False] * len(self.held)
