@@ -513,13 +513,21 @@ class Engine:
             self._occupancy.masters_changed()
             self._gather_first_units()
             self.join_lanes()
-            for index in range(len(self.units)):
-                self._drop(index)
+            self._forget_what_is_left()
             self._replay_state = self._occupancy.state()
+
+    def _forget_what_is_left(self) -> None:
+        """Of units besides the first, in slots and in memory that is given back: the next to run will be others."""
+        for index, slot in enumerate(self.schedule.slot_of):
+            self._drop(index)
+            if slot is not None and index not in self.schedule.after_step:
+                self._lose(index)
+                self._occupancy.vacate(index)
 
     def close_recording(self) -> None:
         """The end of a captured step, which must be its beginning."""
         self.join_lanes()
+        self._forget_what_is_left()
         if self._occupancy.state() != self._replay_state:
             raise StateError(
                 "this step does not end as it began, so it cannot be replayed: it must run the whole model, forward "

@@ -173,6 +173,13 @@ class Occupancy:
         """Forget a unit that gives its own memory back."""
         self.held[unit] = False
 
+    def vacate(self, unit: int) -> None:
+        """Forget a unit that lies in a slot, if it does."""
+        self.held[unit] = False
+        slot = self.schedule.slot_of[unit]
+        if slot is not None and self.holder.get(slot) == unit:
+            del self.holder[slot]
+
     def masters_changed(self) -> None:
         """After an update: what is trained is stale everywhere, what is frozen is not."""
         num_units = len(self.held)
