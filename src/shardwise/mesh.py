@@ -129,10 +129,10 @@ def make_axes(node_size: int | None) -> Axes:
 def connect(axes: Axes) -> Mesh:
     """Make the communicators. All ranks must mean the same axes."""
     ledger = Ledger()
+    # A mean multiplies by 1/N in the dtype that travels, which is exact for powers of two only.
+    averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     channels = {
-        (lane, axis): Channel(
-            axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, dist.get_backend() in AVERAGING
-        )
+        (lane, axis): Channel(axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages)
         for lane in LANES
         for axis, ranks in axes.members.items()
     }

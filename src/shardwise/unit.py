@@ -26,6 +26,7 @@ engine stamps those itself, with one version while the memory holds the weights 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -347,12 +348,11 @@ class FlatState:
         flat = self.flat
         assert self.grads is not None
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
-        num_copies = 1
-        for hop in flat.sync_hops:
-            num_copies *= sizes[hop.axis] if hop.kind == "all_reduce" else 1
+        num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
+        num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
         kept = self.final.clone()
         self.grads.zero_()
-        scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies))
+        scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies), num_summed)
         self.grad_state = "local"
 
 
@@ -366,7 +366,7 @@ class GradScale:
 
     before: float
     after: float
-    wire: float
+    wire_averages: bool
     loss_scale: Tensor | None
 
     @classmethod
@@ -380,10 +380,10 @@ class GradScale:
     ) -> "GradScale":
         share = 1.0 / num_ranks
         if wire_averages:
-            return cls(1.0, 1.0, share, loss_scale)
+            return cls(1.0, 1.0, True, loss_scale)
         if reduce in (compute, torch.float16):
-            return cls(share, 1.0, 1.0, loss_scale)
-        return cls(1.0, share, 1.0, loss_scale)
+            return cls(share, 1.0, False, loss_scale)
+        return cls(1.0, share, False, loss_scale)
 
     def apply(self, final: Tensor) -> None:
         if self.after != 1.0:
@@ -391,8 +391,9 @@ class GradScale:
         if self.loss_scale is not None:
             final.mul_(1.0 / self.loss_scale)
 
-    def undo(self, final: Tensor) -> None:
-        final.mul_(1.0 / (self.after * self.wire))
+    def undo(self, final: Tensor, num_summed: int) -> None:
+        """Such that a sync gives `final` again; `num_summed` ranks take part in its hops."""
+        final.mul_(float(num_summed) if self.wire_averages else 1.0 / self.after)
         if self.loss_scale is not None:
             final.mul_(self.loss_scale)
 

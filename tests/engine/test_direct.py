@@ -221,3 +221,25 @@ def gradient_of_the_weight_itself() -> bool:
 
 def test_the_gradient_itself_can_be_asked_for(run_ranks: Pool) -> None:
     assert run_ranks(1, gradient_of_the_weight_itself) == [True]
+
+
+def hook_on_a_weight() -> tuple[bool, int]:
+    """A hook that a forward puts on its own weight sees the gradient."""
+    sw.init()
+    model, _ = sw.shard(build(), None, "ddp", precision="fp32")
+    seen: list[Tensor | None] = []
+
+    def watch(module: nn.Module, args: Any) -> None:
+        module.weight.register_hook(lambda grad: seen.append(None if grad is None else grad.clone()))
+
+    handle = model.blocks[1].narrow.register_forward_pre_hook(watch)
+    model(batch(0)).square().mean().backward()
+    handle.remove()
+    alone = build()
+    alone(batch(0)).square().mean().backward()
+    expected = alone.blocks[1].narrow.weight.grad
+    return seen[0] is not None and expected is not None and torch.allclose(seen[0], expected, rtol=1e-4), len(seen)
+
+
+def test_a_hook_on_a_weight_sees_its_gradient(run_ranks: Pool) -> None:
+    assert run_ranks(1, hook_on_a_weight) == [(True, 1)]

@@ -125,3 +125,35 @@ def test_what_an_early_update_cannot_do_is_refused(run_ranks: Pool) -> None:
     assert "clip_grad_norm" in clip
     assert "call optimizer.step() first" in zero
     assert "sw.accumulate" in twice
+
+
+def changed_in_between() -> list[str]:
+    sw.init()
+    said = []
+
+    def change_rate(model: nn.Module, optimizer: Any, loss: torch.Tensor) -> None:
+        optimizer.param_groups[0]["lr"] = 0.2
+        optimizer.step()
+
+    def accumulate(model: nn.Module, optimizer: Any, loss: torch.Tensor) -> None:
+        with sw.accumulate(model):
+            loss.backward()
+
+    for change in (change_rate, accumulate):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in model.parameters():
+            nn.init.ones_(param)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = sw.shard(model, optimizer, "zero2", precision="fp32", units=["Linear"], early_update=True)
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(StateError) as caught:
+            change(model, optimizer, loss)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_would_come_too_late_for_an_early_update_is_refused(run_ranks: Pool) -> None:
+    rate, accumulate = run_ranks(2, changed_in_between)[0]
+    assert "between backward() and step()" in rate
+    assert "call step() first" in accumulate

@@ -56,6 +56,7 @@ class CapturedStep:
         self._fill_inputs(inputs)
         assert self._graph is not None
         self._graph.replay()
+        self._engine.was_replayed()
         return self._outputs
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:

@@ -36,7 +36,11 @@ class _Linear(torch.autograd.Function):
         inputs = x.reshape(-1, x.shape[-1])
         grad_weight = None
         # next_functions[1] is what adds to weight.grad: whether this backward is meant to run it.
-        if ctx.state.places is not None and not torch.is_grad_enabled() and _is_meant_to_run(ctx.next_functions[1][0]):
+        if (
+            ctx.state.places is not None
+            and not torch.is_grad_enabled()
+            and _is_meant_to_run(ctx.next_functions[1][0], ctx.state.compute_params[ctx.index])
+        ):
             ctx.state.put(ctx.index, rows, inputs, ctx.engine.scale)
         else:
             grad_weight = rows.t().mm(inputs)
@@ -50,9 +54,10 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _is_meant_to_run(accumulator: Any) -> bool:
+def _is_meant_to_run(accumulator: Any, param: Tensor) -> bool:
+    """Whether this backward adds to param.grad, and nobody wants to see the gradient on its way there."""
     try:
-        return torch._C._will_engine_execute_node(accumulator)
+        return not param._backward_hooks and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:
         return False  # torch.autograd.grad was asked for this very weight
 

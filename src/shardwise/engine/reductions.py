@@ -148,3 +148,4 @@ class Reductions:
         self.finish_all()
         self.wait()
         self._opened.clear()
+        self.memory.give_back()

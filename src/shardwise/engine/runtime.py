@@ -8,8 +8,8 @@ One step, in numbered phases:
     3. before its backward: as 1, in reverse order.
     4. after its backward, when that of an earlier unit begins: hand its gradient to the reduce lane, in the schedule's
        order on every rank.
-    5. end of the backward: reduce what is left (parameters that got no gradient count as zero), wait.
-    6. the optimizer's step, on masters and final gradients; then the next step's first gathers.
+    5. end of the backward: reduce what is left (parameters that got no gradient count as zero).
+    6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
 
 The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
 """
@@ -80,7 +80,6 @@ class Engine:
         self._replay_state: tuple[object, ...] = ()
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
-        self._masters_version = 0
         self.num_updates = 0
         # With early updates: where this step's forward began, and whether weights have changed since.
         self._forward_began: Mark = None
@@ -98,6 +97,7 @@ class Engine:
         self._gathers: dict[int, GatherInFlight] = {}
         self.reductions = Reductions(schedule, units, self._reduce_channels, self.scale, mesh.device)
         self._in_backward = False
+        self._graph_task = -1
         self._num_backwards = 0
         self._busy = [0] * len(units)
         self._calls: list[list[weakref.ref[ForwardCall]]] = [[] for _ in units]
@@ -249,6 +249,8 @@ class Engine:
             )
 
     def before_backward(self, call: ForwardCall, grad: Tensor) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
+            self._abandon_backward()
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
         if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
             return
@@ -323,8 +325,10 @@ class Engine:
         self._backward_at = min(self._backward_at, max(position, 0))
 
     def _begin_backward(self) -> None:
+        self._refuse_after_early_update("backward")
         self.await_gradients()
         self._in_backward = True
+        self._graph_task = torch._C._current_graph_task_id()
         self._num_backwards += 1
         self._complete = [False] * len(self.units)
         self._reduce_queue = deque(self.schedule.reduce_order)
@@ -353,6 +357,8 @@ class Engine:
         self.reductions.on_final = on_final
 
     def await_gradients(self) -> None:
+        """Let the computation wait for reductions and updates under way."""
+        self._update_lane.join()
         self.reductions.wait()
 
     def end_backward(self) -> None:
@@ -439,7 +445,7 @@ class Engine:
             elif self.reductions.memory.gives_back:
                 state.give_back_grads()
             state.grad_state = "final" if is_zero else "empty"
-            state.used = [is_zero] * len(state.used)
+            state.used = state.used if is_zero else [False] * len(state.used)
 
     def was_updated(self) -> None:
         """The masters that are trained are newer than every copy of them."""
@@ -457,7 +463,6 @@ class Engine:
         self._occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
-        self._update_lane.join()
         self.await_gradients()
         self._awaits_step = False
         if updated:
@@ -487,6 +492,7 @@ class Engine:
         self._position_of = {unit: position for position, unit in enumerate(self._leaves)}
         self._occupancy = Occupancy(self.schedule)
         self.memory.rearrange(self.schedule)
+        del self.update_order
 
     def settle(self) -> None:
         """Wait for every gather under way."""
@@ -515,6 +521,13 @@ class Engine:
             self.join_lanes()
             self._forget_what_is_left()
             self._replay_state = self._occupancy.state()
+
+    def was_replayed(self) -> None:
+        """Forwards before it can no longer lead to a backward; the first units hold the new weights."""
+        self.num_updates += 1
+        for index, unit in enumerate(self.units):
+            if self._occupancy.is_ready(index):
+                unit.stamp(2 * self.num_updates)
 
     def _forget_what_is_left(self) -> None:
         """Of units besides the first, in slots and in memory that is given back: the next to run will be others."""
@@ -546,11 +559,7 @@ class Engine:
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
         self.await_gradients()
-        if self._awaits_step:
-            raise StateError(
-                "a forward after a backward that has updated weights (early_update=True) and before optimizer.step(): "
-                "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
-            )
+        self._refuse_after_early_update("forward")
         if self.reductions.on_final is not None:
             self._forward_began = self._update_lane.mark_compute()
         if self._masters_version != self._version_of_masters():
@@ -561,6 +570,13 @@ class Engine:
         self._busy = [0] * len(self.units)
         self._called = [False] * len(self.units)
         self._forward_at = 0 if leads_to_backward else len(self._leaves)
+
+    def _refuse_after_early_update(self, what: str) -> None:
+        if self._awaits_step:
+            raise StateError(
+                f"a {what} after a backward that has updated weights (early_update=True) and before optimizer.step(): "
+                "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
+            )
 
     def end_forward(self) -> None:
         for other in self._leaves[self._forward_at :]:

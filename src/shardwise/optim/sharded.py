@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import ConfigurationError, StateError
 from ..unit import Channels, FlatState
@@ -48,11 +49,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._channels = channels
         self._scaler = scaler
         self._parts: list[Part] = []
-        self._parts_for_hooks = False
+        self._parts_are_for: tuple[object, bool] = (None, False)
         # With early updates: the flats that have arrived in this step, and the parts that are updated already.
         self._is_early = early_update
         self._arrived: set[FlatState] = set()
         self._updated: set[int] = set()
+        self._settings_when_early: list[dict[str, Any]] = []
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -108,6 +110,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Part by part, each as soon as its gradients are there, in the order in which they come."""
+        if self._updated and self._settings_when_early != _settings(self._inner):
+            raise StateError(
+                "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
+                "early_update=True weights were updated before: change them after step()"
+            )
         for number, part in enumerate(self._current_parts()):
             if number not in self._updated:
                 self._update_part(part, early=False)
@@ -121,6 +128,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
                 "backwards before the last one inside `with sw.accumulate(model):`"
             )
+        if not self._updated:
+            self._settings_when_early = _settings(self._inner)
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
             # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
@@ -129,10 +138,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._updated.add(number)
 
     def _current_parts(self) -> list["Part"]:
-        has_hooks = bool(self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks)
-        if not self._parts or has_hooks != self._parts_for_hooks:
-            self._parts = cut_into_parts(self._inner, self._stepper.update_order, has_hooks)
-            self._parts_for_hooks = has_hooks
+        order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
+        if self._parts_are_for[0] is not order or self._parts_are_for[1] != has_hooks:
+            self._parts = cut_into_parts(self._inner, order, has_hooks)
+            self._parts_are_for = (order, has_hooks)
         return self._parts
 
     def _update_part(self, part: "Part", early: bool) -> None:
@@ -223,6 +232,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_back_gradients(self) -> None:
         for state in self._stepper.trainable_states:
             state.hide_gradients()
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of every group that are plain numbers; a tensor is read when an update runs."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
+        for group in optimizer.param_groups
+    ]
 
 
 # Launching the update of fewer elements takes longer than running it.
