@@ -34,32 +34,27 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
-        grad_weight = None
-        # next_functions[1] is what adds to weight.grad: whether this backward is meant to run it.
-        if (
-            ctx.state.places is not None
-            and not torch.is_grad_enabled()
-            and _is_meant_to_run(ctx.next_functions[1][0], ctx.state.compute_params[ctx.index])
-        ):
+        try:
+            # Whether this backward is meant to add to weight.grad, which next_functions[1] does, and nobody wants to
+            # see the gradient on its way there.
+            is_direct = (
+                ctx.state.places is not None
+                and not torch.is_grad_enabled()
+                and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+                and not ctx.state.compute_params[ctx.index]._backward_hooks
+            )
+        except RuntimeError:
+            is_direct = False  # torch.autograd.grad was asked for this very weight
+        if is_direct:
             ctx.state.put(ctx.index, rows, inputs, ctx.engine.scale)
-        else:
-            grad_weight = rows.t().mm(inputs)
         return (
             None if weight is None else rows.mm(weight).view(x.shape),
-            grad_weight,
+            None if is_direct else rows.t().mm(inputs),
             rows.sum(0) if ctx.needs_input_grad[2] else None,
             None,
             None,
             None,
         )
-
-
-def _is_meant_to_run(accumulator: Any, param: Tensor) -> bool:
-    """Whether this backward adds to param.grad, and nobody wants to see the gradient on its way there."""
-    try:
-        return not param._backward_hooks and torch._C._will_engine_execute_node(accumulator)
-    except RuntimeError:
-        return False  # torch.autograd.grad was asked for this very weight
 
 
 # Without the checks for functorch that apply makes in Python; they are made below.

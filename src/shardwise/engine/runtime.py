@@ -136,7 +136,8 @@ class Engine:
         self._start_gather(index, needed_now=True)
         for other in ahead:
             self._start_gather(other, needed_now=False)
-        self._finish_gather(index)
+        if index in self._gathers:
+            self._finish_gather(index)
         self.units[index].show_compute()
 
     def _start_gather(self, index: int, needed_now: bool) -> None:
@@ -152,7 +153,8 @@ class Engine:
                 self._leave_slot(index, holder)
             else:
                 return
-        self._finish_gather(index)
+        if index in self._gathers:
+            self._finish_gather(index)
         unit = self.units[index]
         todo = occupancy.take(index)
         if not [flat for flat, _, _ in todo if not flat.master_is_whole]:
@@ -169,17 +171,17 @@ class Engine:
 
     def _lose(self, index: int) -> None:
         """A unit's gathered memory is about to be another's, or nobody's."""
-        self._finish_gather(index)
+        if index in self._gathers:
+            self._finish_gather(index)
         self.units[index].show_resting()
         self.units[index].stamp(LOST)
 
     def _finish_gather(self, index: int) -> None:
-        gather = self._gathers.pop(index, None)
-        if gather is not None:
-            for flight in gather.flights:
-                finish(flight)
-            self._gather_lane.compute_waits_for(gather.queued)
-            self.units[index].stamp(2 * self.num_updates)
+        gather = self._gathers.pop(index)
+        for flight in gather.flights:
+            finish(flight)
+        self._gather_lane.compute_waits_for(gather.queued)
+        self.units[index].stamp(2 * self.num_updates)
 
     def _leave_slot(self, index: int, holder: int) -> None:
         """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
@@ -282,7 +284,8 @@ class Engine:
             self._start_gather(other, needed_now=other == index)
         self._start_ready_reductions()
         if plan.backward_reads:
-            self._finish_gather(index)
+            if index in self._gathers:
+                self._finish_gather(index)
             unit.show_compute()
         if unit.writes_directly and self._reduce_queue and self._reduce_queue[0] == index:
             self.reductions.open_for_compute(index)
