@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError, StateError
+from ..optim.sharded import plain_settings
 from .guards import engine_of
 from .runtime import Engine
 from .streams import Lane
 
 NUM_EAGER_CALLS = 3
-
-# What a recording cannot change: numbers were written into its kernels.
-_FIXED = (bool, int, float, tuple)
 
 
 class CapturedStep:
@@ -61,7 +59,7 @@ class CapturedStep:
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
-        self._settings = self._current_settings()
+        self._settings = plain_settings(self._optimizer)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # What the calls so far needed is not needed again: the recording has memory of its own.
@@ -86,14 +84,9 @@ class CapturedStep:
                 )
             own.copy_(given, non_blocking=True)
 
-    def _current_settings(self) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in group.items() if isinstance(value, _FIXED)}
-            for group in self._optimizer.param_groups
-        ]
-
     def _refuse_other_settings(self) -> None:
-        for number, (now, recorded) in enumerate(zip(self._current_settings(), self._settings, strict=True)):
+        """Plain numbers were written into the recorded kernels."""
+        for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
             for key, value in now.items():
                 if value != recorded.get(key):
                     raise StateError(

@@ -127,7 +127,7 @@ class Engine:
 
     @cached_property
     def trainable_states(self) -> list[FlatState]:
-        return [state for unit in self.units for state in unit.states if state.flat.trainable]
+        return [state for unit in self.units for state in unit.trainable_states]
 
     # Phases 1 and 3: gather.
 

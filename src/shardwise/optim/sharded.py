@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Part by part, each as soon as its gradients are there, in the order in which they come."""
-        if self._updated and self._settings_when_early != _settings(self._inner):
+        if self._updated and self._settings_when_early != plain_settings(self._inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
                 "early_update=True weights were updated before: change them after step()"
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "backwards before the last one inside `with sw.accumulate(model):`"
             )
         if not self._updated:
-            self._settings_when_early = _settings(self._inner)
+            self._settings_when_early = plain_settings(self._inner)
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
             # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
@@ -243,7 +243,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The hyper-parameters of every group that are plain numbers; a tensor is read when an update runs."""
     return [
         {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
