@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.train import data
-from shardwise.train.model import Transformer, TransformerShape
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
 
 
 def main() -> None:

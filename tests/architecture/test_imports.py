@@ -20,11 +20,13 @@ LAYERS: dict[str, int] = {
     "unit": 3,
     "optim": 4,
     "engine": 5,
-    "train": 6,
-    "": 7,  # the package's own __init__: the API
-    "bench": 8,
-    "cli": 9,
-    "__main__": 10,
+    "checkpoint": 6,
+    "train": 7,
+    "": 8,  # the package's own __init__: the API
+    "config": 8,
+    "bench": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.layout import Strategy
-from shardwise.train.model import Transformer, TransformerShape
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
 from tests.harness import Pool
 from tests.support.models import HUGGING_FACE, MODELS, tokens
 from tests.support.trainee import features

@@ -9,7 +9,8 @@ import shardwise as sw
 from shardwise.engine.capture import NUM_EAGER_CALLS
 from shardwise.errors import StateError
 from shardwise.layout import PRESETS
-from shardwise.train.model import Transformer, TransformerShape
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
 
 pytestmark = pytest.mark.gpu
 

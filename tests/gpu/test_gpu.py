@@ -17,7 +17,8 @@ import shardwise as sw
 from shardwise.engine.guards import engine_of
 from shardwise.engine.schedule import step_events
 from shardwise.layout import PRESETS
-from shardwise.train.model import Transformer, TransformerShape
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
 from shardwise.wire.ledger import add_up
 from tests.harness import Pool
 

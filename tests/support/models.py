@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.train.model import Transformer, TransformerShape
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
 
 VOCAB = 61
 SEQ = 9

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise.errors import ConfigurationError
 from shardwise.train.checkpointing import checkpoint_blocks
-from shardwise.train.model import Block, Transformer, TransformerShape, rotary_table
+from shardwise.train.model import Block, Transformer, rotary_table
+from shardwise.train.shapes import TransformerShape
 from shardwise.wire.ledger import Row
 from tests.harness import Pool
 from tests.support.models import HUGGING_FACE, MODELS, tokens

@@ -13,7 +13,8 @@ import shardwise as sw
 from shardwise.errors import ConfigurationError
 from shardwise.train import loss as loss_module
 from shardwise.train.loss import CHUNK_LOGITS_BYTES, chunked_cross_entropy, tokens_per_chunk
-from shardwise.train.model import Head, Transformer, TransformerShape
+from shardwise.train.model import Head, Transformer
+from shardwise.train.shapes import TransformerShape
 from tests.harness import Pool
 from tests.support.models import SEQ, VOCAB, tokens
 from tests.support.trainee import LAYOUTS, NODES, Trainee, check

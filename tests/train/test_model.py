@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigurationError
-from shardwise.train.model import Transformer, TransformerShape, rotary_table, rotate
+from shardwise.train.model import Transformer, rotary_table, rotate
+from shardwise.train.shapes import TransformerShape
 
 SHAPE = TransformerShape(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, max_seq=16)
 TIED = TransformerShape(vocab=64, hidden=32, layers=2, heads=4, kv_heads=4, ffn=48, max_seq=16, tied=True)

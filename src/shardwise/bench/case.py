@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..train.shapes import PRESETS
 from .links import Fabric, parse
 from .names import FLOORS, label
 
@@ -32,10 +33,9 @@ SHAPES: dict[str, Shape] = {
         #                     hidden    ffn layers heads kv_heads tokens  vocab
         Shape("smoke",            64,   128,     2,    4,       4,    16,    256),
         Shape("50m",             512,  1408,    12,    8,       8,    64,   8192),
-        Shape("llama-3.2-1b",   2048,  8192,    16,   32,       8,  4096, 128256, tied=True),
-        Shape("llama-3.2-3b",   3072,  8192,    28,   24,       8,  4096, 128256, tied=True),
-        Shape("llama-3-8b",     4096, 14336,    32,   32,       8,  8192, 128256),
-        Shape("llama-3-70b",    8192, 28672,    80,   64,       8,  8192, 128256),
+        *(Shape(name, p.shape["hidden"], p.shape["ffn"], p.shape["layers"], p.shape["heads"], p.shape["kv_heads"],
+                p.shape["max_seq"], p.vocab, p.shape["tied"])
+          for name, p in PRESETS.items() if name.startswith("llama")),
         Shape("blocks-smoke",     64,   128,     3,    4,       4,    16),
         Shape("blocks-202m",    4096, 11008,    16,   32,      32,  2048),
         Shape("blocks-202m-8",  4096, 11008,     8,   32,      32,  8192),

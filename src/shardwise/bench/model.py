@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..train.model import Transformer, TransformerShape
+from ..train.model import Transformer
+from ..train.shapes import TransformerShape
 from .case import Case, Shape
 
 

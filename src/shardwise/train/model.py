@@ -6,42 +6,12 @@ module that owns parameters has `reset_parameters`, and no module owns a buffer 
 from the positions in each forward), so a model made on the meta device can be filled in module by module.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError
 from .loss import chunked_cross_entropy
-
-
-@dataclass(frozen=True, slots=True)
-class TransformerShape:
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    max_seq: int
-    tied: bool = False  # the output projection is the embedding
-
-    def __post_init__(self) -> None:
-        if self.hidden % self.heads or self.head_dim % 2:
-            raise ConfigurationError(
-                f"shape: hidden {self.hidden} / heads {self.heads} is not an even whole number; "
-                "choose heads so that each has an even dim, which rotary positions turn in pairs"
-            )
-        if self.heads % self.kv_heads:
-            raise ConfigurationError(
-                f"shape: heads {self.heads} does not divide into kv_heads {self.kv_heads}; "
-                "every key-value head serves the same number of query heads"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+from .shapes import TransformerShape
 
 
 class Linear(nn.Linear):
