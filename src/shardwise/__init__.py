@@ -11,6 +11,7 @@ from .version import VERSION
 if TYPE_CHECKING:
     from .engine.api import accumulate, describe, shard, traffic
     from .engine.capture import capture
+    from .engine.held import Memory, memory
     from .engine.whole import full_state_dict, load_full_state_dict, whole
     from .errors import ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
@@ -23,6 +24,7 @@ __version__ = VERSION
 __all__ = [
     "ConfigurationError",
     "Layout",
+    "Memory",
     "Precision",
     "ShardwiseError",
     "StateError",
@@ -35,6 +37,7 @@ __all__ = [
     "full_state_dict",
     "init",
     "load_full_state_dict",
+    "memory",
     "shard",
     "traffic",
     "whole",
@@ -47,6 +50,8 @@ _HOMES = {
     "shard": ".engine.api",
     "traffic": ".engine.api",
     "capture": ".engine.capture",
+    "Memory": ".engine.held",
+    "memory": ".engine.held",
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",

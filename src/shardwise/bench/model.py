@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..plan.flops import flops_per_token
 from ..train.model import Transformer
 from ..train.shapes import TransformerShape
 from .case import Case, Shape
@@ -111,10 +112,7 @@ def num_params(shape: Shape) -> int:
     return sum(weight.numel() for weight in build(shape, torch.device("meta"), 0).parameters())
 
 
-def flops_per_token(shape: Shape) -> float:
-    """Forward and backward, as torchtitan counts them: 6 for each parameter that multiplies, and attention in full.
-
-    The embedding is looked up, not multiplied; where it is tied, it multiplies as the head.
-    """
+def flops_of(shape: Shape) -> float:
+    """For a token, forward and backward."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
-    return 6 * (num_params(shape) - looked_up) + 12 * shape.layers * shape.hidden * shape.tokens
+    return flops_per_token(num_params(shape) - looked_up, shape.layers, shape.hidden, shape.tokens)

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..plan.flops import peak_flops
+from ..precision import precision_of
 from .case import Case
 from .compare import Findings, losses_of
 from .links import parse
-from .model import flops_per_token
+from .model import flops_of
 from .names import FLOORS, OURS, label
-
-# Dense bf16 FLOP/s, by words in the device's name; the first that fits.
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def row_of(case: Case, findings: Findings) -> Row:
     seconds = spread([second for answer in firsts for second in answer["seconds"]])
     median_s = statistics.median(medians_of(case, findings))
     tokens_per_s = case.tokens_per_step / median_s
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in firsts[0]["device"]), None)
+    peak = peak_flops(firsts[0]["device"], precision_of(case.precision, None).compute)
     wires = firsts[0]["wires"]
     return Row(
         **about,
@@ -95,7 +94,7 @@ def row_of(case: Case, findings: Findings) -> Row:
         seconds=Spread(median_s, seconds.min, seconds.max),
         ratios=ratios_of(case, findings) if is_ours else {},
         tokens_per_s=tokens_per_s,
-        mfu=tokens_per_s * flops_per_token(case.shape) / peak if peak else None,
+        mfu=tokens_per_s * flops_of(case.shape) / peak if peak else None,
         wire_s={wire: seen["seconds"] for wire, seen in wires.items()},
         wire_bytes={wire: seen["bytes"] for wire, seen in wires.items()},
         moved_bytes=sum(seen["bytes"] for seen in wires.values()) if wires else firsts[0]["moved_bytes"],

@@ -114,7 +114,7 @@ class Engine:
         self._open_calls: set[ForwardCall] = set()
         # The order of units in the first forward, until the first step has been taken.
         self._seen_order: list[int] | None = []
-        self._all_used: Tensor | None = None
+        self.all_used: Tensor | None = None
         self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_resting()
@@ -397,11 +397,11 @@ class Engine:
         """
         states = self.trainable_states
         used = [flag for state in states for flag in state.used]
-        if self._all_used is None:
-            self._all_used = torch.ones(len(used), dtype=torch.int32, device=self.mesh.device)
+        if self.all_used is None:
+            self.all_used = torch.ones(len(used), dtype=torch.int32, device=self.mesh.device)
         left_out = not all(used)
         with self.reductions.lane.after_compute():
-            mine = torch.tensor(used, dtype=torch.int32) if left_out else self._all_used
+            mine = torch.tensor(used, dtype=torch.int32) if left_out else self.all_used
             flags = mine.to(self.mesh.device, copy=True)
             finish(start_all_reduce(self._reduce_channels["world"], flags, "which parameters were used", sums=True))
         if left_out:

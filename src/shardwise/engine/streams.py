@@ -8,6 +8,7 @@ and collectives run in the process group's own threads.
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 # A point on a lane; on a CPU there is nothing to wait for.
@@ -86,6 +87,28 @@ class Lane:
     def compute_waits_for(self, mark: Mark) -> None:
         if self._stream is not None and mark is not None:
             _current_stream(self._stream.device_index).wait_event(mark)
+
+
+class Later:
+    """The numbers of a small tensor on their way to the host, to be read when they have long arrived.
+
+    Reading waits for the copy alone, not for what the GPU was given since.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: Mark = None
+        if tensor.device.type == "cuda":
+            # Pinned, else the copy would wait here. The host allocator keeps it until the copy is over.
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._arrived = _current_stream(tensor.device.index).record_event()
+        else:
+            self._host = tensor.detach().clone()
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.double().reshape(-1).tolist()
 
 
 def _make_current(stream_id: int, device_index: int, device_type: int) -> None:

@@ -64,6 +64,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"Sharded{self._inner!r}"
 
     @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The user's own, whose groups and state hold this rank's parts."""
+        return self._inner
+
+    @property
     def loss_scale(self) -> float:
         """What fp16 gradients are multiplied by at present; 1 in every other precision."""
         return 1.0 if self._scaler is None else float(self._scaler.scale)

@@ -23,13 +23,16 @@ class StateBytes:
         return ", ".join(f"{name} {num_bytes / 1e6:.1f} MB" for name, num_bytes in parts.items())
 
 
-def state_bytes(flats: Iterable[Flat], num_moments: int = 2) -> StateBytes:
-    """What a rank holds between backward and step, padding included. Adam keeps two moments in the master's dtype."""
+def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
+    """What a rank holds between backward and step, padding included. Adam keeps two moments in the master's dtype.
+
+    Moments in fewer bits are a fraction of one.
+    """
     params = grads = optimizer = 0
     for flat in flats:
         master = flat.spans[flat.depth_of_master].num_elems
         if flat.trainable:
-            optimizer += master * flat.master.itemsize * num_moments
+            optimizer += round(master * flat.master.itemsize * num_moments)
             grads += flat.spans[flat.depth_of_grads].num_elems * flat.reduce.itemsize
         if flat.depth_of_params == 0 and not flat.master_is_whole:
             params += flat.num_elems * flat.compute.itemsize

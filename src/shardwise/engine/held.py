@@ -1,0 +1,197 @@
+"""What a rank holds at this moment, in bytes by class, counted on the tensors themselves, beside what was planned.
+
+Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Between a backward and
+its step everything is there; a GPU gives the memory of gradients back with `zero_grad`, and gets it again. What the
+allocator has lent besides is activations. A CPU's keeps no such books: there the process as a whole is all that is
+known.
+"""
+
+import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import StateError
+from ..optim.sharded import ShardedOptimizer
+from ..plan.memory import StateBytes, state_bytes
+from ..unit import FlatState
+from .guards import engine_of
+from .memory import NUM_REDUCTIONS
+from .runtime import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`params` are copies in the compute dtype that stay between steps, `optimizer` is masters and moments, `buffers`
+    are gather slots, reduction slots, what modules registered, and counters.
+
+    `now` and `peak` are all that is allocated on a GPU, or the resident memory of the process on a CPU.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    buffers: int
+    activations: int | None  # all else that is allocated; None on a CPU
+    peak_activations: int | None  # all else at the peak; what has been given back since counts here
+    now: int
+    peak: int
+    reserved: int | None  # what a GPU's allocator has taken from the driver
+    planned: StateBytes  # equal to `seen` between a backward and its step, but for moments, which padding has none of
+    planned_buffers: int
+
+    @property
+    def seen(self) -> StateBytes:
+        return StateBytes(self.params, self.grads, self.optimizer)
+
+    def by_class(self) -> dict[str, int]:
+        """Bytes now, by the classes that are known here."""
+        parts = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer, "buffers": self.buffers}
+        return parts if self.activations is None else {**parts, "activations": self.activations}
+
+    def highest(self, other: "Memory") -> "Memory":
+        """The larger of two, class by class; what was planned is this one's."""
+        larger: dict[str, Any] = {}
+        for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            larger[name] = None if mine is None or theirs is None else max(mine, theirs)
+        return Memory(**larger, planned=self.planned, planned_buffers=self.planned_buffers)
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+    """What this rank holds of a sharded model and, where it is given, of its optimizer. Nothing waits for the GPU."""
+    engine = engine_of(model)
+    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        raise StateError(
+            f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
+            "sw.shard returned"
+        )
+    states = [state for unit in engine.units for state in unit.states]
+    count = _Counter(engine.mesh.device)
+    whole = _whole_bytes(states)
+    params = whole + count(_resting_copies(states))
+    grads = count(state.grads for state in states if state.grads is not None)
+    masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
+    # Memory of units that are always whole is params, but for the gaps between their flats.
+    buffers = count([*engine.memory.slots, *engine.memory.own.values()]) - whole
+    buffers += count(slot for slot in engine.reductions.memory.slots if slot is not None)
+    buffers += count(model.buffers()) + count(_small(engine, states, optimizer))
+    held = params + grads + masters_and_moments + buffers
+    now, peak, reserved = _in_use(engine.mesh.device)
+    return Memory(
+        params=params,
+        grads=grads,
+        optimizer=masters_and_moments,
+        buffers=buffers,
+        activations=None if reserved is None else now - held,
+        peak_activations=None if reserved is None else peak - held,
+        now=now,
+        peak=peak,
+        reserved=reserved,
+        planned=state_bytes([state.flat for state in states], _num_moments(engine, optimizer)),
+        planned_buffers=_planned_buffers(engine, model) - whole,
+    )
+
+
+class _Counter:
+    """Bytes of the storages that tensors lie in, on one device, each storage the first time it is seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: set[int] = set()
+
+    def __call__(self, tensors: Iterable[Any]) -> int:
+        num_bytes = 0
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):
+                num_bytes += self(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            elif tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    num_bytes += storage.nbytes()
+        return num_bytes
+
+
+def _whole_bytes(states: list[FlatState]) -> int:
+    """Of compute copies that are never dropped. They lie in memory that their units share."""
+    flats = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
+    return sum(flat.num_elems * flat.compute.itemsize for flat in flats)
+
+
+def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
+    """Copies between master and whole, and masters that are the parameters themselves."""
+    for state in states:
+        if state.rest is not None:
+            yield state.rest
+        if state.flat.master == state.flat.compute or not state.flat.trainable:
+            yield state.master
+
+
+def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    """Of the optimizer's state, what is shaped like its parameter."""
+    if optimizer is not None:
+        for param, entries in optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
+                    yield value
+
+
+def _small(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    """Counters, flags, and the stand-ins for gradients."""
+    if optimizer is not None:
+        for entries in optimizer.state.values():
+            yield from (value for value in entries.values() if isinstance(value, Tensor))
+    for state in states:
+        yield from (param.grad for param in state.resting_params if param.grad is not None)
+    yield from (value for value in (engine.all_used, engine.scale.loss_scale) if value is not None)
+
+
+def _in_use(device: torch.device) -> tuple[int, int, int | None]:
+    """Now, at the peak, and reserved: on the device, or by the process."""
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return now, peak, torch.cuda.memory_reserved(device)
+    return *_resident_bytes(), None
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Of this process, now and at most. getrusage alone would tell of the process that started this one."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak, peak
+    found = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    return now, max(now, peak)
+
+
+def _planned_buffers(engine: Engine, model: nn.Module) -> int:
+    """Slots, memory of units' own while all of it is there, and what modules registered."""
+    schedule = engine.schedule
+    own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
+    reductions = NUM_REDUCTIONS * schedule.reduction_slot_bytes
+    return sum(schedule.slot_bytes) + sum(own) + reductions + _Counter(engine.mesh.device)(model.buffers())
+
+
+# Bytes of an element of a moment in fewer bits, scales of its blocks included, by the end of the optimizer's name.
+_SMALL_MOMENTS = {"8bit": 1 + 4 / 256, "Fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
+
+
+def _num_moments(engine: Engine, optimizer: ShardedOptimizer | None) -> float:
+    """Tensors of the master's size that the optimizer will keep: Adam's two, unless it is known to differ."""
+    if optimizer is None:
+        return 0
+    name, groups = type(optimizer.inner).__name__, optimizer.param_groups
+    if name == "SGD":
+        return max(float(group["momentum"] != 0) for group in groups)
+    num_moments = 2 + max(float(group.get("amsgrad", False)) for group in groups)
+    for ending, num_bytes in _SMALL_MOMENTS.items():
+        if name.endswith(ending):
+            return num_moments * num_bytes / engine.precision.master.itemsize
+    return num_moments
