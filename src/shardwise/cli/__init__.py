@@ -1,14 +1,21 @@
 """The command line: one small file per verb. Nothing here imports torch before the verb is known.
 
-Exit codes: 0 all is well, 1 something failed, 2 what was asked for cannot be done, 130 interrupted.
+Exit codes: 0 all is well, 1 something failed, 2 what was asked for cannot be done, 3 it does not fit, 4 the training
+diverged, 5 a checkpoint is unusable, 130 and 143 interrupted. A mistake is told in one sentence.
 """
 
 import sys
+from typing import Any
 
 import typer
 
-from ..errors import ConfigurationError
+from ..errors import CheckpointError, ConfigurationError, ShardwiseError
 from .bench import bench
+from .train import TrainCommand, train
+
+EXIT_CODES: dict[type[ShardwiseError], int] = {ConfigurationError: 2, CheckpointError: 5}
+# What the parser raises: typer brings its own click from 0.22 on, and this name is in both.
+UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="shardwise",
@@ -29,12 +36,23 @@ def _verbs() -> None:
     """One engine for every way of sharding data-parallel training."""
 
 
+app.command(cls=TrainCommand)(train)
 app.command()(bench)
 
 
 def main() -> None:
     try:
-        app()
-    except ConfigurationError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        message = error.format_message().rstrip(".")
+        if message:  # none where no verb was given: the help was printed
+            _tell(f"{message} (see {error.ctx.command_path if error.ctx else 'shardwise'} --help)")
+        code = 2
+    except ShardwiseError as error:
+        _tell(str(error))
+        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+    sys.exit(code)
+
+
+def _tell(message: str) -> None:
+    print(f"shardwise: {message}", file=sys.stderr)

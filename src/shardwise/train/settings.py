@@ -7,6 +7,8 @@ help, says how. `config.py` makes a `Settings` from files, the environment and f
 
 import dataclasses
 import json
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,9 +24,26 @@ class Lora:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigurationError(f"lora.r: {self.r} must be at least 1")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigurationError(f"lora.alpha: {self.alpha:g} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"lora.dropout: {self.dropout:g} must be at least 0 and below 1")
 
-def setting(panel: str, default: Any, help: str) -> Any:  # noqa: A002, typer's word
-    return field(default=default, metadata={"panel": panel, "help": help})
+
+def setting(
+    panel: str,
+    default: Any,
+    help: str,  # noqa: A002, typer's word
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    limits = {"least": least, "most": most, "below": below}
+    return field(default=default, metadata={"panel": panel, "help": help, **limits})
 
 
 def mapping(panel: str, help: str) -> Any:  # noqa: A002
@@ -49,7 +68,7 @@ class Settings:
     shape: dict[str, int | bool] = mapping(MODEL, "In-tree shapes only: what differs from the named one, shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied.")
     random_weights: bool = setting(MODEL, False, "Fresh weights for a Hugging Face model instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, else bytes.")
-    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32,dropout=0,targets=q_proj+v_proj.")
+    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, where needed, dropout=0.05 and targets=q_proj+v_proj.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "What blocks compute again in the backward: none, selective or full; alone: full.")
     compile: bool = setting(MODEL, False, "torch.compile on each block.")
 
@@ -57,81 +76,67 @@ class Settings:
     dataset: str | None = setting(DATA, None, "A Hugging Face dataset: a saved folder or an id, in place of files.")
     dataset_split: str = setting(DATA, "train", "Which split of the dataset.")
     eval_file: tuple[str, ...] = setting(DATA, (), "Evaluate on these instead of on a part of the training data.")
-    eval_fraction: float = setting(DATA, 0.02, "The part of the samples that is kept for evaluation; 0: none.")
+    eval_fraction: float = setting(DATA, 0.02, "The part of the samples that is kept for evaluation; 0: none.", least=0, below=1)
     token_dtype: Literal["uint16", "uint32"] = setting(DATA, "uint16", "How wide the numbers of .bin files are.")
-    seq_length: int | None = setting(DATA, None, "Tokens of a sample. Default: what the model can take, at most 2048.")
+    seq_length: int | None = setting(DATA, None, "Tokens of a sample. Default: what the model can take, at most 2048.", least=1)
     packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length; padded: a document a sample.")
     isolate_documents: bool | None = setting(DATA, None, "Whether attention stops at the ends of documents. Default: for rows with prompts or messages.")
-    max_bad_rows: int = setting(DATA, 100, "Rows that may be left out because they cannot be read; one more is an error.")
+    max_bad_rows: int = setting(DATA, 100, "Rows that may be left out because they cannot be read; one more is an error.", least=0)
 
-    global_batch_size: int | None = setting(BATCH, None, "Samples of a step, over all ranks and micro-batches: the contract. Default: what the next two make, else 16.")
-    per_device_train_batch_size: int | None = setting(BATCH, None, "Samples of a micro-batch. Default: a rank's whole share of a step.")
-    gradient_accumulation_steps: int | None = setting(BATCH, None, "Micro-batches of a step and rank. Default: what the global batch asks for.")
-    per_device_eval_batch_size: int | None = setting(BATCH, None, "Samples that are evaluated at once. Default: as in training.")
+    global_batch_size: int | None = setting(BATCH, None, "Samples of a step, over all ranks and micro-batches: the contract. Default: what the next two make, else 16.", least=1)
+    per_device_train_batch_size: int | None = setting(BATCH, None, "Samples of a micro-batch. Default: a rank's whole share of a step.", least=1)
+    gradient_accumulation_steps: int | None = setting(BATCH, None, "Micro-batches of a step and rank. Default: what the global batch asks for.", least=1)
+    per_device_eval_batch_size: int | None = setting(BATCH, None, "Samples that are evaluated at once. Default: as in training.", least=1)
 
-    max_steps: int | None = setting(TRAINING, None, "Steps in all. Default: what the epochs make.")
-    num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, where max-steps does not say. Default: 1.")
+    max_steps: int | None = setting(TRAINING, None, "Steps in all. Default: what the epochs make.", least=1)
+    num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, where max-steps does not say. Default: 1.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
-    learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.")
+    learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps).")
-    warmup_steps: int = setting(TRAINING, 0, "Steps in which the learning rate grows from 0.")
-    decay_steps: int | None = setting(TRAINING, None, "Of wsd. Default: a fifth of all steps.")
-    min_lr_ratio: float = setting(TRAINING, 0.1, "What is left of the learning rate at the end.")
-    weight_decay: float = setting(TRAINING, 0.1, "Of matrices; norms and biases have none.")
-    adam_beta1: float = setting(TRAINING, 0.9, "Decay of the first moment.")
-    adam_beta2: float = setting(TRAINING, 0.95, "Decay of the second moment.")
-    adam_epsilon: float = setting(TRAINING, 1e-8, "Added to the root of the second moment.")
-    momentum: float = setting(TRAINING, 0.9, "Of sgd.")
-    max_grad_norm: float = setting(TRAINING, 1.0, "Gradients are scaled down to this norm; 0: never.")
-    seed: int = setting(TRAINING, 0, "Of weights, order and dropout.")
-    eval_steps: int = setting(TRAINING, 0, "Evaluate every so many steps; 0: at the end only.")
-    divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 when the loss is this many times its lowest mean, or is not a number; 0: go on.")
+    warmup_steps: int = setting(TRAINING, 0, "Steps in which the learning rate grows from 0.", least=0)
+    decay_steps: int | None = setting(TRAINING, None, "Of wsd. Default: a fifth of all steps.", least=1)
+    min_lr_ratio: float = setting(TRAINING, 0.1, "What is left of the learning rate at the end.", least=0, most=1)
+    weight_decay: float = setting(TRAINING, 0.1, "Of matrices; norms and biases have none.", least=0)
+    adam_beta1: float = setting(TRAINING, 0.9, "Decay of the first moment.", least=0, below=1)
+    adam_beta2: float = setting(TRAINING, 0.95, "Decay of the second moment.", least=0, below=1)
+    adam_epsilon: float = setting(TRAINING, 1e-8, "Added to the root of the second moment.", least=0)
+    momentum: float = setting(TRAINING, 0.9, "Of sgd.", least=0)
+    max_grad_norm: float = setting(TRAINING, 1.0, "Gradients are scaled down to this norm; 0: never.", least=0)
+    seed: int = setting(TRAINING, 0, "Of weights, order and dropout.", least=0, most=2**63 - 1)
+    eval_steps: int = setting(TRAINING, 0, "Evaluate every so many steps; 0: at the end only.", least=0)
+    divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 when the loss is this many times its lowest mean, or is not a number; 0: go on.", least=0)
 
     strategy: str | dict[str, str] = setting(SHARDING, "auto", "auto, ddp, zero1, zero2, zero3, hsdp, ...; or a mapping from unit patterns to them.")
     precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "fp32, bf16 (fp32 masters), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
     reduce_dtype: Literal["fp32", "bf16"] | None = setting(SHARDING, None, "What gradients are summed in. Default: what the precision says.")
-    node_size: int | None = setting(SHARDING, None, "Ranks that count as a node. Default: those of this machine.")
+    node_size: int | None = setting(SHARDING, None, "Ranks that count as a node. Default: those of this machine.", least=1)
 
     output_dir: str | None = setting(RUN, None, "The run folder. Default: runs/MODEL-DATE-TIME.")
     resume_from_checkpoint: str | None = setting(RUN, None, "'latest', or a checkpoint's folder; ranks and strategy may differ from those that saved it.")
-    save_steps: int = setting(RUN, 0, "Save every so many steps; 0: at the end only.")
-    save_total_limit: int | None = setting(RUN, None, "Keep only the last so many checkpoints.")
-    logging_steps: int = setting(RUN, 10, "Steps between two lines.")
+    save_steps: int = setting(RUN, 0, "Save every so many steps; 0: at the end only.", least=0)
+    save_total_limit: int | None = setting(RUN, None, "Keep only the last so many checkpoints.", least=1)
+    logging_steps: int = setting(RUN, 10, "Steps between two lines.", least=1)
     report_to: tuple[str, ...] = setting(RUN, (), "tensorboard, wandb; several with commas.")
     export: bool = setting(RUN, True, "Write the trained weights as a Hugging Face folder, or a PEFT adapter, at the end.")
-    sample_tokens: int = setting(RUN, 160, "Tokens of a sample that is generated at the end; 0: none.")
+    sample_tokens: int = setting(RUN, 160, "Tokens of a sample that is generated at the end; 0: none.", least=0)
     sample_prompt: str | None = setting(RUN, None, "What the sample begins with.")
     profile: bool = setting(RUN, False, "Write a trace of three steps.")
 
     device: Literal["cpu", "cuda"] | None = setting(LAUNCH, None, "Default: cuda where there is one.")
-    nproc_per_node: int | None = setting(LAUNCH, None, "Ranks on this machine. Default: its GPUs, or 2 on CPUs.")
+    nproc_per_node: int | None = setting(LAUNCH, None, "Ranks on this machine. Default: its GPUs, or 2 on CPUs.", least=1)
     nnodes: str = setting(LAUNCH, "1", "Machines, or MIN:MAX of them.")
-    node_rank: int | None = setting(LAUNCH, None, "Which of them this is, for rdzv-backend static.")
+    node_rank: int | None = setting(LAUNCH, None, "Which of them this is, for rdzv-backend static.", least=0)
     rdzv_backend: str = setting(LAUNCH, "c10d", "How machines find each other.")
     rdzv_endpoint: str | None = setting(LAUNCH, None, "HOST:PORT where they meet.")
     rdzv_id: str = setting(LAUNCH, "shardwise", "The job's name there.")
-    max_restarts: int = setting(LAUNCH, 0, "How often a machine's ranks are started again after a crash; they go on from the last checkpoint.")
-    timeout: float = setting(LAUNCH, 600.0, "Seconds that a collective may take.")
+    max_restarts: int = setting(LAUNCH, 0, "How often a machine's ranks are started again after a crash; they go on from the last checkpoint.", least=0)
+    timeout: float = setting(LAUNCH, 600.0, "Seconds that a collective may take.", least=1)
     # fmt: on
 
     def __post_init__(self) -> None:
-        """What can be refused by looking at the values alone; ranges of single values are checked here too."""
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name}: {value}, but it must be at least 1")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigurationError(f"{name}: {value}, but it must not be negative")
-        for name, above in (
-            ("eval_fraction", 1.0),
-            ("min_lr_ratio", 1.0000001),
-            ("adam_beta1", 1.0),
-            ("adam_beta2", 1.0),
-        ):
-            if not 0 <= getattr(self, name) < above:
-                raise ConfigurationError(f"{name}: {getattr(self, name)}, but it must lie between 0 and 1")
+        """What can be refused by looking at the values alone."""
+        for entry in dataclasses.fields(self):
+            _refuse_outside(entry, getattr(self, entry.name))
         if self.train_file and self.dataset:
             raise ConfigurationError(
                 f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: the data comes from one of them"
@@ -142,6 +147,13 @@ class Settings:
             )
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to go on")
+        if self.decay_steps is not None and self.lr_scheduler_type != "wsd":
+            raise ConfigurationError(
+                f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
+            )
+        machines = re.fullmatch(r"(\d+)(?::(\d+))?", self.nnodes)
+        if not machines or not 1 <= int(machines[1]) <= int(machines[2] or machines[1]):
+            raise ConfigurationError(f"nnodes: {self.nnodes!r} is no number of machines; write 2, or 1:4 for 1 to 4")
         for word in self.report_to:
             if word not in ("tensorboard", "wandb"):
                 raise ConfigurationError(f"report_to: unknown {word!r}; known: tensorboard, wandb")
@@ -150,16 +162,19 @@ class Settings:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
-_AT_LEAST_ONE = (
-    "seq_length", "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "per_device_eval_batch_size", "max_steps", "decay_steps", "node_size", "save_total_limit", "logging_steps",
-    "nproc_per_node", "timeout",
-)  # fmt: skip
-_NOT_NEGATIVE = (
-    "max_bad_rows", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_epsilon", "momentum",
-    "max_grad_norm", "seed", "eval_steps", "divergence_ratio", "save_steps", "sample_tokens", "node_rank",
-    "max_restarts",
-)  # fmt: skip
+def _refuse_outside(entry: dataclasses.Field[Any], value: Any) -> None:
+    """A number outside the limits that stand beside its default; a float that is no number has no limits."""
+    limits = entry.metadata
+    if not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise ConfigurationError(f"{entry.name}: {value} is not a finite number")
+    if limits["least"] is not None and value < limits["least"]:
+        raise ConfigurationError(f"{entry.name}: {value} must be at least {limits['least']:g}")
+    if limits["most"] is not None and value > limits["most"]:
+        raise ConfigurationError(f"{entry.name}: {value} must be at most {limits['most']:g}")
+    if limits["below"] is not None and value >= limits["below"]:
+        raise ConfigurationError(f"{entry.name}: {value} must be below {limits['below']:g}")
 
 
 def settings_from_json(text: str) -> Settings:

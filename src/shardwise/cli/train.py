@@ -1,0 +1,160 @@
+"""`shardwise train`: a trained model from a file, overrides and flags.
+
+The flags are the fields of `Settings`, one each, with the panel and the help that stand there; this file has no list
+of its own. Values travel as text: `config.py` knows the types, and says what is wrong wherever it was written.
+"""
+
+import inspect
+import json
+import os
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from ..train.settings import Settings
+
+INSTEAD = "Instead of training"
+PRINTERS = ("--print-slurm", "--print-k8s")
+
+
+class TrainCommand(TyperCommand):
+    """Flags that may stand alone get the value that this means, before typer parses them.
+
+    So `--compile` is `--compile true` and `--no-compile` is `--compile false`: the help needs one name for both.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for arg, after in zip(args, [*args[1:], ""], strict=True):
+            flag = arg.replace("_", "-")
+            positive = flag.replace("--no-", "--", 1)
+            if flag in ALONE and after.lower() not in ALONE[flag]:
+                given += [flag, "true"]
+            elif positive in ALONE and flag != positive:
+                given += [positive, "false"]
+            else:
+                given.append(arg)
+        ctx.meta["shardwise.words"] = [arg for arg in args if arg.replace("_", "-") not in PRINTERS]
+        return super().parse_args(ctx, given)
+
+
+def train(
+    ctx: typer.Context,
+    words: list[str] | None,
+    show_config: bool,
+    schema: bool,
+    print_slurm: bool,
+    print_k8s: bool,
+    **flags: Any,
+) -> None:
+    """Train a model, sharded over the ranks of this machine or of many.
+
+    All of this can also stand in a YAML or TOML FILE, behind it as
+    KEY=VALUE, and in the environment as SHARDWISE_KEY. Flags are stronger
+    than KEY=VALUE, then come the file, the environment, what suits the
+    model, and the defaults; --show-config says what came from where.
+    What is true or false may stand alone: --compile, --no-compile.
+
+    A small model on Python's own manual, on two CPU ranks:
+
+        shardwise train
+
+    The same, smaller and shorter:
+
+        shardwise train shape.layers=2 max_steps=50 --strategy zero3
+
+    A file, and what differs from it:
+
+        shardwise train examples/finetune-8b-8gpu.yaml \\
+          --learning-rate 1e-5 --train-file mine.jsonl
+
+    Adapters for a chat model, on four GPUs:
+
+        shardwise train --model meta-llama/Llama-3.1-8B-Instruct \\
+          --lora r=16,alpha=32,targets=q_proj+v_proj --nproc-per-node 4 \\
+          --train-file chats.jsonl --gradient-checkpointing
+
+    Go on where a run was stopped, on other ranks, sharded otherwise:
+
+        shardwise train --output-dir runs/mine --strategy zero2 \\
+          --resume-from-checkpoint latest --nproc-per-node 4
+
+    A script for Slurm, four machines:
+
+        shardwise train examples/pretrain-1b.yaml --nnodes 4 --print-slurm
+    """
+    from ..config import explain, resolve
+    from ..config import schema as schema_of_settings
+
+    if schema:
+        print(json.dumps(schema_of_settings(), indent=1))
+        return
+    resolved = resolve(words or [], flags, os.environ)
+    if show_config:
+        print(explain(resolved))
+    elif print_slurm or print_k8s:
+        from ..train import submit
+
+        write = submit.slurm if print_slurm else submit.k8s
+        print(write(resolved.settings, ctx.meta["shardwise.words"]))
+    else:
+        from ..train.launch import launch
+
+        raise typer.Exit(launch(resolved.settings, resolved.origin))
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """What typer shall see in place of `**flags`."""
+    instead: dict[str, str] = {
+        "show_config": "Print every setting and where it came from, as a file to train with.",
+        "schema": "Print the JSON schema of a configuration file.",
+        "print_slurm": "Print a script for sbatch.",
+        "print_k8s": "Print a job for kubectl apply.",
+    }
+    words = typer.Argument(metavar="FILE|KEY=VALUE", help="A configuration, and what differs from it.")
+    return [
+        _parameter("ctx", typer.Context, inspect.Parameter.empty),
+        _parameter("words", Annotated[list[str] | None, words], None),
+        *(_parameter(entry.name, Annotated[_flag_type(entry), _option(entry)], None) for entry in fields(Settings)),
+        *(
+            _parameter(
+                name,
+                Annotated[bool, typer.Option(_flag(name), help=text, rich_help_panel=INSTEAD)],
+                False,
+            )
+            for name, text in instead.items()
+        ),
+    ]
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag_type(entry: Field[Any]) -> Any:
+    """None is a flag that was not given, whatever its default is; lists may be given in several flags."""
+    return list[str] | None if get_origin(entry.type) in (tuple, dict) else str | None
+
+
+def _option(entry: Field[Any]) -> Any:
+    text, panel = entry.metadata["help"], entry.metadata["panel"]
+    if isinstance(entry.default, int | float | str) and entry.default is not False:
+        text += f" Default: {'on; off with --no-' + entry.name if entry.default is True else entry.default}."
+    metavars = {bool: "true|false", int: "INTEGER", float: "NUMBER"}
+    metavar = next((metavars[kind] for kind in (entry.type, *get_args(entry.type)) if kind in metavars), "TEXT")
+    return typer.Option(_flag(entry.name), help=text, rich_help_panel=panel, metavar=metavar)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# Flags that may stand alone, and the words that are taken for their value when they follow.
+ALONE = {
+    _flag(entry.name): ("true", "false", *(get_args(entry.type) if get_origin(entry.type) is Literal else ()))
+    for entry in fields(Settings)
+    if bool in (entry.type, *get_args(entry.type)) or entry.name == "gradient_checkpointing"
+}
+train.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
