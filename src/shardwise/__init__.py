@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from .version import VERSION
 
 if TYPE_CHECKING:
+    from .checkpoint.load import load
+    from .checkpoint.save import save
     from .engine.api import accumulate, describe, shard, traffic
     from .engine.capture import capture
     from .engine.held import Memory, memory
     from .engine.whole import full_state_dict, load_full_state_dict, whole
-    from .errors import ConfigurationError, ShardwiseError, StateError, WireError
+    from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
     from .precision import Precision
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "Layout",
     "Memory",
@@ -36,8 +39,10 @@ __all__ = [
     "describe",
     "full_state_dict",
     "init",
+    "load",
     "load_full_state_dict",
     "memory",
+    "save",
     "shard",
     "traffic",
     "whole",
@@ -45,6 +50,8 @@ __all__ = [
 
 # The same names as above, and the modules they come from.
 _HOMES = {
+    "load": ".checkpoint.load",
+    "save": ".checkpoint.save",
     "accumulate": ".engine.api",
     "describe": ".engine.api",
     "shard": ".engine.api",
@@ -55,6 +62,7 @@ _HOMES = {
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",
+    "CheckpointError": ".errors",
     "ConfigurationError": ".errors",
     "ShardwiseError": ".errors",
     "StateError": ".errors",

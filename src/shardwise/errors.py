@@ -20,6 +20,10 @@ class StateError(ShardwiseError, RuntimeError):
     """A sharded model or optimizer was touched in a way, or at a time, that cannot be right."""
 
 
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint could not be written, is not whole, or is of something else."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known words, with the nearest one first in the sentence when there is one."""
     names = sorted(known)

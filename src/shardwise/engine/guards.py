@@ -63,8 +63,8 @@ def _refuser(reason: str) -> Callable[..., NoReturn]:
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
     if id(module) not in engine_of(module).whole_modules:
         raise StateError(
-            "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, "
-            "or use `with sw.whole(model):`"
+            "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, use "
+            "`with sw.whole(model):`, or write a checkpoint with sw.save(path, model, optimizer)"
         )
 
 
@@ -72,5 +72,5 @@ def _refuse_load(module: nn.Module, *args: Any) -> None:
     if id(module) not in engine_of(module).whole_modules:
         raise StateError(
             "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
-            "every rank, or use `with sw.whole(model, write=True):`"
+            "every rank, use `with sw.whole(model, write=True):`, or read a checkpoint with sw.load(path, model)"
         )

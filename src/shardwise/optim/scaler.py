@@ -24,3 +24,11 @@ class LossScaler:
         if self._good_steps == self._growth_interval:
             self._good_steps = 0
             self.scale.mul_(2.0).clamp_(max=2.0**24)
+
+    def state(self) -> dict[str, float]:
+        """What the next steps depend on, as plain numbers."""
+        return {"scale": float(self.scale), "good_steps": self._good_steps, "num_skipped": self.num_skipped}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good_steps, self.num_skipped = int(state["good_steps"]), int(state["num_skipped"])

@@ -69,6 +69,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._inner
 
     @property
+    def scaler(self) -> LossScaler | None:
+        return self._scaler
+
+    def belongs_to(self, stepper: object) -> bool:
+        return self._stepper is stepper
+
+    @property
     def loss_scale(self) -> float:
         """What fp16 gradients are multiplied by at present; 1 in every other precision."""
         return 1.0 if self._scaler is None else float(self._scaler.scale)
@@ -202,11 +209,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         raise StateError(
-            "optimizer.state_dict() would hold this rank's shards only, without saying which; it is not a checkpoint"
+            "optimizer.state_dict() would hold this rank's shards only, without saying which: call "
+            "sw.save(path, model, optimizer) on every rank"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        raise StateError("optimizer.load_state_dict() does not know about shards; load before sw.shard is called")
+        raise StateError(
+            "optimizer.load_state_dict() does not know about shards: call sw.load(path, model, optimizer) on every "
+            "rank, or load a state dict before sw.shard is called"
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StateError("a sharded optimizer cannot be copied: copy it before sw.shard")

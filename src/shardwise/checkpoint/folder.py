@@ -1,0 +1,158 @@
+"""A checkpoint as a folder, and the folders of a run's checkpoints. Pure but for the file system; one rank calls these.
+
+A checkpoint is written beside its place, into `<path>.partial`. Its marker comes last, when the disk has everything
+else, and only then is it renamed. The marker holds the digest of the index, so whoever finds it finds the checkpoint as
+it was written. Where one is replaced there are two renames: in between, the new one lies complete under its other name,
+and is found there.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+INDEX, MARKER = "index.json", "complete"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _replaced_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.replaced")
+
+
+def find(path: Path) -> Path | None:
+    """Where the complete checkpoint of this name lies, if there is one."""
+    return next((place for place in (path, partial_of(path)) if (place / MARKER).is_file()), None)
+
+
+def read_index(path: Path) -> tuple[Path, bytes]:
+    """The folder of a complete checkpoint and the text of its index."""
+    folder = find(path)
+    if folder is None:
+        raise CheckpointError(_why_not(path))
+    try:
+        text, digest = (folder / INDEX).read_bytes(), (folder / MARKER).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
+    if hashlib.sha256(text).hexdigest() != digest:
+        raise CheckpointError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
+    return folder, text
+
+
+def _why_not(path: Path) -> str:
+    if (path / INDEX).is_file() or partial_of(path).is_dir():
+        return f"the checkpoint {path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one"
+    if not path.exists():
+        return f"there is no checkpoint {path}"
+    return f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}"
+
+
+def begin(path: Path) -> Path:
+    """An empty folder to write into."""
+    if path.exists() and not (path.is_dir() and ((path / INDEX).is_file() or not any(path.iterdir()))):
+        raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
+    partial = partial_of(path)
+    try:
+        if find(path) == partial:
+            # Somebody died between two renames; the checkpoint is there, and must outlive this save's failure.
+            _put_in_place(path)
+        remove(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {partial}: {error.strerror or error}") from error
+    return partial
+
+
+def complete(path: Path, index: str) -> None:
+    """Seal what lies in the partial folder, and put it in its place."""
+    partial, text = partial_of(path), index.encode()
+    try:
+        _write(partial / INDEX, text)
+        _sync(partial)
+        _write(partial / MARKER, hashlib.sha256(text).hexdigest().encode())
+        _sync(partial)
+        _put_in_place(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot complete {partial}: {error.strerror or error}") from error
+
+
+def _put_in_place(path: Path) -> None:
+    replaced = _replaced_of(path)
+    remove(replaced)
+    if path.exists():
+        path.rename(replaced)
+    try:
+        partial_of(path).rename(path)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    _sync(path.parent)
+    remove(replaced)
+
+
+def remove(folder: Path) -> None:
+    """The marker goes first, so that what is left of a removal that was broken off is no checkpoint."""
+    (folder / MARKER).unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    return [step for step in _steps(root) if find(step_folder(root, step)) is not None]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    steps = complete_steps(root)
+    return step_folder(root, steps[-1]) if steps else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and what older saves left unfinished."""
+    if keep < 1:
+        raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")
+    kept = complete_steps(root)[-keep:]
+    for step in _steps(root):
+        if kept and step < kept[-1] and step not in kept:
+            path = step_folder(root, step)
+            for folder in (partial_of(path), _replaced_of(path), path):
+                remove(folder)
+
+
+def _steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    names = (_STEP.match(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted({int(name[1]) for name in names if name is not None})

@@ -1,0 +1,188 @@
+"""The optimizer's part of a checkpoint: what it keeps for each parameter, and the settings of its groups.
+
+State that is shaped like what a rank holds of a parameter is cut like it. Quantised state (torchao's 8 bits) is held in
+blocks that depend on the cut, so it travels as fp32 and is quantised again where it is loaded; since a block never
+crosses a shard, it comes back as it was.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.runtime import Engine
+from ..errors import CheckpointError, ConfigurationError
+from ..optim.probe import KNOWN_PACKAGES
+from ..optim.scaler import LossScaler
+from ..optim.sharded import ShardedOptimizer
+from .index import Optimizer, StateItem
+from .tensors import DTYPES, NAMES
+
+# How a run computes its updates, not what they are: this is the running program's to say.
+_HOW = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def own_optimizer(engine: Engine, optimizer: object) -> ShardedOptimizer | None:
+    """Refuse what `sw.shard` did not return together with the model."""
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ShardedOptimizer) or not optimizer.belongs_to(engine):
+        raise ConfigurationError(
+            f"this {type(optimizer).__name__} is not the model's sharded optimizer: give the one that sw.shard "
+            "returned with the model"
+        )
+    return optimizer
+
+
+def group_of(optimizer: ShardedOptimizer | None) -> dict[Tensor, int]:
+    groups = [] if optimizer is None else optimizer.inner.param_groups
+    return {param: number for number, group in enumerate(groups) for param in group["params"]}
+
+
+def describe_optimizer(optimizer: ShardedOptimizer) -> Optimizer:
+    groups = []
+    for group in optimizer.inner.param_groups:
+        settings = {key: _plain(value) for key, value in group.items() if key not in _HOW}
+        # What is left out (a function, say) is the program's own.
+        groups.append({key: value for key, value in settings.items() if value is not NotImplemented})
+    scaler = None if optimizer.scaler is None else optimizer.scaler.state()
+    return Optimizer(type(optimizer.inner).__name__, tuple(groups), scaler)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else NotImplemented
+
+
+def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer) -> None:
+    for group, settings in zip(optimizer.inner.param_groups, saved.groups, strict=True):
+        for key, value in settings.items():
+            now = group.get(key)
+            if isinstance(now, Tensor):
+                # In place: schedulers, compiled updates and recordings hold this tensor.
+                now.fill_(value)
+            elif key not in _HOW:
+                group[key] = tuple(value) if isinstance(now, tuple) else value
+    scaler: LossScaler | None = optimizer.scaler
+    if scaler is not None and saved.scaler is not None:
+        scaler.restore(saved.scaler)
+
+
+def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None) -> None:
+    if saved is None:
+        raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
+    name = type(optimizer.inner).__name__
+    if saved.name != name:
+        raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
+    if len(saved.groups) != len(optimizer.inner.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has "
+            f"{len(optimizer.inner.param_groups)}: build the same groups"
+        )
+
+
+def refuse_homeless_state(optimizer: ShardedOptimizer, params: set[Tensor]) -> None:
+    keys: list[Any] = list(optimizer.inner.state)
+    for key in keys:
+        if key not in params:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise CheckpointError(
+                f"the optimizer {type(optimizer.inner).__name__} keeps state for {what}, which is no parameter of the "
+                "model: a checkpoint cannot hold it"
+            )
+
+
+def describe_state(optimizer: ShardedOptimizer, name: str, resting: Tensor, is_part: bool) -> dict[str, StateItem]:
+    """What the optimizer keeps for a parameter; nothing, if it never was updated. Refuses what could not come back."""
+    found = {}
+    for key, value in optimizer.inner.state.get(resting, {}).items():
+        what = f"the optimizer {type(optimizer.inner).__name__} keeps {key!r} of parameter {name!r}"
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor and not _is_low_bit(optimizer):
+                raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
+            is_like_param = value.shape == resting.shape and key != "step"
+            if is_part and not is_like_param and value.numel() > 1:
+                raise CheckpointError(
+                    f"{what} with shape {tuple(value.shape)} beside a shard of {tuple(resting.shape)}: it cannot be "
+                    "cut for another world; use a layout whose optimizer is 'whole'"
+                )
+            dtype = NAMES.get(_stored_dtype(optimizer, value), "")
+            if not dtype:
+                raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
+            shape = () if is_like_param else tuple(value.shape)
+            found[key] = StateItem("split" if is_like_param else "whole", dtype, shape)
+        elif isinstance(value, (bool, int, float, str, type(None))):
+            found[key] = StateItem("value", value=value)
+        else:
+            raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
+    return found
+
+
+def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor:
+    """A tensor of state as a row of plain numbers, as it is written."""
+    value = optimizer.inner.state[resting][key].detach()
+    if type(value) is not Tensor:
+        value = value.dequantize()
+    return value.to(_stored_dtype(optimizer, value)).reshape(-1)
+
+
+def _stored_dtype(optimizer: ShardedOptimizer, value: Tensor) -> torch.dtype:
+    """Whether a shard is quantised depends on its length, so here every shard is stored alike."""
+    return torch.float32 if _is_low_bit(optimizer) and value.is_floating_point() else value.dtype
+
+
+def _is_low_bit(optimizer: ShardedOptimizer) -> bool:
+    return type(optimizer.inner).__module__.startswith(KNOWN_PACKAGES)
+
+
+def restore_state(
+    optimizer: ShardedOptimizer,
+    resting: Tensor,
+    group: Mapping[str, Any],
+    saved: Mapping[str, StateItem],
+    read: Callable[[str, StateItem, Tensor], None],
+) -> None:
+    """Set what the optimizer keeps for a parameter; `read` fills a row with what this rank holds of a tensor.
+
+    Tensors that are there already are written into, because a recorded step reads them where they are.
+    """
+    kept = optimizer.inner.state[resting]
+    for key in [key for key in kept if key not in saved]:
+        del kept[key]
+    for key, item in saved.items():
+        if item.kind == "value":
+            kept[key] = item.value
+            continue
+        target = kept.get(key)
+        shape = resting.shape if item.kind == "split" else torch.Size(item.shape)
+        if not _fits(target, shape, DTYPES[item.dtype]):
+            target = _fresh(optimizer, resting, group, key, item)
+        if type(target) is Tensor:
+            read(key, item, target.view(-1))
+        else:
+            row = torch.empty(shape.numel(), dtype=DTYPES[item.dtype], device=resting.device)
+            read(key, item, row)
+            target.copy_(row.view(shape))
+        kept[key] = target
+    if not kept:
+        del optimizer.inner.state[resting]
+
+
+def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    return type(target) is Tensor and target.shape == shape and target.dtype == dtype and target.is_contiguous()
+
+
+def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], key: str, item: StateItem) -> Tensor:
+    if item.kind == "split":
+        if _is_low_bit(optimizer):
+            # The optimizer's own word on what it quantises; its squares have no sign.
+            buffer: Tensor = optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
+            return buffer
+        return torch.empty(resting.shape, dtype=DTYPES[item.dtype], device=resting.device)
+    # As torch loads them: a count of steps is on the host, unless the update that reads it is not.
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.empty(item.shape, dtype=DTYPES[item.dtype], device="cpu" if on_host else resting.device)
