@@ -176,9 +176,11 @@ def _from_file(file: str) -> Iterator[Said]:
 
 
 def _from_yaml(text: str, file: str) -> Iterator[Said]:
-    root = _yaml_node(text, f"file {file}")
-    for name, node, line in _yaml_pairs(root, f"file {file}") if root is not None else ():
-        yield _said(name, _yaml_texts(node, f"file {file}"), f"file {file} line {line}")
+    where, root = f"file {file}", _yaml_node(text, f"file {file}")
+    if root is None or root.tag.endswith(":null"):
+        return
+    for name, node, line in _yaml_pairs(root, where):
+        yield _said(name, _yaml_texts(node, where), f"{where} line {line}")
 
 
 def _from_toml(text: str, file: str) -> Iterator[Said]:
@@ -396,7 +398,7 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
     if len(place) > 1 and f"{key}.{place[1]}" in origins:
         path = f"{key}.{place[1]}"
         kind = PARTS[key].get(place[1], str)
-    shown = {NoneType: "nothing", list: "a list", dict: "a mapping"}.get(type(value), repr(value))
+    shown = {NoneType: "nothing", list: "a list", dict: "a mapping"}.get(type(value), repr(value)[:200])
     choices = _choices(kind)
     if choices:
         wanted = f"known; {did_you_mean(str(value), choices)}"

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 from dataclasses import Field, fields
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -27,7 +28,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = []
-        for arg, after in zip(args, [*args[1:], ""], strict=True):
+        for arg, after in zip_longest(args, args[1:], fillvalue=""):
             flag = arg.replace("_", "-")
             positive = flag.replace("--no-", "--", 1)
             if flag in ALONE and after.lower() not in ALONE[flag]:
