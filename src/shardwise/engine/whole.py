@@ -3,7 +3,7 @@
 Weights are gathered from the masters, in the masters' precision, one unit at a time where the caller's purpose allows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -83,29 +83,48 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
     With `rank0_only` the other ranks take part and get an empty dict.
     """
+    found = {name: value for part in whole_parts(model, rank0_only=rank0_only) for name, value in part.items()}
+    engine = engine_of(model)
+    return {name: found[name] for name in own_state_dict(model, engine) if name in found}
+
+
+def whole_parts(
+    model: nn.Module, *, rank0_only: bool = False, wants: Callable[[str], bool] = lambda name: True
+) -> Iterator[dict[str, Tensor]]:
+    """The entries of `full_state_dict`, one unit after the other, then what is no parameter: never more than a unit.
+
+    Every rank runs it to its end; with `rank0_only` the others get empty dicts. A tied weight comes once for each of
+    its names, as one tensor. What `wants` says no to is left out, and not gathered where a whole flat is not wanted.
+    """
     engine = engine_of(model)
     engine.rest()
-    entries = own_state_dict(model, engine)
-    wanted = engine.mesh.rank == 0 or not rank0_only
-    found: dict[Tensor, Tensor] = {}
+    entries = {name: value for name, value in own_state_dict(model, engine).items() if wants(name)}
+    is_taker = engine.mesh.rank == 0 or not rank0_only
+    names: dict[Tensor, list[str]] = {}
+    for name, value in entries.items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, []).append(name)
     for unit in engine.units:
+        part: dict[str, Tensor] = {}
         for state in unit.states:
+            if not any(resting in names for resting in state.resting_params):
+                continue
             buffer = _gather_master(engine, state)
-            if wanted:
-                for index, spec in enumerate(state.flat.params):
-                    interval = state.flat.intervals[index]
+            if not is_taker:
+                continue
+            for resting, interval, spec in zip(
+                state.resting_params, state.flat.intervals, state.flat.params, strict=True
+            ):
+                if resting in names:
                     value = buffer[interval.start : interval.stop].view(spec.shape)
                     # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
-                    found[state.resting_params[index]] = value.to("cpu", spec.dtype, copy=True)
-    if not wanted:
-        return {}
-    return {
-        key: found[value]
-        if value in found
-        else value.detach().to("cpu", copy=True)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in entries.items()
+                    part |= dict.fromkeys(names[resting], value.to("cpu", spec.dtype, copy=True))
+        yield part
+    others = {name: value for name, value in entries.items() if not isinstance(value, nn.Parameter)}
+    yield {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in others.items()
+        if is_taker
     }
 
 

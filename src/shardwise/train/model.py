@@ -4,13 +4,16 @@ Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU fe
 knows about sharding; the loss is computed inside the head, the one module that reads the head's weight. Every
 module that owns parameters has `reset_parameters`, and no module owns a buffer (the rotary table is computed
 from the positions in each forward), so a model made on the meta device can be filled in module by module.
+
+Where positions are given, several documents share a row: a position that does not follow the one before it begins
+another. Rotary angles restart there, and attention does not look across.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .loss import chunked_cross_entropy
+from .loss import Reduction, chunked_cross_entropy
 from .shapes import TransformerShape
 
 
@@ -34,11 +37,11 @@ class Embedding(nn.Embedding):
 class Head(Linear):
     """The output projection, and the loss where there are targets: in one module, because only here is the weight."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab), or the mean cross-entropy in fp32, for which logits never exist as a whole."""
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Logits (batch, seq, vocab), or the cross-entropy in fp32, for which logits never exist as a whole."""
         if targets is None:
             return F.linear(x, self.weight)
-        return chunked_cross_entropy(x, self.weight, targets)
+        return chunked_cross_entropy(x, self.weight, targets, reduction=reduction)
 
 
 class Attention(nn.Module):
@@ -50,12 +53,16 @@ class Attention(nn.Module):
         self.value = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.out = Linear(shape.heads * shape.head_dim, shape.hidden)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         query = rotate(self._heads(self.query(x)), rotary)
         key = rotate(self._heads(self.key(x)), rotary)
         value = self._heads(self.value(x))
+        num_groups = query.shape[1] // key.shape[1]
+        if mask is not None and num_groups > 1:
+            # With a mask, no kernel of a GPU but the one that writes out all scores shares keys among heads.
+            key, value = (part.repeat_interleave(num_groups, dim=1) for part in (key, value))
         mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.out(mixed.transpose(1, 2).flatten(2))  # (batch, heads, seq, dim) -> (batch, seq, hidden)
 
@@ -83,8 +90,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -99,25 +106,48 @@ class Transformer(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab), or the mean cross-entropy in fp32 where targets are given."""
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Logits (batch, seq, vocab), or the cross-entropy in fp32 where targets are given.
+
+        positions (batch, seq) count from 0 in each of the documents of a row; without them a row is one document.
+        """
         num_tokens = tokens.shape[1]
         if num_tokens > self.shape.max_seq:
             raise ValueError(f"{num_tokens} tokens in a row, but the shape's max_seq is {self.shape.max_seq}")
-        rotary = rotary_table(num_tokens, self.shape.head_dim, tokens.device)
+        if positions is None:
+            rotary, mask = rotary_table(num_tokens, self.shape.head_dim, tokens.device), None
+        else:
+            rotary, mask = rotary_at(positions[:, None], self.shape.head_dim), document_mask(positions)
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, rotary)
-        return self.head(self.norm(x), targets)
+            x = block(x, rotary, mask)
+        return self.head(self.norm(x), targets, reduction)
 
 
 def rotary_table(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
-    """Cosine and sine of position x frequency, (2, seq, dim / 2); in fp32, as bf16 merges late positions."""
-    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    """Cosine and sine for the positions of one document, (2, seq, dim / 2)."""
+    return rotary_at(torch.arange(num_tokens, device=device), head_dim)
+
+
+def rotary_at(positions: Tensor, head_dim: int) -> Tensor:
+    """Cosine and sine of position x frequency, (2, ..., dim / 2); in fp32, as bf16 merges late positions."""
+    pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = 10000.0 ** (-pairs / head_dim)
-    positions = torch.arange(num_tokens, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
+    angles = positions.float()[..., None] * frequencies
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """Which tokens a token sees: those before it in its own document, and itself; (batch, 1, seq, seq)."""
+    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    document = begins.cumsum(1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
