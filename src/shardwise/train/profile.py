@@ -1,0 +1,66 @@
+"""A trace of three steps, for chrome://tracing or Perfetto, with the engine's gathers and reductions by unit.
+
+The first two steps are left out: they allocate, compile, and learn the order of the units.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+FILE = "trace-rank-0.json.gz"
+NUM_BEFORE = 2
+NUM_TRACED = 3
+
+
+class Profile:
+    """Used as a context; `step` is called at the end of each step. Where it is not enabled it does nothing.
+
+    `settle` must wait for every collective under way: torch's profiler crashes on an operation of gloo that begins
+    while it runs and ends when it does not.
+    """
+
+    def __init__(self, folder: Path, enabled: bool, device_type: str, settle: Callable[[], None]) -> None:
+        self.file = folder / FILE
+        self._settle = settle
+        self._num_left = NUM_BEFORE + NUM_TRACED
+        self._profiler: profile | None = None
+        if enabled:
+            activities = [ProfilerActivity.CPU]
+            if device_type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(
+                activities=activities,
+                schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_TRACED, repeat=1),
+                on_trace_ready=self._write,
+            )
+
+    def __enter__(self) -> "Profile":
+        if self._profiler is not None:
+            self._profiler.start()
+        return self
+
+    def step(self) -> None:
+        if self._profiler is None:
+            return
+        self._settle()
+        self._profiler.step()
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._stop()
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        # After an error collectives may never end: waiting would hide it, and stopping now could crash.
+        if self._profiler is not None and kind is None:
+            self._settle()
+            self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _write(self, profiler: profile) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self.file))
