@@ -65,9 +65,9 @@ def _answer(messages: Sequence[Message], index: int, whole: str, template: Templ
     # Some templates write an earlier answer otherwise than a last one (without its thoughts). Then the answer is where
     # its content stands, with what ends it: all that the template writes after the content of a last answer.
     content = _kept(messages[index])
-    found = whole.find(content, start)
-    _, _, ending = until.rpartition(content)
-    if start < len(before) or found == -1 or not whole.startswith(ending, found + len(content)):
+    found = whole.find(content, start) if content and start >= len(before) else -1
+    ending = until.rpartition(content)[2] if content else ""
+    if found == -1 or not whole.startswith(ending, found + len(content)):
         raise ConfigurationError(
             f"the chat template writes message {index + 1} otherwise when more messages follow, so it is unclear which "
             "tokens are its answer; make one row of each answer with the messages before it"

@@ -31,6 +31,7 @@ from .sources import (
     load_dataset,
     read,
     read_dataset,
+    texts,
 )
 from .store import Writer, adopt, dtype_for, is_store, open_store
 from .tokenizer import Tokenizer
@@ -97,14 +98,14 @@ def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Inpu
     for path in paths:
         if not path.is_file():
             raise ConfigurationError(f"{setting} {path}: {'not a file' if path.exists() else 'no such file'}")
-        if path.suffix not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
+        if path.suffix.lower() not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
             raise ConfigurationError(
                 f"{setting} {path}: unknown kind {path.suffix!r}; known: {', '.join(TEXT_SUFFIXES)} (text), "
                 f"{', '.join(ROW_SUFFIXES)} (rows), {', '.join(TOKEN_SUFFIXES)} (tokens)"
             )
         if path.stat().st_size == 0:
             raise ConfigurationError(f"{setting} {path}: is empty")
-    are_tokens = {path.suffix in TOKEN_SUFFIXES for path in paths}
+    are_tokens = {path.suffix.lower() in TOKEN_SUFFIXES for path in paths}
     if len(are_tokens) == 2:
         raise ConfigurationError(
             f"{setting} {', '.join(names)}: token files are used as they are, so they cannot be mixed with text or rows"
@@ -193,7 +194,7 @@ def _tokenised(items: Iterable[Found], tokenizer: Tokenizer) -> Iterator[tuple[F
     num_characters = 0
     for item in items:
         batch.append(item)
-        num_characters += len(item.text) if isinstance(item, Piece) else 1000
+        num_characters += sum(map(len, texts(item)))
         if num_characters >= _BATCH_CHARACTERS:
             yield from _batch_tokenised(batch, tokenizer)
             batch, num_characters = [], 0
@@ -201,8 +202,8 @@ def _tokenised(items: Iterable[Found], tokenizer: Tokenizer) -> Iterator[tuple[F
 
 
 def _batch_tokenised(batch: list[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
-    texts = [item.text for item in batch if isinstance(item, Piece)]
-    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    plain = [item.text for item in batch if isinstance(item, Piece)]
+    encoded = iter(tokenizer.encode_batch(plain) if plain else [])
     for item in batch:
         if isinstance(item, Piece):
             yield item, [(next(encoded), True)]

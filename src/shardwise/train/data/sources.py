@@ -52,7 +52,7 @@ Found = Piece | Pair | Chat | Bad
 
 
 def read(path: Path) -> Iterator[Found]:
-    return read_text(path) if path.suffix in TEXT_SUFFIXES else read_rows(path)
+    return read_text(path) if path.suffix.lower() in TEXT_SUFFIXES else read_rows(path)
 
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
@@ -129,9 +129,7 @@ def from_row(row: Any, where: str) -> Found:
     if not isinstance(row, Mapping):
         return Bad(where, f"a JSON {type(row).__name__}, where a row is an object")
     found = _from_keys(row, where)
-    if not isinstance(found, Bad) and not _is_unicode(found):
-        return Bad(where, "half a surrogate pair, which is no character")
-    return found
+    return found if _is_unicode(found) else Bad(where, "half a surrogate pair, which is no character")
 
 
 def _from_keys(row: Mapping[str, Any], where: str) -> Found:
@@ -163,16 +161,22 @@ def _from_messages(messages: Any, where: str) -> Chat | Bad:
     return Chat(where, [dict(message) for message in messages])
 
 
-def _is_unicode(found: Piece | Pair | Chat) -> bool:
-    """JSON can write half a surrogate pair, which no encoding and so no tokenizer takes."""
+def texts(found: Found) -> list[str]:
+    """All that it says."""
     if isinstance(found, Chat):
-        texts = [text for message in found.messages for text in (message["role"], message["content"])]
-    else:
-        texts = [found.text] if isinstance(found, Piece) else [found.prompt, found.completion]
+        return [text for message in found.messages for text in (message["role"], message["content"])]
+    if isinstance(found, Pair):
+        return [found.prompt, found.completion]
+    return [found.text] if isinstance(found, Piece) else []
+
+
+def _is_unicode(found: Found) -> bool:
+    """JSON can write half a surrogate pair, which no encoding and so no tokenizer takes."""
     try:
-        return all(text.encode() is not None for text in texts)
+        "".join(texts(found)).encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def load_dataset(name: str, split: str) -> Any:

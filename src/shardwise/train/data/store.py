@@ -174,7 +174,7 @@ class Store:
     def document_lengths(self) -> Iterator[Tensor]:
         """Of all documents in order, in blocks that fit into memory."""
         for first in range(0, self.num_documents, _BLOCK):
-            yield torch.tensor(self._starts[first : first + _BLOCK + 1]).diff()
+            yield torch.frombuffer(bytearray(self._starts[first : first + _BLOCK + 1]), dtype=torch.int64).diff()
 
 
 def is_store(folder: Path) -> bool:

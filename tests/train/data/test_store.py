@@ -1,0 +1,121 @@
+"""The token store: what went in comes out, wherever it is asked for."""
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigurationError
+from shardwise.train.data.store import Writer, adopt, dtype_for, is_store, open_store
+
+END = 9
+FACTS = {"note": "kept"}
+
+Document = list[tuple[list[int], bool]]
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.lists(st.integers(0, END), max_size=4), st.booleans()), max_size=3), max_size=6
+)
+
+
+def write(folder: Path, documents: list[Document], dtype: str = "uint16") -> None:
+    with Writer(folder, dtype, END) as writer:
+        for document in documents:
+            for ids, trained in document:
+                writer.add(ids, trained)
+            writer.end_document()
+        writer.finish(FACTS)
+
+
+@given(DOCUMENTS.filter(bool), st.sampled_from(["uint16", "uint32"]))
+@settings(max_examples=40, deadline=None)
+def test_what_went_in_comes_out(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[Document], dtype: str
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    write(folder, documents, dtype)
+    tokens, trained, starts = [], [], [0]
+    for document in documents:
+        pairs = [(token, flag) for ids, flag in document for token in ids]
+        if not pairs or pairs[-1][0] != END:
+            pairs.append((END, pairs[-1][1] if pairs else True))
+        tokens += [token for token, _ in pairs]
+        trained += [flag for _, flag in pairs]
+        starts.append(len(tokens))
+    store = open_store(folder)
+    assert (store.num_tokens, store.num_documents, store.facts) == (len(tokens), len(documents), FACTS)
+    assert store.tokens(0, len(tokens)).tolist() == tokens
+    assert [store.document(i) for i in range(len(documents))] == [
+        (first, after - first) for first, after in pairwise(starts)
+    ]
+    assert torch.cat(list(store.document_lengths())).tolist() == torch.tensor(starts).diff().tolist()
+    mask = store.trained(0, len(tokens))
+    assert trained == ([True] * len(tokens) if mask is None else mask.tolist())
+    assert (folder / "trained.bin").exists() == (not all(trained))
+    for first in range(len(tokens)):
+        assert store.starts_within(first, 5) == [at for at in starts if first < at < first + 5]
+
+
+def test_numbers_are_as_wide_as_the_vocabulary_asks(tmp_path: Path) -> None:
+    assert (dtype_for(2**16), dtype_for(2**16 + 1)) == ("uint16", "uint32")
+    with Writer(tmp_path, "uint32", END) as writer:
+        writer.add([2**16, 2**32 - 1], True)
+        writer.end_document()
+        writer.finish(FACTS)
+    assert open_store(tmp_path).tokens(0, 3).tolist() == [2**16, 2**32 - 1, END]
+
+
+def test_a_folder_that_is_not_finished_is_no_store(tmp_path: Path) -> None:
+    with Writer(tmp_path, "uint16", END) as writer:
+        writer.add([1], True)
+    assert not is_store(tmp_path)
+    with pytest.raises(ConfigurationError, match="a damaged token store"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("tokens.bin", "tokens"), ("documents.bin", "documents"), ("trained.bin", "trained")]
+)
+def test_a_damaged_store_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    write(tmp_path, [[([1, 2, 3], False)], [([4], True)]])
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 8 * 8 - 8] if name == "documents.bin" else content[:-2])
+    with pytest.raises(
+        ConfigurationError, match=rf"damaged token store: \d {what}, but \d were written; delete the folder"
+    ):
+        open_store(tmp_path)
+
+
+def test_token_files_are_used_in_place(tmp_path: Path) -> None:
+    parts = [[1, 2, END, 3], [4, END], [END, 5, 6]]
+    files = [tmp_path / f"{number}.bin" for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        file.write_bytes(array("H", part))
+    folder = tmp_path / "store"
+    folder.mkdir()
+    adopt(folder, files, "uint16", END + 1, END, FACTS)
+    store = open_store(folder)
+    whole = [token for part in parts for token in part]
+    for first in range(len(whole)):
+        for count in range(1, len(whole) - first + 1):
+            assert store.tokens(first, count).tolist() == whole[first : first + count]
+    assert [store.document(index) for index in range(store.num_documents)] == [(0, 3), (3, 1), (4, 2), (6, 1), (7, 2)]
+    assert not (folder / "tokens.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "message"),
+    [
+        (b"", "uint16", "is empty"),
+        (b"123", "uint16", "3 bytes are not a whole number of uint16 tokens of 2 bytes"),
+        (array("H", [1, 2]).tobytes() + b"12", "uint32", "6 bytes are not a whole number of uint32"),
+        (array("H", [1, 2, 10]).tobytes(), "uint16", "token 2 is 10, but the tokenizer has only 10"),
+    ],
+)
+def test_token_files_that_cannot_be_right(tmp_path: Path, content: bytes, dtype: str, message: str) -> None:
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"a.bin: {message}"):
+        adopt(tmp_path, [tmp_path / "a.bin"], dtype, END + 1, END, FACTS)
