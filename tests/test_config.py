@@ -1,5 +1,6 @@
 """Settings from their sources: who wins, what each may say, and what is said about mistakes."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from shardwise.config import FIELDS, Resolved, explain, resolve, schema
 from shardwise.errors import ConfigurationError
@@ -296,6 +299,33 @@ def test_other_files(tmp_path: Path, name: str, text: bytes, message: str) -> No
     with pytest.raises(ConfigurationError) as refused:
         said(str(file))
     assert message in str(refused.value)
+
+
+KEYS = st.sampled_from([*FIELDS, "shape.layers", "lora.targets", "strategy.*"])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+TEXTS = st.text(max_size=30) | st.text("rlora=,+{}[]:\"'*&!-1e. \n", max_size=20)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    key=st.sampled_from([*FIELDS, "shape.layers", "lora.targets", "strategy.*"]), value=VALUES, text=TEXTS
+)
+def test_anything_else_is_refused_in_words(
+    tmp_path_factory: pytest.TempPathFactory, key: str, value: Any, text: str
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    for content in (json.dumps({key: value}), f"{key}: {text}"):
+        file.write_text(content, errors="replace")
+        with contextlib.suppress(ConfigurationError):
+            said(str(file))
+    for words, flags in (([f"{key}={text}"], {}), ([], {key: text})):
+        with contextlib.suppress(ConfigurationError):
+            said(*words, flags=flags)
 
 
 # What is shown

@@ -11,10 +11,11 @@ import typer
 
 from ..errors import CheckpointError, ConfigurationError, ShardwiseError
 from .bench import bench
+from .generate import generate
 from .train import TrainCommand, train
 
 EXIT_CODES: dict[type[ShardwiseError], int] = {ConfigurationError: 2, CheckpointError: 5}
-# What the parser raises: typer brings its own click from 0.22 on, and this name is in both.
+# What the parser raises. Newer typers bring a click of their own; this name leads to either.
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ def _verbs() -> None:
 
 app.command(cls=TrainCommand)(train)
 app.command()(bench)
+app.command()(generate)
 
 
 def main() -> None:
