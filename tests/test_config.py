@@ -171,7 +171,9 @@ def test_an_empty_file_says_nothing(tmp_path: Path, text: str) -> None:
 
 
 def test_values_of_programs_are_taken_as_they_are() -> None:
-    settings = said(flags={"max_steps": 3, "compile": True, "export": False, "train_file": ("a", "b")}).settings
+    resolved = said(flags={"max_steps": 3, "compile": True, "export": False, "train_file": ("a", "b"), "eval_steps": 0})
+    assert (resolved.origin["export"], resolved.origin["eval_steps"]) == ("flag --no-export", "flag --eval-steps")
+    settings = resolved.settings
     assert (settings.max_steps, settings.compile, settings.export, settings.train_file) == (3, True, False, ("a", "b"))
 
 

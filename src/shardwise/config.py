@@ -130,7 +130,7 @@ def schema() -> dict[str, Any]:
 def _from_flags(flags: Mapping[str, Any]) -> Iterator[Said]:
     for key, value in flags.items():
         if value is not None:
-            negated = "no-" if value in (False, "false") else ""
+            negated = "no-" if value is False or value == "false" else ""
             text = ",".join(value) if isinstance(value, list | tuple) else value
             yield _said(key, text, f"flag --{negated}{key.replace('_', '-')}")
 
