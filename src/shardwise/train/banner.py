@@ -108,7 +108,7 @@ def banner(facts: Start) -> str:
         "training": f"{steps}, {facts.optimizer}",
         "memory": _planned(facts),
         "checkpoint": _saving(facts),
-        "resumes": facts.resumed_from,
+        "resumes": _together(facts.resumed_from),
     }
     return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *_table(lines), *_notes(facts.notes)])
 
@@ -121,8 +121,8 @@ def summary(facts: End) -> str:
     lines = {
         "loss": _losses(facts),
         "speed": ", ".join(speed),
-        "checkpoint": facts.checkpoint,
-        "export": facts.export,
+        "checkpoint": _together(facts.checkpoint),
+        "export": _together(facts.export),
     }
     text = [head, "", *_table(lines), *_memory_table(facts), *_notes(facts.notes)]
     if facts.sample:
@@ -152,7 +152,7 @@ def _planned(facts: Start) -> str:
 
 
 def _together(text: str) -> str:
-    """On one line, wherever it is wrapped."""
+    """On one line, however long: paths are copied from there."""
     return text.replace(" ", "\xa0")
 
 

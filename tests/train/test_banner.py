@@ -1,0 +1,164 @@
+"""What a run says first and last, to the letter: it is what users see."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.plan.memory import StateBytes
+from shardwise.train.banner import WIDTH, End, Start, banner, summary
+from shardwise.train.figures import count, duration, plural, size
+from shardwise.version import VERSION
+
+START = Start(
+    folder="runs/tiny",
+    model="tiny",
+    num_params=1_712_345,
+    num_trainable=1_712_345,
+    strategy_asked="auto",
+    strategy_runs="ddp",
+    world_size=2,
+    node_size=2,
+    device="cpu",
+    precision="fp32",
+    num_micro=1,
+    micro_size=8,
+    seq_length=128,
+    data="Python's manual",
+    num_tokens=465_321,
+    num_samples=3_561,
+    num_eval_samples=74,
+    num_steps=200,
+    num_epochs=0.8985,
+    optimizer="adamw, lr 3e-03 (cosine, 10 warm-up steps)",
+    planned=StateBytes(6_849_380, 6_849_380, 13_698_760),
+    planned_buffers=0,
+)
+END = End(
+    step=200,
+    num_steps=200,
+    seconds=42.1,
+    num_tokens=409_600,
+    first_loss=5.54711,
+    last_loss=2.1034,
+    eval_loss=2.1512,
+    unigram_entropy=3.0921,
+    tokens_per_s=9752.4,
+    planned=START.planned,
+    seen=START.planned,
+    planned_buffers=0,
+    seen_buffers=1_234,
+    peak_bytes=512_000_000,
+    checkpoint="runs/tiny/checkpoints/step-000200",
+    export="runs/tiny/export",
+    prompt="The ",
+    sample="value of the object.\nThe end",
+)
+
+
+def test_banner() -> None:
+    assert (
+        banner(START)
+        == f"""\
+shardwise {VERSION}  runs/tiny
+
+  model       tiny, 1.71M parameters, all trained
+  strategy    auto -> ddp on 2 ranks, cpu, fp32
+  batch       16 samples = 2 ranks x 1 micro-batch x 8, 2,048 tokens a step
+  data        Python's manual, 465k tokens, 3,561 samples of 128, 74 more for evaluation
+  training    200 steps = 0.898 epochs, adamw, lr 3e-03 (cosine, 10 warm-up steps)
+  memory      27.4 MB + activations a rank: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB
+  checkpoint  at the end"""
+    )
+
+
+def test_banner_of_a_large_run() -> None:
+    large = replace(
+        START,
+        num_params=8_030_000_000,
+        num_trainable=41_943_040,
+        strategy_asked="zero3",
+        strategy_runs="zero3",
+        world_size=64,
+        node_size=8,
+        device="NVIDIA H200",
+        num_micro=4,
+        micro_size=1,
+        planned_buffers=1_234_567_890,
+        free_bytes=139_000_000_000,
+        checkpoint_bytes=96_000_000_000,
+        expected_save_s=23.4,
+        save_steps=500,
+        first_step=1000,
+        resumed_from="runs/my " + "x" * 120,
+        notes=("strategy zero3 is what was asked for; " * 4,),
+    )
+    lines = banner(large).splitlines()
+    assert "  model       tiny, 8.03B parameters, 41.9M trained (0.52%)" in lines
+    assert "  strategy    zero3 on 64 ranks = 8 nodes x 8, NVIDIA H200, fp32" in lines
+    assert "  batch       256 samples = 64 ranks x 4 micro-batches x 1, 32,768 tokens a step" in lines
+    assert "  memory      1.26 GB + activations a rank, of 139 GB free: params 6.85 MB, grads 6.85 MB," in lines
+    assert "              optimizer 13.7 MB, buffers 1.23 GB" in lines
+    assert "  checkpoint  every 500 steps, 96.0 GB, about 23 s each" in lines
+    assert any("from step 1,000 on" in line for line in lines)
+    # A path stays whole; nothing else is longer than a line.
+    assert [line.strip() for line in lines if len(line) > WIDTH] == [f"resumes     runs/my {'x' * 120}"]
+
+
+def test_summary() -> None:
+    assert (
+        summary(END)
+        == """\
+done: 200 steps of 200, 410k tokens in 0:42
+
+  loss        5.5471 -> 2.1034, evaluation 2.1512 (perplexity 8.60), unigram entropy 3.0921
+  speed       9,752 tokens/s
+  checkpoint  runs/tiny/checkpoints/step-000200
+  export      runs/tiny/export
+  memory       params    grads  optimizer  buffers    peak
+    planned   6.85 MB  6.85 MB    13.7 MB      0 B       -
+    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB  512 MB
+
+  | The value of the object.
+  | The end"""
+    )
+
+
+def test_summary_of_a_run_that_was_stopped() -> None:
+    stopped = replace(
+        END, why="diverged", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
+        seen_activations=7_000_000_000, export="", sample="", notes=("Look at the last rows of metrics.jsonl",),
+    )  # fmt: skip
+    lines = summary(stopped).splitlines()
+    assert lines[0] == "stopped (diverged): step 120 of 200, 410k tokens in 0:42"
+    assert "  loss        5.5471 -> nan" in lines
+    assert "  speed       9,752 tokens/s, MFU 42.1%" in lines
+    assert "  memory       params    grads  optimizer  buffers  activations    peak" in lines
+    assert "    planned   6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
+    assert "    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB      7.00 GB  512 MB" in lines
+    assert lines[-1] == "  Look at the last rows of metrics.jsonl"
+    assert not any("export" in line for line in lines)
+
+
+def test_a_sample_can_not_play_with_the_terminal_and_stays_short() -> None:
+    wild = summary(replace(END, sample="\x1b[2J\r\x07\u202e" + "word " * 400))
+    assert not {"\x1b", "\r", "\x07", "\u202e"} & {*wild}
+    assert wild.splitlines()[-1] == "  | ..."
+    assert len(wild.splitlines()) < 24
+    assert all(len(line) <= WIDTH for line in wild.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (123_456, "123 kB"), (999_600, "1.00 MB"),
+     (9_996_000, "10.0 MB"), (1.35e9, "1.35 GB"), (2e12, "2.00 TB")],
+)  # fmt: skip
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_other_figures() -> None:
+    assert [count(number) for number in (12, 1_712_345, 8.03e9)] == ["12", "1.71M", "8.03B"]
+    assert [duration(s) for s in (0.2, 59.7, 725, 11_525, 184_325)] == [
+        "0:00", "1:00", "12:05", "3:12:05", "2 d 3:12:05"
+    ]  # fmt: skip
+    assert [plural(1, "rank"), plural(1200, "step"), plural(2, "batch")] == ["1 rank", "1,200 steps", "2 batches"]
