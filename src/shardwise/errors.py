@@ -1,4 +1,8 @@
-"""The errors users see. Each names the thing, both values that disagree, and the fix."""
+"""The errors users see. Each names the thing, both values that disagree, and the fix.
+
+`exit_code` is what a command ends with. 1 is a crash, which a launcher may answer with another start; every other one was
+decided, and would be decided again.
+"""
 
 import difflib
 from collections.abc import Iterable
@@ -7,9 +11,25 @@ from collections.abc import Iterable
 class ShardwiseError(Exception):
     """Anything shardwise refuses or fails at."""
 
+    exit_code = 1
+
 
 class ConfigurationError(ShardwiseError, ValueError):
     """What was asked for cannot be done; raised before anything ran."""
+
+    exit_code = 2
+
+
+class DoesNotFit(ShardwiseError, RuntimeError):
+    """The device's memory is not enough."""
+
+    exit_code = 3
+
+
+class Diverged(ShardwiseError, RuntimeError):
+    """The training does not go anywhere any more."""
+
+    exit_code = 4
 
 
 class WireError(ShardwiseError, RuntimeError):
@@ -22,6 +42,8 @@ class StateError(ShardwiseError, RuntimeError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint could not be written, is not whole, or is of something else."""
+
+    exit_code = 5
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

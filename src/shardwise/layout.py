@@ -67,10 +67,13 @@ class Layout:
         """How many axes of `chain` something split so is split over."""
         return {"whole": 0, "node": 1, "world": len(self.chain)}[split]
 
+    @property
+    def name(self) -> str:
+        return next((name for name, layout in PRESETS.items() if layout == self), "custom")
+
     def __str__(self) -> str:
-        named = next((name for name, layout in PRESETS.items() if layout == self), "custom")
         answers = ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
-        return f"{named} ({answers})"
+        return f"{self.name} ({answers})"
 
 
 PRESETS: dict[str, Layout] = {

@@ -106,6 +106,32 @@ def everyone() -> Channel:
     return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
 
 
+def hosts() -> Channel:
+    """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do."""
+    device()
+    ranks = tuple(range(dist.get_world_size()))
+    key = (dist.group.WORLD, "hosts", ranks)
+    if len(ranks) > 1 and key not in _groups:
+        _groups[key] = dist.new_group(backend="gloo", timeout=_timeout, group_desc="shardwise_hosts")
+    return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger())
+
+
+def restarts() -> int:
+    """How often an elastic launcher has started these ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def local_rank() -> int:
+    """This rank's number among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def make_axes(node_size: int | None) -> Axes:
     """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -145,7 +171,7 @@ AVERAGING = ("nccl", "emulated")
 _device: torch.device | None = None
 _timeout = datetime.timedelta(seconds=600)
 # Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
-_groups: dict[tuple[object, Lane, tuple[int, ...]], dist.ProcessGroup] = {}
+_groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
@@ -186,11 +212,10 @@ def _refuse_other_launchers() -> None:
 def _choose_device(device: str | torch.device | None) -> torch.device:
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if str(found) == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
+        if local_rank() >= torch.cuda.device_count():
             raise ConfigurationError(
-                f"sw.init: LOCAL_RANK {local_rank} has no GPU, this machine has {torch.cuda.device_count()}; "
+                f"sw.init: LOCAL_RANK {local_rank()} has no GPU, this machine has {torch.cuda.device_count()}; "
                 "start one process per GPU, or give device="
             )
-        found = torch.device("cuda", local_rank)
+        found = torch.device("cuda", local_rank())
     return found

@@ -64,7 +64,7 @@ def shard(
     seed: for weights of a model built on the meta device.
     """
     world = everyone()
-    free_bytes = min(exchange(world, _free_bytes()))
+    free_bytes = min(exchange(world, free_bytes_here()))
     plan = all_or_none(
         world,
         lambda: _prepare(
@@ -234,7 +234,8 @@ def _layouts(
     )
 
 
-def _free_bytes() -> int:
+def free_bytes_here() -> int:
+    """Memory that this rank could take: its GPU's, or its share of the machine's."""
     where = device()
     if where.type == "cuda":
         return torch.cuda.mem_get_info(where)[0]

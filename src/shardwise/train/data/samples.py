@@ -30,6 +30,27 @@ class Batch:
     targets: Tensor  # the same; -100 where nothing is trained on
     positions: Tensor | None  # the same, from 0 in each document; None: attention does not stop at documents' ends
 
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets != NOT_TRAINED).sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """Memory from which a GPU copies while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def with_targets_of(self, num_samples: int) -> "Batch":
+        """Nothing is trained on, or counted, in the samples behind the first ones."""
+        targets = self.targets.clone()
+        targets[num_samples:] = NOT_TRAINED
+        return Batch(self.tokens, targets, self.positions)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.tokens), change(self.targets), positions)
+
 
 @dataclass(frozen=True, slots=True)
 class Samples:

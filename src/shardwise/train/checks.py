@@ -1,0 +1,51 @@
+"""What can be decided and refused before any rank exists: the earlier a mistake is told, the less it costs."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..errors import ConfigurationError
+from ..layout import AUTO, layout_of
+from .batching import Batching, batching_of
+from .data.tokenizer import Tokenizer, tokenizer_for
+from .metrics import check_reporters
+from .models.facts import ModelFacts, check, require_vocabulary
+from .optimizers import check_optimizer
+from .settings import Settings
+
+LONGEST_BY_DEFAULT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    seq_length: int
+    batching: Batching
+
+
+def completed(settings: Settings, has_gpu: bool) -> Settings:
+    """The settings with what follows from the kind of device."""
+    device = settings.device or ("cuda" if has_gpu else "cpu")
+    precision = settings.precision or ("bf16" if device == "cuda" else "fp32")
+    return dataclasses.replace(settings, device=device, precision=precision)
+
+
+def check_all(settings: Settings, num_ranks: int) -> Checked:
+    """Everything about a run of so many ranks that its settings and its files tell."""
+    rows = settings.strategy.values() if isinstance(settings.strategy, dict) else [settings.strategy]
+    for row in rows:
+        if isinstance(settings.strategy, dict) or row.lower() != AUTO:
+            layout_of(row)
+    check_reporters(settings.report_to)
+    check_optimizer(settings)
+    batching = batching_of(settings, num_ranks)
+    facts = check(settings)
+    tokenizer = tokenizer_for(facts.tokenizer)
+    require_vocabulary(facts, tokenizer.vocab_size)
+    seq_length = settings.seq_length or min(facts.max_seq, LONGEST_BY_DEFAULT)
+    if seq_length > facts.max_seq:
+        raise ConfigurationError(
+            f"seq_length {seq_length} is more than the {facts.max_seq} tokens that model {settings.model} can take: "
+            "make it shorter"
+        )
+    return Checked(facts, tokenizer, seq_length, batching)

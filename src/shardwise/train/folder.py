@@ -1,0 +1,102 @@
+"""The run folder: which one a run gets, what is in it, and which checkpoint it goes on from.
+
+config.json     the settings, resolved; a file to train with again
+metrics.jsonl   a row every so many steps
+checkpoints/    step-000100, ...
+data/           token stores
+export/         the trained weights
+logs/           what ranks other than the first have said
+"""
+
+import dataclasses
+import os
+from datetime import datetime
+from pathlib import Path
+
+from ..checkpoint.folder import find, latest
+from ..errors import CheckpointError, ConfigurationError
+from .settings import Settings
+
+RUNS = Path("runs")
+CONFIG, CHECKPOINTS, DATA, EXPORT, LOGS = "config.json", "checkpoints", "data", "export", "logs"
+LATEST = "latest"
+
+
+def choose(settings: Settings, num_restarts: int = 0) -> Settings:
+    """The same settings with the run folder and the checkpoint to go on from. Nothing is written."""
+    folder = Path(settings.output_dir) if settings.output_dir is not None else None
+    resume = settings.resume_from_checkpoint
+    if num_restarts and folder is not None:
+        # Ranks that are started again go on with their own run, whatever it went on from.
+        own = latest(folder / CHECKPOINTS)
+        return _with(settings, folder, str(own) if own is not None else resume)
+    if resume == LATEST:
+        folder = folder or _newest_run()
+        checkpoint = latest(folder / CHECKPOINTS)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint latest: {folder / CHECKPOINTS} holds no complete checkpoint; "
+                "start without it, or name a checkpoint's folder"
+            )
+        return _with(settings, folder, str(checkpoint))
+    if resume is not None:
+        checkpoint = Path(resume).expanduser()
+        if find(checkpoint) is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint {resume}: there is no complete checkpoint; give a folder like "
+                "runs/NAME/checkpoints/step-000100, or 'latest'"
+            )
+        belongs_to = checkpoint.resolve().parent.parent
+        folder = folder or (belongs_to if (belongs_to / CONFIG).is_file() else new_folder(settings))
+        if (folder / CONFIG).is_file() and folder.resolve() != belongs_to:
+            raise _taken(folder)
+        return _with(settings, folder, str(checkpoint))
+    folder = folder or new_folder(settings)
+    if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
+        raise _taken(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
+    return _with(settings, folder, None)
+
+
+def claim(settings: Settings) -> Path:
+    """Make the chosen folder this run's; one rank calls it, when everything that could be refused was accepted."""
+    folder = run_folder(settings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f"{CONFIG}.draft"
+        draft.write_text(settings.to_json() + "\n")
+        os.replace(draft, folder / CONFIG)
+    except OSError as error:
+        raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+def run_folder(settings: Settings) -> Path:
+    assert settings.output_dir is not None, "choose() comes first"
+    return Path(settings.output_dir)
+
+
+def new_folder(settings: Settings) -> Path:
+    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
+    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
+    return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
+
+
+def _newest_run() -> Path:
+    runs = [path.parent for path in RUNS.glob(f"*/{CHECKPOINTS}") if latest(path) is not None]
+    if not runs:
+        raise CheckpointError(
+            f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
+            "--output-dir"
+        )
+    return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
+
+
+def _taken(folder: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest), or name another folder"
+    )

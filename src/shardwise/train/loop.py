@@ -1,0 +1,163 @@
+"""The loop: one page, in the order in which things happen.
+
+The host is one step ahead of the device. While the device computes a step, the host reads the next batch, takes in the
+loss of the step before, and starts a round in which the ranks agree on what comes next (rounds.py). Only where a
+checkpoint or an evaluation is due does it wait for everything.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.api import accumulate
+from ..engine.streams import Later
+from .batching import Batching
+from .book import Book, StepResult
+from .data.samples import Batch, Samples
+from .learning_rate import learning_rate
+from .models.headloss import loss_sum
+from .profile import Profile
+from .rounds import Rounds
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that a step needs."""
+
+    settings: Settings
+    model: nn.Module
+    optimizer: Any
+    samples: Samples
+    batching: Batching
+    rank: int
+    device: torch.device
+    num_steps: int
+    # Where this start of the run began: so many steps, and so many samples of the endless order.
+    first_step: int = 0
+    first_sample: int = 0
+
+    def samples_of(self, step: int) -> list[int]:
+        size = self.batching.global_size
+        return self.samples.order(self.first_sample + (step - self.first_step) * size, size)
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's part of a step, on the host, ready to go to the device without waiting for it."""
+        shares = self.batching.share(self.samples_of(step), self.rank)
+        batches = [self.samples.batch(share) for share in shares]
+        return [batch.pinned() for batch in batches] if self.device.type == "cuda" else batches
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`step` steps are done. `stop` is the exit code that was asked for; `complaint` says how it diverged."""
+
+    step: int
+    stop: int | None = None
+    complaint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What may be due when so many steps are done; all ranks do it together."""
+
+    evaluate: Callable[[int], None]
+    save: Callable[[int], None]
+
+    def is_due(self, step: int, settings: Settings) -> tuple[bool, bool]:
+        return (
+            bool(settings.eval_steps) and step % settings.eval_steps == 0,
+            bool(settings.save_steps) and step % settings.save_steps == 0,
+        )
+
+
+def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int, profile: Profile) -> Ending:
+    coming = job.micro_batches(first) if first < job.num_steps else []
+    rounds.start(num_targets(coming), 0.0)
+    queued: _Queued | None = None  # the last step, until its loss has come
+    handed_in: _Queued | None = None  # the one before it, whose loss is in the round
+    for step in range(first, job.num_steps):
+        agreed = rounds.finish()
+        if handed_in is not None:
+            book.note(handed_in.result(agreed.loss_sum))
+            handed_in = None
+        evaluates, saves = between.is_due(step, job.settings) if step > first else (False, False)
+        if evaluates or saves or agreed.save or agreed.stop is not None or book.complaint:
+            settle(queued, rounds, book)
+            queued = None
+            book.pause()
+            if book.complaint:
+                return Ending(step, complaint=book.complaint)
+            if evaluates:
+                between.evaluate(step)
+            if saves or agreed.save or agreed.stop is not None:
+                between.save(step)
+            if agreed.stop is not None:
+                return Ending(step, stop=agreed.stop)
+            book.go_on()
+
+        before, queued = queued, take_step(job, coming, step, agreed.num_targets)
+        profile.step()
+        coming = job.micro_batches(step + 1) if step + 1 < job.num_steps else []
+        handed_in = before
+        rounds.start(num_targets(coming), 0.0 if before is None else before.loss_sum())
+    agreed = rounds.finish()
+    if handed_in is not None:
+        book.note(handed_in.result(agreed.loss_sum))
+    settle(queued, rounds, book)
+    book.pause()
+    return Ending(job.num_steps, complaint=book.complaint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A step whose numbers are on their way: this rank's sum of losses, and the norm."""
+
+    step: int
+    num_targets: int
+    learning_rate: float
+    numbers: Later
+
+    def loss_sum(self) -> float:
+        return self.numbers.read()[0]
+
+    def result(self, loss_sum_of_all: float) -> StepResult:
+        norm = self.numbers.read()[1]
+        return StepResult(self.step + 1, loss_sum_of_all, self.num_targets, norm, self.learning_rate)
+
+
+def settle(queued: _Queued | None, rounds: Rounds, book: Book) -> None:
+    """Wait for the last step's numbers, in a round of their own."""
+    if queued is not None:
+        rounds.start(0, queued.loss_sum())
+        book.note(queued.result(rounds.finish().loss_sum))
+
+
+def take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int) -> _Queued:
+    """Queue one step. The loss of a rank is its sum over the targets of all ranks, so any split gives the same."""
+    rate = learning_rate(job.settings, step, job.num_steps)
+    for group in job.optimizer.param_groups:
+        group["lr"] = rate
+    # Dropout depends on the step and the rank, not on how the run came here.
+    torch.manual_seed((job.settings.seed * 1_000_003 + step) * 65_537 + job.rank)
+    # The engine takes the mean over ranks.
+    scale = job.batching.num_ranks / max(num_targets, 1)
+    total = torch.zeros((), device=job.device)
+    for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with nullcontext() if is_last else accumulate(job.model):
+            loss = loss_sum(job.model, batch.to(job.device))
+            (loss * scale).backward()
+        total += loss.detach()
+    norm: Tensor = job.optimizer.clip_grad_norm(job.settings.max_grad_norm or float("inf"))
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return _Queued(step, num_targets, rate, Later(torch.stack((total, norm))))
+
+
+def num_targets(batches: list[Batch]) -> int:
+    return sum(batch.num_targets for batch in batches)

@@ -1,0 +1,64 @@
+"""One rank's life: set up, train, and what comes at the end. Whatever can be refused is refused before the loop.
+
+What one rank refuses all ranks refuse, with its sentence, because the others would wait for it.
+"""
+
+import sys
+import time
+
+import torch
+
+from .. import mesh
+from ..errors import Diverged, DoesNotFit, ShardwiseError
+from .banner import banner, summary
+from .checks import completed
+from .loop import run_steps
+from .out_of_memory import explain
+from .postmortem import write_postmortem
+from .profile import Profile
+from .progress import Progress
+from .settings import Settings, settings_from_json
+from .setup import set_up
+
+
+def run_rank(text: str) -> int:
+    """The exit code of a rank. A crash is raised, so that a launcher may start it again."""
+    try:
+        return _run(settings_from_json(text))
+    except ShardwiseError as error:
+        if error.exit_code == ShardwiseError.exit_code:
+            raise
+        # Every rank has the same sentence; all but the first write it into their logs.
+        print(f"shardwise: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        mesh.leave()
+
+
+def _run(settings: Settings) -> int:
+    began = time.perf_counter()
+    settings = completed(settings, torch.cuda.is_available())
+    mesh.init(device=settings.device, timeout_s=settings.timeout)
+    run = set_up(settings)
+    if run.is_first:
+        print(banner(run.start()), flush=True)
+    job = run.job
+    try:
+        with (
+            Progress(job.num_steps, run.first_step, is_shown=run.is_first) as run.progress,
+            Profile(run.folder, settings.profile and run.is_first, job.device.type, run.wait) as profile,
+        ):
+            ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
+            if ending.complaint:
+                place = write_postmortem(run.folder, ending, job, run.book, run.hosts)
+                raise Diverged(f"{ending.complaint}; what is needed to look into it is in {place}")
+            if ending.stop is None:
+                run.finish(ending.step)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(explain(error, job.model, job.optimizer, settings, job.batching)) from error
+    finally:
+        run.metrics.close()
+    end = run.end(ending, time.perf_counter() - began)
+    if run.is_first:
+        print(summary(end), flush=True)
+    return ending.stop or 0

@@ -1,0 +1,358 @@
+"""Everything a rank needs before its first step, and what it does beside the steps: evaluate, save, finish.
+
+1. the ranks choose the run folder, and check the settings against the model, the tokenizer and the data
+2. the model is built on the meta device, sharded, and gets its weights: drawn, read, or from a checkpoint
+3. the book, the metrics and the requests are opened
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import mesh
+from ..checkpoint.folder import prune, step_folder
+from ..checkpoint.load import load
+from ..checkpoint.save import save
+from ..engine.agree import all_or_none
+from ..engine.api import free_bytes_here, shard
+from ..engine.guards import engine_of
+from ..engine.held import Memory, memory
+from ..engine.whole import load_full_state_dict
+from ..errors import ConfigurationError
+from ..plan.flops import peak_flops
+from ..plan.model import find_blocks
+from ..precision import precision_of
+from ..wire.collectives import Channel, exchange
+from .banner import End, Start
+from .book import Book, Row
+from .checkpointing import checkpoint_blocks
+from .checks import Checked, check_all
+from .data.prepare import Prepared, prepare
+from .data.samples import Samples, open_samples, unigram_entropy
+from .divergence import Divergence
+from .evaluate import Evaluation, evaluate
+from .folder import CHECKPOINTS, DATA, EXPORT, choose, claim, run_folder
+from .loop import Between, Ending, Job
+from .metrics import Metrics, memory_row
+from .models.build import Built, build
+from .models.export import export
+from .models.sample import sample
+from .optimizers import optimizer_for
+from .progress import Progress
+from .rounds import Rounds
+from .settings import Settings
+from .signals import Requests
+
+DEFAULT_PROMPT = "The "
+PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
+
+
+@dataclass(slots=True)
+class Run:
+    settings: Settings
+    folder: Path
+    checked: Checked
+    prepared: Prepared
+    built: Built
+    job: Job
+    eval_samples: Samples | None
+    hosts: Channel
+    metrics: Metrics
+    first_step: int
+    free_bytes: int
+    progress: Progress = field(default_factory=lambda: Progress(1, is_shown=False))
+    book: Book = field(init=False)
+    rounds: Rounds = field(init=False)
+    between: Between = field(init=False)
+    saved_step: int | None = None
+    evaluation: Evaluation | None = None
+    generated: str = ""
+    exported: str = ""
+    highest: Memory | None = None  # class by class, over the rows written
+
+    @property
+    def is_first(self) -> bool:
+        return self.job.rank == 0
+
+    def wait(self) -> None:
+        """Until every collective under way is over."""
+        engine_of(self.job.model).rest()
+
+    # -----------------------------------------------------------------------------------------------------
+    # between steps
+
+    def write(self, row: Row) -> None:
+        self.metrics.log(row)
+        self.progress.update(row)
+
+    def memory_row(self) -> Row:
+        now = memory(self.job.model, self.job.optimizer)
+        self.highest = now if self.highest is None else self.highest.highest(now)
+        return dict(memory_row(now))
+
+    def evaluate(self, step: int) -> None:
+        if self.eval_samples is None:
+            return
+        settings, job = self.settings, self.job
+        num = min(self.eval_samples.num_samples, settings.max_eval_samples)
+        size = settings.per_device_eval_batch_size or job.batching.micro_size
+        self.evaluation = evaluate(job.model, self.eval_samples, num, size, self.hosts, job.device)
+        self.write({"step": step, "eval_loss": self.evaluation.loss, "eval_perplexity": self.evaluation.perplexity})
+
+    def save(self, step: int) -> None:
+        if self.saved_step == step:
+            return
+        root = self.folder / CHECKPOINTS
+        extra = {
+            "step": step,
+            "num_samples_seen": self.job.first_sample + (step - self.job.first_step) * self.job.batching.global_size,
+            "data": data_identity(self.prepared, self.checked),
+            "book": self.book.to_extra(),
+        }
+        began = time.perf_counter()
+        save(step_folder(root, step), self.job.model, self.job.optimizer, extra=extra)
+        self.saved_step = step
+        if self.is_first and self.settings.save_total_limit is not None:
+            prune(root, self.settings.save_total_limit)
+        self.progress.say(f"saved {step_folder(root, step)} in {time.perf_counter() - began:.1f} s")
+
+    def finish(self, step: int) -> None:
+        """The run is complete."""
+        self.save(step)
+        self.evaluate(step)
+        settings, job = self.settings, self.job
+        if settings.sample_tokens:
+            self.generated = sample(
+                job.model,
+                self.checked.tokenizer,
+                self.prompt,
+                settings.sample_tokens,
+                seed=settings.seed,
+                max_seq=self.checked.seq_length,
+            )
+        if settings.export:
+            export(job.model, self.built, settings, self.folder / EXPORT)
+            self.exported = str(self.folder / EXPORT)
+
+    @property
+    def prompt(self) -> str:
+        return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
+
+    # -----------------------------------------------------------------------------------------------------
+    # what the user is told
+
+    def start(self) -> Start:
+        settings, job, built, batching = self.settings, self.job, self.built, self.job.batching
+        engine = engine_of(job.model)
+        planned = memory(job.model, job.optimizer)
+        precision = engine.precision
+        frozen = built.num_params - built.num_trainable
+        num_bytes = built.num_trainable * precision.master.itemsize * 3 + frozen * precision.compute.itemsize
+        layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
+        asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
+        warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
+        num_samples = (job.num_steps - job.first_step) * batching.global_size + job.first_sample
+        return Start(
+            folder=str(self.folder),
+            model=settings.model,
+            num_params=built.num_params,
+            num_trainable=built.num_trainable,
+            strategy_asked=asked,
+            strategy_runs=", ".join(layouts),
+            world_size=engine.mesh.world_size,
+            node_size=engine.mesh.node_size,
+            device=_device_name(job.device),
+            precision=str(settings.precision),
+            num_micro=batching.num_micro,
+            micro_size=batching.micro_size,
+            seq_length=self.checked.seq_length,
+            data=_source(settings),
+            num_tokens=job.samples.num_tokens,
+            num_samples=job.samples.num_samples,
+            num_eval_samples=0 if self.eval_samples is None else self.eval_samples.num_samples,
+            num_steps=job.num_steps,
+            num_epochs=num_samples / job.samples.num_samples,
+            optimizer=f"{settings.optimizer}, lr {settings.learning_rate:g} ({settings.lr_scheduler_type}{warmup})",
+            planned=planned.planned,
+            planned_buffers=planned.planned_buffers,
+            free_bytes=self.free_bytes,
+            checkpoint_bytes=num_bytes,
+            expected_save_s=num_bytes / _disk_bytes_per_s(self.folder),
+            save_steps=settings.save_steps,
+            first_step=self.first_step,
+            resumed_from=settings.resume_from_checkpoint or "",
+        )
+
+    def end(self, ending: Ending, seconds: float) -> End:
+        """Every rank calls it: memory is the largest of all ranks."""
+        book, job = self.book, self.job
+        self.memory_row()
+        assert self.highest is not None
+        seen = self.highest
+        for other in exchange(self.hosts, self.highest):
+            seen = seen.highest(other)
+        why = {None: "", 130: "interrupted", 143: "terminated"}[ending.stop]
+        tokens_per_s = book.tokens_per_s
+        return End(
+            why=why,
+            step=ending.step,
+            num_steps=job.num_steps,
+            seconds=seconds,
+            num_tokens=(ending.step - self.first_step) * book.tokens_per_step,
+            first_loss=book.first_loss,
+            last_loss=book.last_loss,
+            eval_loss=None if self.evaluation is None else self.evaluation.loss,
+            unigram_entropy=unigram_entropy(job.samples) if self.is_first else None,
+            tokens_per_s=tokens_per_s,
+            mfu=book.mfu,
+            planned=seen.planned,
+            seen=seen.seen,
+            planned_buffers=seen.planned_buffers,
+            seen_buffers=seen.buffers,
+            seen_activations=seen.peak_activations,
+            peak_bytes=seen.peak,
+            checkpoint="" if self.saved_step is None else str(step_folder(self.folder / CHECKPOINTS, self.saved_step)),
+            export=self.exported,
+            prompt=self.prompt,
+            sample=self.generated,
+        )
+
+
+def set_up(settings: Settings) -> Run:
+    world = mesh.everyone()
+    rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
+    say: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
+    # The first rank chooses, because a folder's name may hold the time.
+    chosen = all_or_none(world, lambda: choose(settings, mesh.restarts()) if rank == 0 else settings)
+    settings = exchange(world, chosen)[0]
+    folder = run_folder(settings)
+    checked = all_or_none(world, lambda: check_all(settings, num_ranks))
+    prepared, samples, eval_samples = _data(settings, checked, world, say)
+    free_bytes = free_bytes_here()
+    built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device))
+    all_or_none(world, lambda: _require_isolation(built, samples))
+    model, optimizer = _sharded(built, settings)
+    all_or_none(world, lambda: claim(settings) if rank == 0 else None)
+    hosts = mesh.hosts()
+
+    extra: dict[str, Any] = {}
+    if settings.resume_from_checkpoint is not None:
+        extra = load(settings.resume_from_checkpoint, model, optimizer)
+    first_step = extra.get("step", 0)
+    first_sample = extra.get("num_samples_seen", 0)
+    if extra and extra["data"] != data_identity(prepared, checked):
+        say("the data is not what the checkpoint was trained on: it is read from its beginning")
+        first_sample = 0
+    batching = checked.batching
+    num_steps = settings.max_steps
+    if num_steps is None:
+        left = (settings.num_train_epochs or 1.0) * samples.num_samples - first_sample
+        num_steps = first_step + max(-int(-left // batching.global_size), 0)
+    job = Job(settings, model, optimizer, samples, batching, rank, device, num_steps, first_step, first_sample)
+    metrics = Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name)
+    metrics.truncate_after(first_step)
+    run = Run(settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes)
+    run.saved_step = first_step if extra else None
+    run.book = _book(run, num_ranks)
+    if extra:
+        run.book.from_extra(extra["book"])
+    run.rounds = Rounds(hosts, Requests(folder if rank == 0 else None))
+    run.between = Between(run.evaluate, run.save)
+    return run
+
+
+def _data(
+    settings: Settings, checked: Checked, world: Channel, say: Callable[[str], None]
+) -> tuple[Prepared, Samples, Samples | None]:
+    """One rank of each machine makes the stores, where the launcher has not; then all find them."""
+    where = run_folder(settings) / DATA
+
+    def make(speaks: Callable[[str], None]) -> Prepared:
+        return prepare(settings, checked.tokenizer, where, speaks)
+
+    all_or_none(world, lambda: make(say) if mesh.local_rank() == 0 else None)
+    prepared = all_or_none(world, lambda: make(_silent))
+    samples, eval_samples = all_or_none(
+        world, lambda: open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+    )
+    return prepared, samples, eval_samples
+
+
+def _require_isolation(built: Built, samples: Samples) -> None:
+    if samples.windows.is_isolated and not built.isolates_documents:
+        raise ConfigurationError(
+            f"isolate_documents: the attention of {built.facts.config.get('model_type')} cannot be stopped at the ends "
+            "of documents; use --packing padded, or --no-isolate-documents"
+        )
+
+
+def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
+    model = built.model
+    checkpoint_blocks(model, settings.gradient_checkpointing)
+    if settings.compile:
+        for path in find_blocks(model):
+            model.get_submodule(path).compile()
+    model, optimizer = shard(
+        model,
+        optimizer_for(model, settings),
+        settings.strategy,
+        precision=precision_of(settings.precision or "bf16", None),
+        reduce_dtype=settings.reduce_dtype,
+        node_size=settings.node_size,
+        seed=settings.seed,
+    )
+    if built.weights is not None and settings.resume_from_checkpoint is None:
+        load_full_state_dict(model, built.weights)
+    return model, optimizer
+
+
+def _book(run: Run, num_ranks: int) -> Book:
+    settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
+    peak = peak_flops(_device_name(job.device), precision.compute)
+    return Book(
+        tokens_per_step=job.batching.global_size * run.checked.seq_length,
+        num_steps=job.num_steps,
+        logging_steps=settings.logging_steps,
+        flops_per_token=run.built.flops_per_token(run.checked.seq_length),
+        peak_flops=None if peak is None else peak * num_ranks,
+        divergence=Divergence(settings.divergence_ratio),
+        may_overflow=precision.loss_scaling,
+        more=run.memory_row,
+        write=run.write,
+    )
+
+
+def data_identity(prepared: Prepared, checked: Checked) -> str:
+    """Of the samples and their order: where a run that goes on finds the same, it goes on in them."""
+    return f"{prepared.train.name} in {checked.seq_length}"
+
+
+def _source(settings: Settings) -> str:
+    return settings.dataset or ", ".join(settings.train_file) or "Python's manual"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _disk_bytes_per_s(folder: Path) -> float:
+    probe = folder / ".probe"
+    began = time.perf_counter()
+    with probe.open("wb") as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    probe.unlink()
+    return PROBE_BYTES / seconds
+
+
+def _silent(_: str) -> None:
+    pass
