@@ -122,7 +122,8 @@ def test_rates_of_a_known_gpu() -> None:
     less = {**memory, "reserved_gb": 14.0}
     seen = [answer(0.1, memory=each, device="NVIDIA H200") for each in (less, memory)]
     _, rows, _ = compare(
-        {"plain": outcome(9), OURS: Outcome(answers=tuple(seen))}, settings=[replace(SMOKE, shape=shape)]
+        {"plain": outcome(9), OURS: Outcome(answers=tuple(seen))},
+        settings=[replace(SMOKE, shape=shape, precision="bf16")],
     )
     blocks = 16 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
     flops = 6 * blocks + 12 * 16 * 4096 * 2048
