@@ -167,7 +167,7 @@ def test_two_at_once_end_well(tmp_path: Path, write_rows: Callable[..., str]) ->
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     peaks = []
-    for num_megabytes in (4, 12):
+    for num_megabytes in (6, 18):
         path = tmp_path / f"{num_megabytes}.txt"
         path.write_bytes(b"some words and more of them\n" * (num_megabytes * 2**20 // 28))
         tracemalloc.start()

@@ -38,7 +38,7 @@ from .tokenizer import Tokenizer
 
 _FORMAT = 1  # of the store; another number makes other folders
 _NUM_NAMED = 10  # bad rows that are named; the rest are counted
-_BATCH_CHARACTERS = 2**20
+_BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0
 
 

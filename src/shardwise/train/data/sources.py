@@ -18,7 +18,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl",)
 TOKEN_SUFFIXES = (".bin",)
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**16  # many fit into a batch, so that cores share it
 MAX_ROW_BYTES = 64 * 2**20  # a longer line is no row, but a file of another kind
 
 
