@@ -1,0 +1,61 @@
+"""Why the ranks of a machine failed, in words: the first of them to fail, once, and nothing about the others."""
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from .notes import Ended
+from .watch import POLL_S, Seen
+
+LAST_LINES = 15
+# A death is noticed this late; a rank that raised so shortly before it was probably its victim.
+NOTICED_S = 5 * POLL_S
+
+
+def first_failure(
+    ranks: Mapping[int, Seen], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
+) -> str:
+    """All by local rank. `reported` is the agent's word: the rank and the exit code of one that failed."""
+    raised = sorted((end for end in endings.values() if end.code is None), key=lambda end: end.time_s)
+    silent = sorted(
+        (seen for rank, seen in ranks.items() if _died_silently(seen) and rank not in endings),
+        key=lambda seen: seen.gone_s or 0.0,
+    )
+    if silent and not (raised and raised[0].time_s < (silent[0].gone_s or 0.0) - NOTICED_S):
+        first = silent[0]
+        _, code = reported.get(first.started.local_rank, (first.started.rank, first.status))
+        return _death(first.started.rank, code if first.status is None else first.status, first.started.log, host)
+    if raised:
+        rank = ranks[raised[0].local_rank].started
+        log = f"\nits log: {rank.log}" if rank.log else ""
+        return f"rank {rank.rank} on {host} failed:\n\n{raised[0].error}{log}"
+    rank_number, code = next(iter(reported.values()), (-1, 1))
+    return _death(rank_number, code, "", host)
+
+
+def _died_silently(seen: Seen) -> bool:
+    return seen.gone_s is not None and not seen.is_killed and seen.status != 0
+
+
+def _death(rank: int, code: int | None, log: str, host: str) -> str:
+    """A rank that ended without a word of its own."""
+    said = f"\nthe end of its log, {log}:\n\n{_last_lines(log)}" if log else ""
+    return f"rank {rank} on {host} {_how(code)}{said}"
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "died"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
+
+
+def _last_lines(log: str) -> str:
+    try:
+        text = Path(log).read_text(errors="replace")
+    except OSError as error:
+        return f"({error})"
+    return "\n".join(text.splitlines()[-LAST_LINES:])

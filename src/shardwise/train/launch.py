@@ -1,0 +1,165 @@
+"""From one command to ranks, on one machine or on many, and from their endings to one exit code.
+
+Under torchrun, or srun with a task per rank, this process is a rank already. Otherwise it becomes a launcher: torch's
+elastic agent runs in it and starts the ranks of this machine. Several launchers meet at --rdzv-endpoint; under srun
+with a task per node they find it in Slurm's variables.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..errors import ConfigurationError
+from . import signals, slurm
+from .folder import LOGS, choose, run_folder
+from .settings import Settings
+
+ENTRY = "shardwise.train.run:run_rank"
+MEETING_S = 600  # machines of one job may be started minutes apart
+
+
+def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) -> int:
+    """The exit code of a run. `origin` says where each setting came from; each rank runs `entry`, MODULE:FUNCTION."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _be_a_rank(settings, origin, entry, {})
+    if slurm.is_rank(os.environ):
+        return _be_a_rank(settings, origin, entry, slurm.rank_variables(os.environ))
+    _refuse_mpi()
+    settings, configs = _with_slurm(settings, origin)
+    min_nodes, max_nodes = num_nodes(settings.nnodes)
+    _check_meeting(settings, min_nodes, max_nodes)
+    nproc_per_node = ranks_here(settings)
+    settings = choose(settings)
+    logs = run_folder(settings).absolute() / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    _set_threads(nproc_per_node)
+    # Reports of broken connections, which follow every failure and are never its cause.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from .agent import Machines, run_agent
+    from .rank import Task
+
+    is_alone = max_nodes == 1
+    if settings.rdzv_backend == "static":
+        configs["rank"] = settings.node_rank or 0
+    elif settings.node_rank is not None:
+        configs["is_host"] = settings.node_rank == 0
+    machines = Machines(
+        min_nodes,
+        max_nodes,
+        nproc_per_node,
+        backend=settings.rdzv_backend,
+        endpoint=settings.rdzv_endpoint or "localhost:0",
+        run_id=settings.rdzv_id,
+        local_addr="localhost" if is_alone else None,
+        configs={"read_timeout": MEETING_S, "join_timeout": MEETING_S, **configs},
+    )
+    task = Task(entry, settings.to_json(), str(logs), os.getpid())
+    return run_agent(machines, settings.max_restarts, task, socket.gethostname())
+
+
+def num_nodes(text: str) -> tuple[int, int]:
+    """--nnodes: a number of machines, or MIN:MAX."""
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or not (high or low).isdecimal() or not 1 <= int(low) <= int(high or low):
+        raise ConfigurationError(f"nnodes: {text!r} is no number of machines; write 4, or 2:4 for two to four of them")
+    return int(low), int(high or low)
+
+
+def ranks_here(settings: Settings) -> int:
+    """Ranks of this machine: a GPU each, or 2 on CPUs."""
+    if settings.device == "cpu":
+        return settings.nproc_per_node or 2
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0 and settings.device == "cuda":
+        raise ConfigurationError("device: cuda, but torch sees no GPU here; leave it out to run on the CPU")
+    if num_gpus == 0:
+        return settings.nproc_per_node or 2
+    if settings.nproc_per_node is not None and settings.nproc_per_node > num_gpus:
+        raise ConfigurationError(
+            f"nproc_per_node: {settings.nproc_per_node}, but this machine has {num_gpus} GPUs and each rank needs one; "
+            f"ask for at most {num_gpus}, or for device cpu"
+        )
+    return settings.nproc_per_node or num_gpus
+
+
+def _be_a_rank(settings: Settings, origin: Mapping[str, str], entry: str, variables: dict[str, str]) -> int:
+    """Another launcher has started this rank. Its variables count before what we make of Slurm's."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    _refuse_other_worlds(settings, origin)
+    if "SLURM_CPUS_PER_TASK" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", os.environ["SLURM_CPUS_PER_TASK"])
+    _set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    signals.listen(has_launcher=False)
+    from .rank import call
+
+    return call(entry, settings.to_json())
+
+
+def _refuse_other_worlds(settings: Settings, origin: Mapping[str, str]) -> None:
+    """What was asked for is what runs: the launcher that made the ranks decides how many there are."""
+    found = os.environ.get("LOCAL_WORLD_SIZE")
+    asked = settings.nproc_per_node
+    if asked is not None and found is not None and int(found) != asked:
+        raise ConfigurationError(
+            f"nproc_per_node: {asked} ({origin.get('nproc_per_node', 'given')}), but torchrun or srun has started "
+            f"{found} ranks on this machine; say it to them, and leave nproc_per_node out"
+        )
+
+
+def _refuse_mpi() -> None:
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if int(size) > 1:
+        raise ConfigurationError(
+            f"mpirun has started {size} processes (OMPI_COMM_WORLD_SIZE), and each would start ranks of its own: use "
+            "srun, torchrun, or one shardwise train per machine with --nnodes and --rdzv-endpoint"
+        )
+
+
+def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> tuple[Settings, dict[str, object]]:
+    """One srun task per node: how many they are, where they meet, and who waits for the others there."""
+    nodes = slurm.num_nodes(os.environ)
+    if not slurm.is_step(os.environ) or nodes == 1:
+        return settings, {}
+    configs: dict[str, object] = {}
+    if origin.get("nnodes", "default") == "default":
+        settings = replace(settings, nnodes=str(nodes))
+    if settings.rdzv_endpoint is None and settings.nnodes != "1":
+        host = slurm.first_host(slurm.node_list(os.environ))
+        settings = replace(settings, rdzv_endpoint=f"{host}:{slurm.port(os.environ)}")
+        if settings.node_rank is None:
+            settings = replace(settings, node_rank=int(os.environ.get("SLURM_NODEID", "0")))
+    return settings, configs
+
+
+def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
+    if max_nodes == 1:
+        return
+    if settings.rdzv_endpoint is None:
+        raise ConfigurationError(
+            f"nnodes: {settings.nnodes}, but no place to meet: give every machine the same --rdzv-endpoint HOST:PORT, "
+            "HOST being one of them"
+        )
+    if settings.output_dir is None:
+        raise ConfigurationError(
+            f"nnodes: {settings.nnodes}, but no output_dir, and each machine would make a run folder of its own: give "
+            "all of them the same --output-dir, where all can write"
+        )
+    if settings.rdzv_backend == "static":
+        if settings.node_rank is None or min_nodes != max_nodes:
+            raise ConfigurationError(
+                f"rdzv_backend: static, with nnodes {settings.nnodes} and node_rank {settings.node_rank}: it needs a "
+                "fixed number of machines and the place of this one, --node-rank 0 and so on"
+            )
+        if not settings.rdzv_endpoint.rpartition(":")[2].isdecimal():
+            raise ConfigurationError(f"rdzv_endpoint: {settings.rdzv_endpoint}, but static needs a port: HOST:PORT")
+
+
+def _set_threads(num_ranks: int) -> None:
+    """Ranks share the cores of their machine. Torch reads this when it is imported: before a rank is started."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))

@@ -1,0 +1,186 @@
+"""The launcher's second thread: it passes signals on to the ranks, and sees to it that none of them waits for ever.
+
+The agent owns the main thread, which may be deep in a rendezvous. So signals are blocked there, and by inheritance in
+the ranks until they can hear them; this thread has them open and reads their numbers from a pipe. To end the agent, it
+sends SIGUSR2 to the main thread, where an exception is raised that the agent knows.
+
+- SIGTERM, SIGUSR1, SIGHUP: the ranks are asked to stop, once each, also those that are still starting.
+- SIGINT: the same; a second one kills them.
+- A rank has died: the agent ends the others, but those that wait inside a collective would hear that after half a
+  minute. They are killed earlier.
+- A rank has refused to run: the agent waits for all others, which may wait for that rank. They are given time to find
+  the same mistake.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from . import notes
+from .signals import ASKS, INTERRUPTED, STOPPING, TERMINATED
+
+POLL_S = 0.1
+AFTER_A_DEATH_S = 5.0
+AFTER_A_REFUSAL_S = 15.0
+MAIN_THREAD_S = 5.0  # for the agent to let go of what it waits for
+REFUSALS = (2, 3, 5)
+
+
+@dataclass(slots=True)
+class Seen:
+    """A rank as its launcher sees it."""
+
+    started: notes.Started
+    is_asked: bool = False
+    is_killed: bool = False  # by us
+    gone_s: float | None = None
+    status: int | None = None  # its exit code, negative for a signal; None: runs, or the agent was faster
+
+
+class Watch:
+    """`stop_agent` is raised in the main thread when the ranks are to be killed; `code` then says why."""
+
+    def __init__(self, say: Callable[[str], None], stop_agent: Exception) -> None:
+        self.code: int | None = None
+        self.ranks: dict[int, Seen] = {}
+        self.endings: dict[int, notes.Ended] = {}
+        self._say = say
+        self._stop_agent = stop_agent
+        self._folder: Path | None = None
+        self._asked: int | None = None
+        self._grace_end_s = float("inf")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+        self._lock = threading.Lock()
+        self._heard = {s for s in {*STOPPING, signal.SIGINT} if signal.getsignal(s) != signal.SIG_IGN}
+
+    def look_in(self, folder: Path) -> None:
+        """The ranks start, or start again, and will leave their notes here."""
+        with self._lock:
+            self._folder = folder
+            self.ranks, self.endings = {}, {}
+            self._grace_end_s = float("inf")
+
+    def __enter__(self) -> Self:
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._old_pipe = signal.set_wakeup_fd(self._pipe[1])
+        self._old = {number: signal.signal(number, _nothing) for number in self._heard}
+        self._old[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._end_agent)
+        self._thread.start()  # before the mask, which it would inherit
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        signal.signal(signal.SIGUSR2, _nothing)  # too late to end anything
+        self._closing.set()
+        self._thread.join()
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        signal.set_wakeup_fd(self._old_pipe)
+        for end in self._pipe:
+            os.close(end)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)
+        while not self._closing.is_set():
+            if select.select([self._pipe[0]], [], [], POLL_S)[0]:
+                for number in os.read(self._pipe[0], 64):
+                    if number in self._heard:
+                        self._hear(signal.Signals(number))
+            with self._lock:
+                self._look()
+
+    def _hear(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._asked == INTERRUPTED:
+            self._end(INTERRUPTED, "interrupted twice: the ranks are killed, and nothing is saved")
+        elif self._folder is None:
+            self._end(INTERRUPTED if number == signal.SIGINT else TERMINATED, f"{number.name} before any rank ran")
+        elif number == signal.SIGINT:
+            self._say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
+            self._asked = INTERRUPTED
+        elif self._asked is None:
+            self._say(f"{number.name}: stopping after this step, with a checkpoint")
+            self._asked = TERMINATED
+
+    def _look(self) -> None:
+        if self._folder is None:
+            return
+        for started in notes.started(self._folder):
+            self.ranks.setdefault(started.local_rank, Seen(started))
+        for ended in notes.ended(self._folder):
+            self.endings.setdefault(ended.local_rank, ended)
+        for local_rank, seen in self.ranks.items():
+            if seen.gone_s is None:
+                self._look_at(seen, has_ended=local_rank in self.endings)
+        grace_s = self._grace_s()
+        if grace_s is not None:
+            self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
+        if time.monotonic() > self._grace_end_s:
+            self._lose_patience()
+
+    def _look_at(self, seen: Seen, has_ended: bool) -> None:
+        pid = seen.started.pid
+        try:
+            # Without reaping it: that is the agent's.
+            gone = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            seen.gone_s = time.time()
+            return
+        if gone is not None:
+            seen.gone_s = time.time()
+            seen.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
+        elif self._asked is not None and not seen.is_asked and not has_ended:
+            seen.is_asked = True
+            os.kill(pid, ASKS[self._asked])
+
+    def _grace_s(self) -> float | None:
+        """How long the ranks that still run may go on; None: as long as they like."""
+        if any(ending.code is None for ending in self.endings.values()):
+            return AFTER_A_DEATH_S
+        if any(seen.gone_s is not None and rank not in self.endings for rank, seen in self.ranks.items()):
+            return AFTER_A_DEATH_S
+        if any(ending.code in REFUSALS for ending in self.endings.values()):
+            return AFTER_A_REFUSAL_S
+        return None
+
+    def _lose_patience(self) -> None:
+        self._grace_end_s = float("inf")
+        refusals = [e.code for e in self.endings.values() if e.code in REFUSALS]
+        if refusals and len(self.endings) < len(self.ranks):
+            self._end(refusals[0], "a rank has refused to run; the others did not notice, and are killed")
+            return
+        for local_rank, seen in self.ranks.items():
+            if seen.gone_s is None and local_rank not in self.endings:
+                seen.is_killed = True
+                os.kill(seen.started.pid, signal.SIGKILL)
+
+    def _end(self, code: int, why: str) -> None:
+        """Get the agent to kill its ranks and return; and if it cannot, do without it."""
+        self._say(why)
+        self.code = code
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGUSR2)
+        if not self._closing.wait(MAIN_THREAD_S):
+            for seen in self.ranks.values():
+                if seen.gone_s is None:
+                    os.kill(seen.started.pid, signal.SIGKILL)
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _end_agent(self, _: int, __: FrameType | None) -> None:
+        raise self._stop_agent
+
+
+def _nothing(*_: Any) -> None:
+    """A handler, so that a signal reaches the pipe."""

@@ -1,0 +1,130 @@
+"""Entries for ranks that test the launcher, and a command that launches one: `python -m tests.support.launching`.
+
+    python -m tests.support.launching ENTRY FOLDER [SETTING=JSON ...]
+
+The entries do without the engine, so that a rank is ready as soon as torch is imported. They say what they do to
+files in the run folder, because that is where tests look.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwise.errors import ShardwiseError
+from shardwise.train.launch import launch
+from shardwise.train.settings import Settings, settings_from_json
+from shardwise.train.signals import Requests
+
+
+def _folder(settings: str) -> Path:
+    return Path(str(settings_from_json(settings).output_dir))
+
+
+def _say(settings: str, text: str) -> None:
+    (_folder(settings) / f"said-{os.environ['RANK']}").write_text(text)
+
+
+def tell(settings: str) -> int:
+    """What the rank was given."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    found: dict[str, Any] = {name: os.environ.get(name) for name in names}
+    found["settings"] = json.loads(settings)
+    _say(settings, json.dumps(found))
+    print(f"rank {os.environ['RANK']} was here")
+    return 0
+
+
+def diverge(settings: str) -> int:
+    return 4 if os.environ["RANK"] == "1" else 143
+
+
+def stop_when_asked(settings: str) -> int:
+    """A loop that takes 0.2 s to save."""
+    requests = Requests(_folder(settings))
+    _say(settings, str(os.getpid()))
+    while requests.stop is None:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    _say(settings, "saved")
+    assert requests.stop is not None
+    return requests.stop
+
+
+def never_stop(settings: str) -> int:
+    _say(settings, str(os.getpid()))
+    time.sleep(600)
+    return 0
+
+
+def break_then_follow(settings: str) -> int:
+    """Rank 1 fails; rank 0 notices by losing it, and is the first to be gone."""
+    broken = _folder(settings) / "broken"
+    if os.environ["RANK"] == "1":
+        try:
+            raise ValueError("the true cause")
+        finally:
+            broken.touch()
+            time.sleep(0.0)
+    while not broken.exists():
+        time.sleep(0.001)
+    raise RuntimeError("connection closed by peer")
+
+
+def crash_once(settings: str) -> int:
+    mark = _folder(settings) / "crashed"
+    if os.environ["RANK"] == "0" and not mark.exists():
+        mark.touch()
+        raise ValueError("only the first time")
+    _say(settings, os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(600)
+    return 0
+
+
+def be_killed(settings: str) -> int:
+    """Rank 1 goes without a word; rank 0 waits where no signal is heard."""
+    if os.environ["RANK"] == "1":
+        print("the last that was heard of it", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    time.sleep(600)
+    return 0
+
+
+def refuse_alone(settings: str) -> NoReturn:
+    if os.environ["RANK"] == "0":
+        sys.exit(2)
+    time.sleep(600)
+    raise AssertionError
+
+
+def add_up(settings: str) -> int:
+    """The ranks find each other."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    _say(settings, str(int(total)))
+    dist.destroy_process_group()
+    return 0
+
+
+def main() -> int:
+    entry, folder, *words = sys.argv[1:]
+    given = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
+    settings = Settings(**{"output_dir": folder, "device": "cpu", **given})
+    try:
+        return launch(settings, dict.fromkeys(given, "flag"), entry=f"tests.support.launching:{entry}")
+    except ShardwiseError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
