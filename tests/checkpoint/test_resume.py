@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardwise as sw
 from tests.harness import Pool
@@ -110,3 +108,25 @@ def test_every_preset_goes_through_worlds_of_every_size(run_ranks: Pool, tmp_pat
     expected = train_alone(IN_TREE, num_steps=NUM_STEPS)
     for outcome in outcomes:
         assert_close(outcome, expected, FP32_TOLERANCE)
+
+
+PRECISIONS = {"bf16": Poke(-1, 0), "fp16": Poke(2, 1), "pure-bf16": Poke(-1, 0)}
+
+
+def test_every_precision_goes_on_bit_for_bit(run_ranks: Pool, tmp_path: Path) -> None:
+    """With fp16 a step overflows before the save: the scale, and what was skipped, go on as well."""
+    k, options = 4, {name: {"precision": name, "poke": poke} for name, poke in PRECISIONS.items()}
+    together(run_ranks, 2, [(0, k, "hpz", None, tmp_path / name, options[name]) for name in PRECISIONS])
+    outcomes = together(
+        run_ranks, 2, [(k, NUM_STEPS, "zero1", tmp_path / name, None, options[name]) for name in PRECISIONS]
+    )
+    for (name, poke), outcome in zip(PRECISIONS.items(), outcomes, strict=True):
+        assert_same(outcome, train_alone(IN_TREE, formats=FORMATS[name], num_slices=2, num_steps=NUM_STEPS, poke=poke))
+    assert [outcome.num_skipped for outcome in outcomes] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("model", ["in-tree tied", "t5"])
+def test_tied_weights(run_ranks: Pool, tmp_path: Path, model: str) -> None:
+    together(run_ranks, 2, [(0, 2, "zero3", None, tmp_path / "here", {"model_name": model})])
+    (outcome,) = together(run_ranks, 2, [(2, 4, "ddp", tmp_path / "here", None, {"model_name": model})])
+    assert_same(outcome, train_alone(model, num_slices=2, num_steps=4))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.agree import require_agreement
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError
@@ -24,9 +23,9 @@ from ..shard import Interval, pieces
 from ..unit import FlatState
 from . import folder
 from .index import Index, Param, StateItem, buffer_key, from_json, parts_of, state_key, weight_key
-from .save import buffers_of
+from .save import begin_between_steps, buffers_of
 from .state import group_of, own_optimizer, require_same_optimizer, restore_optimizer, restore_state
-from .tensors import NAMES, TensorFile, open_file
+from .tensors import NAMES, TensorFile, open_file, require_size
 from .together import together
 
 
@@ -41,11 +40,8 @@ def load(
     """
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
-    engine.rest()
-    engine.await_gradients()
-    world = engine.mesh.world
-    place = Path(path).resolve()
-    require_agreement(world, [("the checkpoint's path", str(place))])
+    begin_between_steps(engine, "load", path, own)
+    world, place = engine.mesh.world, Path(path).resolve()
     job = together(world, lambda: _prepare(place, engine, model, own))
     try:
         together(world, lambda: _read(job, own))
@@ -101,10 +97,12 @@ def _prepare(place: Path, engine: Engine, model: nn.Module, optimizer: ShardedOp
             require_same_optimizer(optimizer, index.optimizer)
             _require_same_groups(optimizer, wanted)
         job = _Job(found, index, wanted, buffers)
-        # One rank looks every file through; the others those that they read.
+        # Every rank looks those files through that it reads, and one sees that no other is missing.
         numbers = {part.piece.file for want in wanted for part in parts_of(want.name, want.saved.pieces, want.interval)}
-        for number in range(len(index.files)) if engine.mesh.rank == 0 else sorted({0, *numbers}):
+        for number in sorted({0, *numbers}):
             job.file(number)
+        for file in index.files if engine.mesh.rank == 0 else ():
+            require_size(found / file.name, file.num_bytes)
     except CheckpointError as error:
         raise CheckpointError(f"cannot load {place}: {error}") from error
     return job

@@ -50,12 +50,8 @@ def save(
     """
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
-    engine.rest()
-    engine.await_gradients()
-    world, is_first = engine.mesh.world, engine.mesh.rank == 0
-    place = Path(path).resolve()
-    what = "the model" if own is None else "the model and its optimizer"
-    require_agreement(world, [("the checkpoint's path", str(place)), ("what is saved", what)])
+    begin_between_steps(engine, "save", path, own)
+    world, is_first, place = engine.mesh.world, engine.mesh.rank == 0, Path(path).resolve()
     try:
         kept = together(world, lambda: _begin(place, extra) if is_first else {})
         share = together(world, lambda: _write_share(engine, model, own, folder.partial_of(place)))
@@ -66,6 +62,17 @@ def save(
             with suppress(OSError):
                 folder.remove(folder.partial_of(place))
         raise
+
+
+def begin_between_steps(
+    engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None
+) -> None:
+    """Nothing under way on any rank, no update half done, and all of them mean the same."""
+    engine.refuse_after_early_update(verb)
+    engine.rest()
+    engine.await_gradients()
+    what = "the model" if optimizer is None else "the model and its optimizer"
+    require_agreement(engine.mesh.world, [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)])
 
 
 def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:

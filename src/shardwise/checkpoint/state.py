@@ -22,6 +22,8 @@ from .tensors import DTYPES, NAMES
 # How a run computes its updates, not what they are: this is the running program's to say.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable")
 
+_PLAIN = (bool, int, float, str, type(None))
+
 
 def own_optimizer(engine: Engine, optimizer: object) -> ShardedOptimizer | None:
     """Refuse what `sw.shard` did not return together with the model."""
@@ -41,31 +43,37 @@ def group_of(optimizer: ShardedOptimizer | None) -> dict[Tensor, int]:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer) -> Optimizer:
-    groups = []
-    for group in optimizer.inner.param_groups:
-        settings = {key: _plain(value) for key, value in group.items() if key not in _HOW}
-        # What is left out (a function, say) is the program's own.
-        groups.append({key: value for key, value in settings.items() if value is not NotImplemented})
+    # What is not plain (a function, say) is the running program's to give.
+    groups = tuple(
+        {key: _plain(value) for key, value in group.items() if key not in _HOW and _is_plain(value)}
+        for group in optimizer.inner.param_groups
+    )
     scaler = None if optimizer.scaler is None else optimizer.scaler.state()
-    return Optimizer(type(optimizer.inner).__name__, tuple(groups), scaler)
+    return Optimizer(type(optimizer.inner).__name__, groups, scaler)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(part) for part in value)
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _PLAIN)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else NotImplemented
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer) -> None:
     for group, settings in zip(optimizer.inner.param_groups, saved.groups, strict=True):
         for key, value in settings.items():
             now = group.get(key)
+            if key in _HOW:
+                continue
             if isinstance(now, Tensor):
                 # In place: schedulers, compiled updates and recordings hold this tensor.
                 now.fill_(value)
-            elif key not in _HOW:
+            else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
     scaler: LossScaler | None = optimizer.scaler
     if scaler is not None and saved.scaler is not None:
@@ -115,7 +123,7 @@ def describe_state(optimizer: ShardedOptimizer, name: str, resting: Tensor, is_p
                 raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
             shape = () if is_like_param else tuple(value.shape)
             found[key] = StateItem("split" if is_like_param else "whole", dtype, shape)
-        elif isinstance(value, (bool, int, float, str, type(None))):
+        elif isinstance(value, _PLAIN):
             found[key] = StateItem("value", value=value)
         else:
             raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
@@ -124,7 +132,7 @@ def describe_state(optimizer: ShardedOptimizer, name: str, resting: Tensor, is_p
 
 def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor:
     """A tensor of state as a row of plain numbers, as it is written."""
-    value = optimizer.inner.state[resting][key].detach()
+    value = optimizer.inner.state[resting][key]
     if type(value) is not Tensor:
         value = value.dequantize()
     return value.to(_stored_dtype(optimizer, value)).reshape(-1)
@@ -166,10 +174,25 @@ def restore_state(
         else:
             row = torch.empty(shape.numel(), dtype=DTYPES[item.dtype], device=resting.device)
             read(key, item, row)
-            target.copy_(row.view(shape))
+            _quantise(target, row.view(shape))
         kept[key] = target
     if not kept:
         del optimizer.inner.state[resting]
+
+
+def _quantise(target: Any, values: Tensor) -> None:
+    """Such that values which were quantised before come back with the same codes.
+
+    torchao's levels reach to 1 but not to -1: a block whose largest element is negative comes out of it smaller, by the
+    lowest level, and would shrink again with every save. So that element is made as large as it was.
+    """
+    names, _ = target.__tensor_flatten__()
+    if "qmap" in names and target.qmap[0] < 0:
+        blocks = values.view(-1, target.block_size)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+        lowest = (blocks == low) & (-low >= high)
+        values = torch.where(lowest, blocks / -target.qmap[0], blocks).view(values.shape)
+    target.copy_(values)
 
 
 def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:

@@ -131,12 +131,20 @@ class TensorFile:
                 chunk.copy_(torch.frombuffer(view, dtype=torch.uint8).view(place.dtype))
 
 
-def open_file(path: Path, num_bytes: int) -> TensorFile:
-    """Look a file through. It must be as long as it was when it was written."""
+def require_size(path: Path, num_bytes: int) -> None:
+    """A file must be as long as it was when it was written."""
     try:
         seen = path.stat().st_size
-        if seen != num_bytes:
-            raise CheckpointError(f"{path} is {seen} bytes long, and was written with {num_bytes}: it was truncated")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if seen != num_bytes:
+        raise CheckpointError(f"{path} is {seen} bytes long, and was written with {num_bytes}: it was truncated")
+
+
+def open_file(path: Path, num_bytes: int) -> TensorFile:
+    """Look a file through, before anything of it is read."""
+    require_size(path, num_bytes)
+    try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(num_bytes - 8, MAX_HEADER_BYTES):

@@ -328,7 +328,7 @@ class Engine:
         self._backward_at = min(self._backward_at, max(position, 0))
 
     def _begin_backward(self) -> None:
-        self._refuse_after_early_update("backward")
+        self.refuse_after_early_update("backward")
         self.await_gradients()
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
@@ -562,7 +562,7 @@ class Engine:
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
         self.await_gradients()
-        self._refuse_after_early_update("forward")
+        self.refuse_after_early_update("forward")
         if self.reductions.on_final is not None:
             self._forward_began = self._update_lane.mark_compute()
         if self._masters_version != self._version_of_masters():
@@ -574,7 +574,7 @@ class Engine:
         self._called = [False] * len(self.units)
         self._forward_at = 0 if leads_to_backward else len(self._leaves)
 
-    def _refuse_after_early_update(self, what: str) -> None:
+    def refuse_after_early_update(self, what: str) -> None:
         if self._awaits_step:
             raise StateError(
                 f"a {what} after a backward that has updated weights (early_update=True) and before optimizer.step(): "

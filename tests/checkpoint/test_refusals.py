@@ -1,0 +1,284 @@
+"""What goes wrong is said on every rank, in words, and harms nothing that was there before."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint import folder
+from tests.harness import Pool
+from tests.support.trainee import features
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 600, layers: int = 1, bias: bool = True, buffer: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width, bias=bias)
+        self.more = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.last = nn.Linear(width, 3)
+        if buffer:
+            self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def built(
+    strategy: str = "zero3",
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    net: Callable[[], nn.Module] = Net,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    sw.init()
+    torch.manual_seed(seed)
+    model = net()
+    return sw.shard(model, make(list(model.parameters())), strategy, **{"precision": "fp32", **options})
+
+
+def step(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    model(features(number, dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_one(path: Path, strategy: str = "zero3", **options: Any) -> None:
+    model, optimizer = built(strategy, **options)
+    step(model, optimizer)
+    sw.save(path, model, optimizer, extra={"step": 1})
+
+
+def refused(call: Callable[[], Any], words: str, kind: type[Exception] = sw.CheckpointError) -> None:
+    with pytest.raises(kind, match=words) as raised:
+        call()
+    # Every rank hears the same.
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, str(raised.value))
+    assert len(set(found)) == 1, found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# saves that fail
+
+
+def fail_to_save(path: Path) -> None:
+    """One rank may write no more than a few bytes, as on a full disk; the older checkpoint survives."""
+    model, optimizer = built()
+    step(model, optimizer)
+    sw.save(path, model, optimizer, extra={"step": 1})
+    step(model, optimizer, 1)
+    before = sw.full_state_dict(model)
+    for rank in range(2):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            refused(
+                lambda: sw.save(path, model, optimizer, extra={"step": 2}),
+                rf"rank {rank}: cannot write .*rank-0000{rank}.safetensors: File too large",
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    other, other_optimizer = built("ddp", seed=1)
+    assert sw.load(path, other, other_optimizer) == {"step": 1}
+    # Nothing happened to the model: it trains on, and the next save is good.
+    assert all(torch.equal(value, before[key]) for key, value in sw.full_state_dict(model).items())
+    sw.save(path, model, optimizer, extra={"step": 2})
+    assert sw.load(path, other, other_optimizer) == {"step": 2}
+
+
+def test_a_full_disk_on_one_rank_fails_on_all_and_spares_the_older_one(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, fail_to_save, tmp_path / "run" / "here")
+
+
+def refuse_saves(path: Path) -> None:
+    model, optimizer = built()
+    rank = dist.get_rank()
+    refused(lambda: sw.save(path / "x", model, optimizer, extra={"rng": torch.zeros(2)}), r"extra= must be .* JSON")
+    (path / "mine").mkdir(exist_ok=True)
+    (path / "mine" / "notes").write_text("not a checkpoint")
+    refused(lambda: sw.save(path / "mine", model), "is not a checkpoint, so it is not replaced")
+    refused(lambda: sw.save(path / f"x{rank}", model), "the ranks differ in sw.save's path", sw.WireError)
+    refused(lambda: sw.save(path / "x", model, optimizer if rank else None), "the ranks differ in what", sw.WireError)
+    refused(lambda: sw.save("/proc/nowhere/x", model), "rank 0: cannot make /proc/nowhere/x.partial")
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    other = built()[1]
+    for wrong in (plain, other):
+        refused(lambda wrong=wrong: sw.save(path / "x", model, wrong), "give the one", sw.ConfigurationError)
+    refused(lambda: sw.save(path / "x", Net()), "is not sharded", sw.StateError)
+    optimizer.state["a counter"] = {"count": 3}
+    refused(lambda: sw.save(path / "x", model, optimizer), "keeps state for 'a counter'")
+    del optimizer.state["a counter"]
+    step(model, optimizer)
+    states = [optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
+    for value, words in {
+        (1, 2): "as a tuple, which a checkpoint cannot hold",
+        torch.zeros(3): "cannot be cut for another world",
+    }.items():
+        for state in states:
+            state["history"] = value
+        refused(lambda: sw.save(path / "x", model, optimizer), f"keeps 'history' of .*{words}")
+    for state in states:
+        del state["history"]
+    states[0]["only here"] = rank
+    if rank:
+        del states[0]["only here"]
+    refused(lambda: sw.save(path / "x", model, optimizer), "such state cannot be brought together")
+    states[0].pop("only here", None)
+    assert {entry.name for entry in path.iterdir()} == {"mine"}
+    with sw.whole(model):
+        refused(lambda: sw.save(path / "x", model), "inside `with sw.whole", sw.StateError)
+    sw.save(path / "x", model, optimizer)
+
+
+def test_saves_that_cannot_be_right_are_refused(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, refuse_saves, tmp_path)
+
+
+def save_between(path: Path) -> None:
+    model, optimizer = built(early_update=True)
+    step(model, optimizer)
+    model(features(1, dist.get_rank())).square().mean().backward()
+    for call in (sw.save, sw.load):
+        refused(partial(call, path, model, optimizer), "updated weights .* call step", sw.StateError)
+    optimizer.step()
+    sw.save(path, model, optimizer)
+
+
+def test_half_an_update_is_not_saved(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, save_between, tmp_path / "here")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# loads that fail
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change an index, with a marker that agrees with it."""
+    index = json.loads((path / folder.INDEX).read_text())
+    change(index)
+    shutil.copytree(path, folder.partial_of(path))
+    folder.complete(path, json.dumps(index))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def lead_out(index: dict[str, Any]) -> None:
+    index["files"][1]["name"] = "../rank-00001.safetensors"
+
+
+def leave_a_gap(index: dict[str, Any]) -> None:
+    del index["params"]["first.weight"]["pieces"][1]
+
+
+def name_another_tensor(index: dict[str, Any]) -> None:
+    index["params"]["first.weight"]["state"]["other"] = index["params"]["first.weight"]["state"]["exp_avg"]
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "gone": (shutil.rmtree, "there is no checkpoint"),
+    "no marker": (lambda path: (path / folder.MARKER).unlink(), "its save did not finish"),
+    "truncated": (lambda path: truncate(path / folder.rank_file(1)), "rank-00001.safetensors is .* truncated"),
+    "a file is gone": (lambda path: (path / folder.rank_file(1)).unlink(), "rank-00001.safetensors: No such file"),
+    "index changed": (lambda path: (path / folder.INDEX).write_text("{}"), "its digest differs"),
+    "leads out": (lambda path: edit(path, lead_out), "'../rank-00001.safetensors', which is not a plain name"),
+    "a gap": (lambda path: edit(path, leave_a_gap), "for element .* of parameter 'first.weight'"),
+    "another tensor": (lambda path: edit(path, name_another_tensor), "has no tensor 'state/other/.*load again"),
+}
+
+
+def load_broken(root: Path) -> None:
+    save_one(root / "good")
+    model, optimizer = built("ddp", seed=1)
+    before = sw.full_state_dict(model)
+    for name, (spoil, words) in BROKEN.items():
+        path = root / name
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "good", path)
+            spoil(path)
+        dist.barrier()
+        refused(lambda path=path: sw.load(path, model, optimizer), words)
+        if "load again" not in words:
+            after = sw.full_state_dict(model)
+            assert all(torch.equal(after[key], value) for key, value in before.items()), name
+    assert sw.load(root / "good", model, optimizer) == {"step": 1}
+
+
+def test_broken_checkpoints_are_refused_before_anything_changes(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, load_broken, tmp_path)
+
+
+def two_groups(params: list[nn.Parameter], first: int = 1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": params[:first]}, {"params": params[first:]}], lr=1e-2)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer parameters": (
+        {"net": partial(Net, bias=False)},
+        "has 1 parameters that this one has not, first 'first.bias'",
+    ),
+    "more parameters": ({"net": partial(Net, layers=2)}, "lacks 2 parameters, first 'more.1.bias'"),
+    "other shapes": ({"net": partial(Net, width=601)}, r"'first.weight' is \(600, 16\) in it and \(601, 16\) in"),
+    "more buffers": ({"net": partial(Net, buffer=True)}, "lacks 1 buffers, first 'seen'"),
+    "other masters": ({"precision": "pure-bf16"}, "are F32, the model's are BF16"),
+    "another optimizer": ({"make": partial(torch.optim.SGD, lr=1.0)}, "optimizer is AdamW, this one is SGD"),
+    "more groups": ({"make": two_groups}, "has 1 groups, this one has 2"),
+}
+
+
+def load_others(root: Path) -> None:
+    save_one(root / "here")
+    save_one(root / "groups", make=two_groups)
+    for options, words in OTHERS.values():
+        refused(partial(sw.load, root / "here", *built("zero2", **options)), words)
+    other = built("zero2", make=partial(two_groups, first=2))
+    refused(partial(sw.load, root / "groups", *other), "'first.bias' is in group 1 .* and in group 0 of this one")
+
+
+def test_other_models_and_optimizers_are_refused(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, load_others, tmp_path)
+
+
+def load_whole_state(path: Path) -> None:
+    """State that was made for whole matrices cannot be cut; whoever can, is refused at sw.shard."""
+    model, optimizer = built("ddp")
+    step(model, optimizer)
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["rows"] = torch.zeros(5)
+    sw.save(path, model, optimizer)
+    sw.load(path, *built("ddp", seed=1))
+    refused(partial(sw.load, path, *built("zero3", seed=1)), "'rows' of parameter .* was made for the whole")
+
+
+def test_state_for_whole_matrices_stays_whole(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, load_whole_state, tmp_path / "here")
+
+
+def test_the_messages_of_state_dicts_lead_here(run_ranks: Pool) -> None:
+    run_ranks(1, ask_for_state_dicts)
+
+
+def ask_for_state_dicts() -> None:
+    model, optimizer = built()
+    refused(model.state_dict, "sw.save", sw.StateError)
+    refused(optimizer.state_dict, "sw.save", sw.StateError)
+    refused(lambda: model.load_state_dict({}), "sw.load", sw.StateError)
+    refused(lambda: optimizer.load_state_dict({}), "sw.load", sw.StateError)
