@@ -1,7 +1,7 @@
 """The errors users see. Each names the thing, both values that disagree, and the fix.
 
-`exit_code` is what a command ends with. 1 is a crash, which a launcher may answer with another start; every other one was
-decided, and would be decided again.
+`exit_code` is what a command ends with. 1 is a crash, which a launcher may answer with another start; every other one
+was decided, and would be decided again.
 """
 
 import difflib
@@ -20,13 +20,13 @@ class ConfigurationError(ShardwiseError, ValueError):
     exit_code = 2
 
 
-class DoesNotFit(ShardwiseError, RuntimeError):
+class MemoryExceededError(ShardwiseError, RuntimeError):
     """The device's memory is not enough."""
 
     exit_code = 3
 
 
-class Diverged(ShardwiseError, RuntimeError):
+class DivergenceError(ShardwiseError, RuntimeError):
     """The training does not go anywhere any more."""
 
     exit_code = 4

@@ -126,6 +126,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def is_joined() -> bool:
+    """Whether there is a process group already."""
+    return dist.is_initialized()
+
+
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

@@ -50,9 +50,11 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
     if micro is None:
         micro = whole // (num_ranks * num_micro)
     if num_ranks * num_micro * micro != whole:
+        # What was said is kept; what was not is at least 1.
+        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (settings.per_device_train_batch_size or 1)
         raise ConfigurationError(
-            f"global_batch_size {whole} is not {num_ranks} ranks x {max(num_micro, 1)} gradient_accumulation_steps x "
-            f"{max(micro, 1)} per_device_train_batch_size = {num_ranks * max(num_micro, 1) * max(micro, 1)}; "
-            f"make it a multiple of {num_ranks * (settings.gradient_accumulation_steps or 1) * (settings.per_device_train_batch_size or 1)}"
+            f"global_batch_size {whole} is not {num_ranks} ranks x {num_micro or 1} gradient_accumulation_steps x "
+            f"{micro or 1} per_device_train_batch_size = {num_ranks * (num_micro or 1) * (micro or 1)}; "
+            f"make it a multiple of {least}"
         )
     return Batching(num_ranks, num_micro, micro)

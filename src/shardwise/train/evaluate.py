@@ -25,7 +25,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module, samples: Samples, num_samples: int, batch_size: int, hosts: Channel, device: torch.device
 ) -> Evaluation:
-    """The first `num_samples` samples. All ranks call the model equally often, with nothing to learn where nothing is left."""
+    """The first `num_samples` samples. All ranks call the model equally often; what is left over counts nothing."""
     was_training = model.training
     model.eval()
     total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0

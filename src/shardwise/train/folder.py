@@ -9,7 +9,6 @@ logs/           what ranks other than the first have said
 """
 
 import dataclasses
-import os
 from datetime import datetime
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def claim(settings: Settings) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{CONFIG}.draft"
         draft.write_text(settings.to_json() + "\n")
-        os.replace(draft, folder / CONFIG)
+        draft.replace(folder / CONFIG)
     except OSError as error:
         raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
     return folder
@@ -98,5 +97,6 @@ def _newest_run() -> Path:
 
 def _taken(folder: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest), or name another folder"
+        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest), or name another "
+        "folder"
     )

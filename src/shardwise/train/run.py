@@ -9,7 +9,7 @@ import time
 import torch
 
 from .. import mesh
-from ..errors import Diverged, DoesNotFit, ShardwiseError
+from ..errors import DivergenceError, MemoryExceededError, ShardwiseError
 from .banner import banner, summary
 from .checks import completed
 from .loop import run_steps
@@ -23,6 +23,7 @@ from .setup import set_up
 
 def run_rank(text: str) -> int:
     """The exit code of a rank. A crash is raised, so that a launcher may start it again."""
+    was_joined = mesh.is_joined()
     try:
         return _run(settings_from_json(text))
     except ShardwiseError as error:
@@ -32,7 +33,8 @@ def run_rank(text: str) -> int:
         print(f"shardwise: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:
-        mesh.leave()
+        if not was_joined:
+            mesh.leave()
 
 
 def _run(settings: Settings) -> int:
@@ -51,11 +53,11 @@ def _run(settings: Settings) -> int:
             ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
             if ending.complaint:
                 place = write_postmortem(run.folder, ending, job, run.book, run.hosts)
-                raise Diverged(f"{ending.complaint}; what is needed to look into it is in {place}")
+                raise DivergenceError(f"{ending.complaint}; what is needed to look into it is in {place}")
             if ending.stop is None:
                 run.finish(ending.step)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit(explain(error, job.model, job.optimizer, settings, job.batching)) from error
+        raise MemoryExceededError(explain(error, job.model, job.optimizer, settings, job.batching)) from error
     finally:
         run.metrics.close()
     end = run.end(ending, time.perf_counter() - began)

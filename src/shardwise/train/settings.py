@@ -77,6 +77,7 @@ class Settings:
     dataset_split: str = setting(DATA, "train", "Which split of the dataset.")
     eval_file: tuple[str, ...] = setting(DATA, (), "Evaluate on these instead of on a part of the training data.")
     eval_fraction: float = setting(DATA, 0.02, "The part of the samples that is kept for evaluation; 0: none.", least=0, below=1)
+    max_eval_samples: int = setting(DATA, 1000, "At most so many of them are evaluated at a time.", least=1)
     token_dtype: Literal["uint16", "uint32"] = setting(DATA, "uint16", "How wide the numbers of .bin files are.")
     seq_length: int | None = setting(DATA, None, "Tokens of a sample. Default: what the model can take, at most 2048.", least=1)
     packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length; padded: a document a sample.")

@@ -1,0 +1,46 @@
+"""Runs of the trainer inside the ranks of a test session, and what is left of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwise.train.run import run_rank
+from shardwise.train.settings import Settings
+from tests.harness import Pool
+
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 48, "max_seq": 64}
+
+
+def settings_for(folder: Path, **changes: Any) -> Settings:
+    """A small, quick run that logs every step."""
+    values: dict[str, Any] = {
+        "shape": TINY,
+        "seq_length": 32,
+        "global_batch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "sample_tokens": 0,
+        "export": False,
+        "device": "cpu",
+        "output_dir": str(folder),
+    }
+    return Settings(**{**values, **changes})
+
+
+def train(pool: Pool, num_ranks: int, settings: Settings) -> int:
+    """The exit code, which all ranks agree on."""
+    codes = set(pool(num_ranks, run_rank, settings.to_json()))
+    assert len(codes) == 1
+    return int(codes.pop())
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    """By step, each step once."""
+    found = [row for row in rows(folder) if "loss" in row]
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    return [row["loss"] for row in found]

@@ -1,0 +1,102 @@
+"""What is written down of steps, and when a run counts as diverged."""
+
+import math
+
+import pytest
+
+from shardwise.train.book import Book, Row, StepResult
+from shardwise.train.divergence import WINDOW, Divergence
+
+
+def book(written: list[Row], logging_steps: int = 2, ratio: float = 3.0, peak_flops: float | None = None) -> Book:
+    return Book(
+        tokens_per_step=100,
+        num_steps=20,
+        logging_steps=logging_steps,
+        flops_per_token=7.0,
+        peak_flops=peak_flops,
+        divergence=Divergence(ratio),
+        may_overflow=False,
+        more=lambda: {"memory_params": 5},
+        write=written.append,
+    )
+
+
+def result(step: int, loss: float, num_targets: int = 10, norm: float = 1.0) -> StepResult:
+    return StepResult(step, loss * num_targets, num_targets, norm, 0.5)
+
+
+def test_a_row_is_the_mean_over_the_targets_of_its_steps() -> None:
+    written: list[Row] = []
+    kept = book(written, peak_flops=1e6)
+    kept.note(result(1, 4.0, num_targets=30))
+    kept.note(result(2, 2.0, num_targets=10))
+    (row,) = written
+    assert row["loss"] == pytest.approx((4.0 * 30 + 2.0 * 10) / 40)
+    assert (row["step"], row["tokens"], row["learning_rate"], row["memory_params"]) == (2, 200, 0.5, 5)
+    assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 7.0 / 1e6)
+
+
+def test_the_last_step_has_a_row_whatever_the_interval() -> None:
+    written: list[Row] = []
+    kept = book(written, logging_steps=8)
+    for step in range(1, 21):
+        kept.note(result(step, 1.0))
+    assert [row["step"] for row in written] == [8, 16, 20]
+
+
+def test_a_resumed_book_writes_the_rows_of_one_that_never_stopped() -> None:
+    whole: list[Row] = []
+    parts: list[Row] = []
+    kept, first = book(whole, logging_steps=4), book(parts, logging_steps=4)
+    for step in range(1, 7):
+        kept.note(result(step, float(step)))
+        first.note(result(step, float(step)))
+    second = book(parts, logging_steps=4)
+    second.from_extra(first.to_extra())
+    for step in range(7, 13):
+        kept.note(result(step, float(step)))
+        second.note(result(step, float(step)))
+    assert [row["loss"] for row in parts] == [row["loss"] for row in whole]
+    assert second.first_loss == 1.0
+
+
+def test_a_batch_without_targets_is_no_division_by_zero() -> None:
+    written: list[Row] = []
+    kept = book(written, logging_steps=1)
+    kept.note(StepResult(1, 0.0, 0, 0.0, 0.5))
+    assert written[0]["loss"] == 0.0
+    assert not kept.complaint
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])
+def test_what_is_no_number_is_a_divergence(loss: float, norm: float) -> None:
+    written: list[Row] = []
+    kept = book(written, logging_steps=100)
+    kept.note(result(1, loss, norm=norm))
+    assert "step 1" in kept.complaint
+    assert written, "the row of the step that diverged is written"
+
+
+def test_a_norm_that_overflowed_is_a_skipped_step_under_loss_scaling() -> None:
+    kept = book([])
+    kept.may_overflow = True
+    kept.note(result(1, 2.0, norm=math.inf))
+    assert not kept.complaint
+
+
+def test_a_mean_loss_far_above_its_lowest_is_a_divergence() -> None:
+    kept = book([])
+    for step in range(1, 2 * WINDOW):
+        kept.note(result(step, 1.0))
+    kept.note(result(2 * WINDOW, 15.0))
+    assert not kept.complaint, "one bad batch is not enough"
+    for step in range(2 * WINDOW + 1, 3 * WINDOW):
+        kept.note(result(step, 15.0))
+    assert "more than 3 times its lowest, 1.000" in kept.complaint
+
+
+def test_ratio_zero_goes_on() -> None:
+    kept = book([], ratio=0.0)
+    kept.note(result(1, math.nan))
+    assert not kept.complaint

@@ -1,0 +1,52 @@
+"""The learning rate of every step, by schedule."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from shardwise.train.learning_rate import learning_rate
+from shardwise.train.settings import Settings
+
+
+def rates(num_steps: int = 100, **said: Any) -> list[float]:
+    settings = Settings(learning_rate=2.0, warmup_steps=10, min_lr_ratio=0.1, **said)
+    return [learning_rate(settings, step, num_steps) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_every_schedule_warms_up_to_the_highest(schedule: str) -> None:
+    found = rates(lr_scheduler_type=schedule)
+    assert found[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert max(found) == pytest.approx(2.0)
+    assert found[10] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_what_decays_ends_at_the_least(schedule: str) -> None:
+    found = rates(lr_scheduler_type=schedule)
+    assert found[-1] == pytest.approx(0.2)
+    assert all(earlier >= later for earlier, later in itertools.pairwise(found[10:]))
+
+
+def test_halfway() -> None:
+    settings = Settings(learning_rate=1.0, min_lr_ratio=0.0)
+    assert learning_rate(settings, 50, 101) == pytest.approx(0.5)
+    linear = Settings(learning_rate=1.0, min_lr_ratio=0.0, lr_scheduler_type="linear")
+    assert learning_rate(linear, 25, 101) == pytest.approx(0.75)
+
+
+def test_wsd_is_constant_until_it_decays() -> None:
+    assert set(rates(lr_scheduler_type="wsd")[10:80]) == {2.0}
+    found = rates(lr_scheduler_type="wsd", decay_steps=40)
+    assert set(found[10:60]) == {2.0}
+    assert found[61] < 2.0
+
+
+def test_constant_stays() -> None:
+    assert set(rates(lr_scheduler_type="constant")[10:]) == {2.0}
+
+
+def test_runs_that_are_all_warm_up_or_one_step_long() -> None:
+    assert learning_rate(Settings(learning_rate=1.0, warmup_steps=10), 2, 3) == pytest.approx(0.3)
+    assert learning_rate(Settings(learning_rate=1.0), 0, 1) == pytest.approx(1.0)
