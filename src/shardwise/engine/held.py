@@ -37,7 +37,7 @@ class Memory:
     grads: int
     optimizer: int
     buffers: int
-    activations: int | None  # all else that is allocated; None on a CPU
+    activations: int | None  # all else that is allocated, libraries' workspaces too; None on a CPU
     peak_activations: int | None  # all else at the peak; what has been given back since counts here
     now: int
     peak: int
