@@ -45,8 +45,11 @@ class Built:
         return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
 
 
-def build(settings: Settings, vocab_size: int, device: torch.device) -> Built:
-    """`vocab_size` is the tokenizer's; `device` is where adapters go, the only weights that are real."""
+def build(settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None) -> Built:
+    """`vocab_size` is the tokenizer's; `device` is where adapters go, the only weights that are real.
+
+    `adapters` is a peft configuration to use instead of what the settings say.
+    """
     facts = check(settings)
     require_vocabulary(facts, vocab_size)
     if facts.kind == "in-tree":
@@ -63,8 +66,11 @@ def build(settings: Settings, vocab_size: int, device: torch.device) -> Built:
         layers, width = _attention_of(model.config.get_text_config())
     num_looked_up = _num_looked_up(model)
     active = _active_share(model)
-    if settings.lora is not None:
-        model, weights = _adapted(model, weights, settings, facts, device)
+    if settings.lora is not None and adapters is None:
+        adapters = adapters_for(settings.lora, facts.kind == "in-tree")
+    if adapters is not None:
+        model, weights = _adapted(model, weights, adapters, settings.seed, device)
+        adapters.base_model_name_or_path = settings.model if facts.folder is None else str(facts.folder)
         if path.how == "chunked" and not has_plain_head(model):
             path = LossPath("plain", path.isolates)
     set_path(model, path)
@@ -82,7 +88,7 @@ def build(settings: Settings, vocab_size: int, device: torch.device) -> Built:
         num_params=sum(param.numel() for param in params.values()),
         num_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
         isolates_documents=path.isolates,
-        num_multiplying=round(multiplying - num_looked_up * (1.0 if settings.lora is None else 2 / 3)),
+        num_multiplying=round(multiplying - num_looked_up * (1.0 if adapters is None else 2 / 3)),
         layers=layers,
         attention_width=width,
     )
@@ -116,14 +122,11 @@ def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
 
 
 def _adapted(
-    model: nn.Module, weights: LazyWeights | None, settings: Settings, facts: ModelFacts, device: torch.device
+    model: nn.Module, weights: LazyWeights | None, config: Any, seed: int, device: torch.device
 ) -> tuple[nn.Module, LazyWeights | None]:
     """The model with adapters, and its weights under the names that they have then."""
-    assert settings.lora is not None
     own = _names_by_tensor(model)
-    config = adapters_for(settings.lora, facts.kind == "in-tree")
-    adapted = with_adapters(model, config, settings.seed, device)
-    config.base_model_name_or_path = settings.model if facts.folder is None else str(facts.folder)
+    adapted = with_adapters(model, config, seed, device)
     if weights is None:
         return adapted, None
     after = _names_by_tensor(adapted)

@@ -100,7 +100,7 @@ def _stored_form(inner: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
 
         part = revert_weight_conversion(inner, remove_tied_weights_from_state_dict(part, inner))
     seen: dict[int, str] = {}
-    kept = {name: value for name, value in part.items() if seen.setdefault(value.data_ptr(), name) == name}
+    kept = {name: value for name, value in part.items() if seen.setdefault(id(value), name) == name}
     return {name: value.contiguous() for name, value in kept.items()}
 
 

@@ -1,0 +1,135 @@
+"""A trained model and its tokenizer out of what a run has left, in one process, to compute with.
+
+What can be opened: an export (a Hugging Face folder, an in-tree one, a PEFT adapter), a checkpoint inside its run
+folder, or the run folder itself, whose export counts first, then its newest complete checkpoint.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...checkpoint.folder import find, latest
+from ...checkpoint.load import load
+from ...engine.api import shard
+from ...engine.whole import load_full_state_dict
+from ...errors import ConfigurationError
+from ...layout import Strategy
+from ...mesh import device, init
+from ..data.tokenizer import Tokenizer, tokenizer_for
+from ..folder import CHECKPOINTS, CONFIG, EXPORT
+from ..settings import Settings, settings_from_json
+from .build import Built, build
+from .export import BASE, is_adapter
+from .facts import check, read_json
+from .lora import ADAPTER
+from .weights import LazyWeights, StoredTensors
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    model: nn.Module
+    tokenizer: Tokenizer
+    max_seq: int
+    place: Path  # what was opened
+
+
+def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Restored:
+    """`strategy` is any: there is one rank. `tokenizer` replaces the one that the model came with."""
+    place = find_restorable(path)
+    init()
+    if find(place) is not None:
+        return _from_checkpoint(place, strategy, tokenizer)
+    if (place / ADAPTER_CONFIG).is_file():
+        return _from_adapter(place, strategy, tokenizer)
+    built, words = _build(Settings(model=str(place), tokenizer=tokenizer))
+    _compute_only(built, built.weights, strategy)
+    return Restored(built.model, words, built.max_seq, place)
+
+
+def find_restorable(path: Path) -> Path:
+    """The export or checkpoint that `path` stands for."""
+    if not path.is_dir():
+        raise ConfigurationError(f"{path}: there is no such folder")
+    if find(path) is not None or (path / ADAPTER_CONFIG).is_file():
+        return path
+    if (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG):
+        return path
+    export = path / EXPORT
+    if (export / CONFIG).is_file() or (export / ADAPTER_CONFIG).is_file():
+        return export
+    newest = latest(path / CHECKPOINTS)
+    if newest is None:
+        raise ConfigurationError(
+            f"{path} is no export (no config.json of a model, no {ADAPTER_CONFIG}), no complete checkpoint, and no run "
+            "folder with one of them"
+        )
+    return newest
+
+
+def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
+    config = place.resolve().parent.parent / CONFIG
+    if not config.is_file():
+        raise ConfigurationError(
+            f"checkpoint {place}: which model it belongs to is in the run's {CONFIG}, and {config} is not there"
+        )
+    try:
+        settings = settings_from_json(config.read_text())
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"{config} does not hold the settings of a run: {error}") from None
+    built, words = _build(dataclasses.replace(settings, tokenizer=tokenizer or settings.tokenizer))
+    # Masters must be what they were; what is computed in need not.
+    pure = "pure-bf16"
+    precision = pure if settings.precision == pure else _precision()
+    shard(built.model, None, strategy, precision=precision, seed=settings.seed)
+    load(place, built.model)
+    return Restored(built.model, words, built.max_seq, place)
+
+
+def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
+    about = read_json(place / ADAPTER_CONFIG)
+    if about.get("peft_type") != "LORA":
+        raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
+    own_base = place / BASE
+    base = str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path")
+    if not base:
+        raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
+    try:
+        import peft
+    except ImportError:
+        raise ConfigurationError(f"{place} holds adapters, which need peft: install shardwise[hf]") from None
+    loader: Any = peft.PeftConfig
+    if tokenizer is None and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        tokenizer = str(place)
+    built, words = _build(Settings(model=base, tokenizer=tokenizer), loader.from_pretrained(str(place)))
+    stored = StoredTensors([place / ADAPTER_WEIGHTS])
+    # In files an adapter has no name; in a model it stands before the last word.
+    names = {name.replace(f".{ADAPTER}", ""): name for name in built.model.state_dict() if is_adapter(name)}
+    wrong = sorted(set(names) ^ set(stored.names))
+    if wrong:
+        raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
+    if not isinstance(built.weights, LazyWeights):
+        raise ConfigurationError(f"{place}: the weights of its base model {base!r} are nowhere, they were drawn")
+    adapters = {names[name]: stored.read(name) for name in stored.names}
+    _compute_only(built, built.weights.with_tensors(adapters), strategy)
+    return Restored(built.model, words, built.max_seq, place)
+
+
+def _build(settings: Settings, adapters: Any = None) -> tuple[Built, Tokenizer]:
+    words = tokenizer_for(check(settings).tokenizer)
+    return build(settings, words.vocab_size, device(), adapters), words
+
+
+def _compute_only(built: Built, weights: Any, strategy: Strategy) -> None:
+    """Nothing is trained, so there are no masters: weights rest as they lie in their files."""
+    built.model.requires_grad_(False)
+    shard(built.model, None, strategy, precision=_precision(), seed=0)
+    load_full_state_dict(built.model, weights)
+
+
+def _precision() -> str:
+    return "bf16" if device().type == "cuda" else "fp32"

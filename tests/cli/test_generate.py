@@ -1,0 +1,54 @@
+"""`shardwise generate` from the outside."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardwise.cli import main
+from shardwise.train.model import Transformer
+from shardwise.train.shapes import TransformerShape
+
+SHAPE = TransformerShape(vocab=257, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
+CONFIG = (
+    '{"model_type": "shardwise", "shape": {"vocab": 257, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 2, '
+    '"ffn": 40, "max_seq": 32, "tied": false}, "shardwise_tokenizer": "bytes"}'
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", "generate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_an_export_is_continued(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    export = tmp_path / "run" / "export"
+    export.mkdir(parents=True)
+    save_file(Transformer(SHAPE).state_dict(), export / "model.safetensors")
+    (export / "config.json").write_text(CONFIG)
+    seen = run(str(tmp_path / "run"), "--prompt", "Hello", "--max_new_tokens", "8", "--temperature", "0")
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout.startswith("Hello")
+    assert seen.stderr == ""
+
+
+def test_what_is_not_there_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, words in ((tmp_path / "none", "there is no such folder"), (tmp_path, "no complete checkpoint")):
+        monkeypatch.setattr(sys, "argv", ["shardwise", "generate", str(path)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_help_shows_commands_that_parse() -> None:
+    seen = run("--help")
+    assert seen.returncode == 0
+    for word in ("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--seed", "shardwise generate runs/"):
+        assert word in seen.stdout

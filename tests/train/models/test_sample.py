@@ -1,0 +1,135 @@
+"""Samples: the same on every rank and from every form in which a run has left its model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint.folder import step_folder
+from shardwise.train.data.tokenizer import tokenizer_for
+from shardwise.train.model import Transformer
+from shardwise.train.models.build import build
+from shardwise.train.models.export import export
+from shardwise.train.models.headloss import LossPath, set_path
+from shardwise.train.models.restore import find_restorable, restore
+from shardwise.train.models.sample import sample
+from shardwise.train.settings import Lora, Settings
+from shardwise.train.shapes import TransformerShape
+from tests.harness import Pool
+from tests.train.models.architectures import saved
+
+CPU = torch.device("cpu")
+BYTES = tokenizer_for("bytes")
+SHAPE = TransformerShape(vocab=300, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=16)
+
+
+class Scripted(nn.Module):
+    """Prefers, after token t, token t + 1; the vocabulary is larger than the tokenizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.rows: list[Tensor] = []
+        set_path(self, LossPath("in-tree", isolates=True))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert not self.training
+        self.rows.append(tokens)
+        logits = torch.zeros(*tokens.shape, 300)
+        logits.scatter_(-1, (tokens[..., None] + 1) % 300, 5.0)
+        logits[..., 299] = 9.0  # nobody's token
+        return logits
+
+
+def test_the_likeliest_token_follows_and_a_long_text_slides() -> None:
+    model = Scripted().train()
+    assert sample(model, BYTES, "ab", 6, temperature=0, max_seq=4) == "cdefgh"
+    assert model.training
+    assert {tuple(row.shape) for row in model.rows} == {(1, 4)}, "one shape, so compiled blocks are compiled once"
+    assert model.rows[-1].tolist() == [list(b"defg")]
+    assert model.rows[0].tolist() == [[97, 98, 256, 256]]
+
+
+def test_a_document_may_end_and_an_empty_prompt_begins_one() -> None:
+    model = Transformer(SHAPE)
+    set_path(model, LossPath("in-tree", isolates=True))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        model.embed.weight[:, 0] = model.norm.weight[0] = 1.0
+        model.head.weight[BYTES.end_id, 0] = 1.0
+    assert sample(model, BYTES, "", 5, temperature=0, max_seq=8) == "", "the end comes at once"
+
+
+def test_the_seed_decides() -> None:
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    set_path(model, LossPath("in-tree", isolates=True))
+
+    def text(seed: int, **changes: Any) -> str:
+        return sample(model, BYTES, "The", 12, max_seq=16, **{"temperature": 1.0, "top_k": 0, "seed": seed, **changes})
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+    assert text(1, top_k=1) == text(2, top_k=1) == text(3, temperature=0)
+    with pytest.raises(sw.ConfigurationError, match="must not be negative"):
+        text(1, temperature=-1.0)
+
+
+def left_behind(settings: Settings, run: Path) -> str:
+    """A run folder as a run leaves it; what its model says."""
+    sw.init()
+    built = build(settings, 257, CPU)
+    model, _ = sw.shard(built.model, None, "zero3", precision="bf16", seed=settings.seed)
+    if built.weights is not None:
+        sw.load_full_state_dict(model, built.weights)
+    sw.save(step_folder(run / "checkpoints", 10), model)
+    export(model, built, settings, run / "export")
+    (run / "config.json").write_text(settings.to_json())
+    return said(model, built.max_seq)
+
+
+def said(model: Any, max_seq: int) -> str:
+    return sample(model, BYTES, "It was", 12, temperature=0, max_seq=max_seq)
+
+
+def restored(path: Path) -> str:
+    found = restore(path, "ddp")
+    assert found.tokenizer.name == "bytes"
+    return said(found.model, found.max_seq)
+
+
+def all_ways(cases: list[tuple[Settings, Path]]) -> list[list[str]]:
+    texts = []
+    for settings, run in cases:
+        checkpoint = step_folder(run / "checkpoints", 10)
+        texts.append([left_behind(settings, run), restored(run), restored(run / "export"), restored(checkpoint)])
+    return texts
+
+
+def test_runs_exports_and_checkpoints_say_the_same(run_ranks: Pool, tmp_path: Path) -> None:
+    saved("llama", tmp_path / "llama")
+    shape: dict[str, int | bool] = {"hidden": 24, "layers": 2, "heads": 4, "ffn": 40, "vocab": 300}
+    settings = [
+        Settings(model="tiny", shape=shape, precision="bf16", seed=3),
+        Settings(model="tiny", shape=shape, lora=Lora(r=4), seed=3),
+        Settings(model=str(tmp_path / "llama")),
+        Settings(model=str(tmp_path / "llama"), lora=Lora(r=4)),
+    ]
+    cases = [(each, tmp_path / f"run-{index}") for index, each in enumerate(settings)]
+    first, second = run_ranks(2, all_ways, cases)
+    assert first == second
+    for texts in first:
+        # In 16 bits a run may choose otherwise; what it has left is read in 32.
+        assert len(set(texts[1:])) == 1
+        assert texts[1]
+
+
+def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(sw.ConfigurationError, match="there is no such folder"):
+        find_restorable(tmp_path / "none")
+    with pytest.raises(sw.ConfigurationError, match="no complete checkpoint, and no run folder"):
+        find_restorable(tmp_path)
