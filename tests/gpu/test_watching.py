@@ -46,7 +46,8 @@ def test_memory_by_class_is_the_allocators(run_ranks: Pool, strategy: str) -> No
     for before, after, allocated, num_tensors in run_ranks(2, watched, strategy):
         assert (before.params, before.grads) == (before.planned.params, before.planned.grads)
         assert 0.99 * before.planned.optimizer < before.optimizer <= before.planned.optimizer
-        assert after.grads == 0  # given back
+        assert (after.grads, after.peak_grads) == (0, before.grads)  # given back
+        assert after.seen == before.seen
         assert after.now == allocated
         assert sum(after.by_class().values()) == allocated
         # Between steps nothing is left but what is accounted for.
@@ -54,7 +55,9 @@ def test_memory_by_class_is_the_allocators(run_ranks: Pool, strategy: str) -> No
         assert 0 <= after.activations < num_tensors * BLOCK_BYTES
         assert after.reserved is not None
         assert after.reserved >= after.peak > before.now
-        assert before.buffers <= before.planned_buffers + num_tensors * BLOCK_BYTES
+        assert 0 <= after.peak_buffers - after.planned_buffers <= num_tensors * BLOCK_BYTES
+        assert after.peak_activations is not None
+        assert after.peak == after.seen.total + after.peak_buffers + after.peak_activations
 
 
 def test_numbers_read_later_wait_for_their_copy_alone() -> None:

@@ -101,10 +101,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_flat_keys() -> None:
     on_cpu = Memory(
-        params=1, grads=2, optimizer=3, buffers=4, activations=None, peak_activations=None, now=5, peak=6,
-        reserved=None, planned=StateBytes(1, 2, 3), planned_buffers=4,
+        params=1, grads=2, optimizer=3, buffers=4, activations=None, peak_grads=2, peak_buffers=7,
+        peak_activations=None, now=5, peak=6, reserved=None, planned=StateBytes(1, 2, 3), planned_buffers=4,
     )  # fmt: skip
     assert memory_row(on_cpu) == {
-        "memory_params": 1, "memory_grads": 2, "memory_optimizer": 3, "memory_buffers": 4, "memory_now": 5,
-        "memory_peak": 6, "memory_planned": 6,
+        "memory_params": 1, "memory_grads": 2, "memory_optimizer": 3, "memory_buffers": 4, "memory_peak_grads": 2,
+        "memory_peak_buffers": 7, "memory_now": 5, "memory_peak": 6, "memory_planned": 6,
     }  # fmt: skip

@@ -1,9 +1,9 @@
 """What a rank holds at this moment, in bytes by class, counted on the tensors themselves, beside what was planned.
 
-Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Between a backward and
-its step everything is there; a GPU gives the memory of gradients back with `zero_grad`, and gets it again. What the
-allocator has lent besides is activations. A CPU's keeps no such books: there the process as a whole is all that is
-known.
+Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory comes and
+goes: a GPU gives that of gradients back with `zero_grad`, and units gathered until the backward give theirs back there.
+The tensors stay, so what they had at most is known at any time. What the allocator has lent besides is activations. A
+CPU's keeps no such books: there the process as a whole is all that is known.
 """
 
 import resource
@@ -38,16 +38,19 @@ class Memory:
     optimizer: int
     buffers: int
     activations: int | None  # all else that is allocated, libraries' workspaces too; None on a CPU
-    peak_activations: int | None  # all else at the peak; what has been given back since counts here
+    peak_grads: int
+    peak_buffers: int
+    peak_activations: int | None  # what the others leave of `peak`, all at their own
     now: int
     peak: int
     reserved: int | None  # what a GPU's allocator has taken from the driver
-    planned: StateBytes  # equal to `seen` between a backward and its step, but for moments, which padding has none of
+    planned: StateBytes  # equal to `seen` after the first step, but for moments, which padding has none of
     planned_buffers: int
 
     @property
     def seen(self) -> StateBytes:
-        return StateBytes(self.params, self.grads, self.optimizer)
+        """The state at most, beside `planned`."""
+        return StateBytes(self.params, self.peak_grads, self.optimizer)
 
     def by_class(self) -> dict[str, int]:
         """Bytes now, by the classes that are known here."""
@@ -71,30 +74,41 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
             "sw.shard returned"
         )
+    # Stand-ins for gradients are asked for their storage only; they need not check that.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _count(engine, model, optimizer)
+
+
+def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states = [state for unit in engine.units for state in unit.states]
+    gradients = [state.grads for state in states if state.grads is not None]
+    own, slots = list(engine.memory.own.values()), [slot for slot in engine.reductions.memory.slots if slot is not None]
     count = _Counter(engine.mesh.device)
     whole = _whole_bytes(states)
     params = whole + count(_resting_copies(states))
-    grads = count(state.grads for state in states if state.grads is not None)
+    grads = count(gradients)
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
+    registered = count(model.buffers())
     # Memory of units that are always whole is params, but for the gaps between their flats.
-    buffers = count([*engine.memory.slots, *engine.memory.own.values()]) - whole
-    buffers += count(slot for slot in engine.reductions.memory.slots if slot is not None)
-    buffers += count(model.buffers()) + count(_small(engine, states, optimizer))
-    held = params + grads + masters_and_moments + buffers
+    buffers = registered + count([*engine.memory.slots, *own]) - whole + count(slots)
+    buffers += count(_small(engine, states, optimizer))
+    peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(engine.mesh.device)
+    most = params + masters_and_moments + peak_grads + peak_buffers
     return Memory(
         params=params,
         grads=grads,
         optimizer=masters_and_moments,
         buffers=buffers,
-        activations=None if reserved is None else now - held,
-        peak_activations=None if reserved is None else peak - held,
+        activations=None if reserved is None else now - (params + grads + masters_and_moments + buffers),
+        peak_grads=peak_grads,
+        peak_buffers=peak_buffers,
+        peak_activations=None if reserved is None else max(peak - most, 0),
         now=now,
         peak=peak,
         reserved=reserved,
         planned=state_bytes([state.flat for state in states], _num_moments(engine, optimizer)),
-        planned_buffers=_planned_buffers(engine, model) - whole,
+        planned_buffers=registered + _planned_slots(engine) - whole,
     )
 
 
@@ -116,6 +130,11 @@ class _Counter:
                     self._seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
         return num_bytes
+
+
+def _given_back(tensors: list[Tensor]) -> int:
+    """What is missing in the storages of tensors that have one each."""
+    return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _whole_bytes(states: list[FlatState]) -> int:
@@ -171,12 +190,11 @@ def _resident_bytes() -> tuple[int, int]:
     return now, max(now, peak)
 
 
-def _planned_buffers(engine: Engine, model: nn.Module) -> int:
-    """Slots, memory of units' own while all of it is there, and what modules registered."""
+def _planned_slots(engine: Engine) -> int:
+    """Slots, and memory of units' own while all of it is there."""
     schedule = engine.schedule
     own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
-    reductions = NUM_REDUCTIONS * schedule.reduction_slot_bytes
-    return sum(schedule.slot_bytes) + sum(own) + reductions + _Counter(engine.mesh.device)(model.buffers())
+    return sum(schedule.slot_bytes) + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes
 
 
 # Bytes of an element of a moment in fewer bits, scales of its blocks included, by the end of the optimizer's name.

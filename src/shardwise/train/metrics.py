@@ -32,6 +32,8 @@ def check_reporters(report_to: Sequence[str]) -> None:
 def memory_row(memory: Memory) -> dict[str, int]:
     """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak."""
     others = {
+        "peak_grads": memory.peak_grads,
+        "peak_buffers": memory.peak_buffers,
         "peak_activations": memory.peak_activations,
         "now": memory.now,
         "peak": memory.peak,
