@@ -110,7 +110,7 @@ def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: p
     place = folder(tmp_path / "m", LLAMA, "model.safetensors")
     asked: list[tuple[str, list[str]]] = []
 
-    def fetch(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((name, allow_patterns))
         if name == "org/none":
             raise OSError("no network\nand more")

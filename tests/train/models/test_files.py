@@ -73,7 +73,14 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
     in_tree = Settings(model="tiny", shape={"hidden": 24, "layers": 2, "heads": 4, "ffn": 40, "vocab": VOCAB})
     lora = Settings(model=str(tmp_path / "llama"), tokenizer="bytes", lora=Lora(r=4, alpha=16))
     settings = {name: Settings(model=str(tmp_path / name), tokenizer="bytes") for name in names}
-    settings |= {"lora": lora, "fresh": fresh, "in-tree": in_tree, "in-tree lora": replace(in_tree, lora=Lora(r=4))}
+    tied = replace(lora, model=str(tmp_path / "qwen3"))
+    settings |= {
+        "lora": lora,
+        "tied lora": tied,
+        "fresh": fresh,
+        "in-tree": in_tree,
+        "in-tree lora": replace(in_tree, lora=Lora(r=4)),
+    }
     cases = [(each, tmp_path / f"{name}-out", 10**9, "zero3") for name, each in settings.items()]
     cases.append((Settings(model=str(tmp_path / "llama")), tmp_path / "sharded-out", 20_000, "ddp"))
     losses = dict(zip([*settings, "sharded"], run_ranks(2, carried_all, cases)[0], strict=True))
@@ -90,6 +97,9 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     adapted = PeftModel.from_pretrained(base, tmp_path / "lora-out")
     assert own_loss(adapted) == pytest.approx(losses["lora"], rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3")
+    of_tied = PeftModel.from_pretrained(base, tmp_path / "tied lora-out")
+    assert own_loss(of_tied) == pytest.approx(losses["tied lora"], rel=1e-5)
     assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "llama")
     assert sorted(path.name for path in (tmp_path / "lora-out").iterdir()) == [
         "adapter_config.json",

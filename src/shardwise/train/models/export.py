@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def _write(
         if is_adapted:
             _write_adapter(model, adapters, partial, str(folder.resolve() / BASE) if needs_base else None)
             _write_tokenizer(built, partial)
-        _sync(partial)
+        _sync([*partial.rglob("*"), partial])
         _replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -197,9 +197,9 @@ def _write_tokenizer(built: Built, folder: Path) -> None:
         copy_one(path, folder / path.name)
 
 
-def _sync(folder: Path) -> None:
+def _sync(paths: Iterable[Path]) -> None:
     """To the disk: a folder that has its name is complete, also after the power went."""
-    for path in [*sorted(folder.rglob("*")), folder]:
+    for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -213,4 +213,5 @@ def _replace(partial: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
+    _sync([folder.parent])
     shutil.rmtree(old, ignore_errors=True)

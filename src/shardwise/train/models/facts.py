@@ -28,6 +28,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCHED = ["*.json", "*.model", "*.txt", "*.jinja"]
+_NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights again, in other libraries' forms
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
@@ -162,7 +163,7 @@ def _fetched(name: str, with_weights: bool) -> Path:
         raise ConfigurationError(f"model {name!r}: {known}; ids of Hugging Face need shardwise[hf]") from None
     patterns = [*_FETCHED, "*.safetensors"] if with_weights else _FETCHED
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
     except Exception as error:  # noqa: BLE001  a network, a repository that is not there or wants a login
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {name!r}: {known}; and it could not be fetched: {reason}") from None

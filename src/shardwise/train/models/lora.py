@@ -37,7 +37,7 @@ def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device
     """The model as a PeftModel: adapters on `device` and trained, all else as it was and frozen."""
     from peft import get_peft_model
 
-    # peft writes the model's own name there, and warns if another one was; a saved configuration says it is not trained.
+    # peft puts the model's own name there, and warns if it was another; saved configurations are not for training.
     config.base_model_name_or_path, config.inference_mode = None, False
     leaves = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
