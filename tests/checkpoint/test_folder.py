@@ -49,6 +49,8 @@ def test_a_checkpoint_is_replaced_only_when_the_new_one_is_complete(tmp_path: Pa
     write(path, "old")
     folder.begin(path)
     assert folder.read_index(path) == (path, b"old")
+    folder.abandon(path)
+    assert names(tmp_path) == {"here"}
     write(path, "new")
     assert folder.read_index(path) == (path, b"new")
     assert names(tmp_path) == {"here"}
@@ -72,6 +74,8 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
     assert not path.exists()
     assert folder.read_index(path)[1] == b"new"
     assert folder.latest(tmp_path) == path
+    folder.abandon(path)  # the next save failed before it began
+    assert folder.read_index(path)[1] == b"new"
     folder.begin(path)  # the next save, which may fail: the checkpoint is put in its place first
     assert folder.read_index(path) == (path, b"new")
     write(path, "newer")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -71,6 +72,13 @@ def begin(path: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"cannot make {partial}: {error.strerror or error}") from error
     return partial
+
+
+def abandon(path: Path) -> None:
+    """Remove what a save that failed has left, but never a checkpoint that is complete and has no other place."""
+    if find(path) != partial_of(path):
+        with suppress(OSError):
+            remove(partial_of(path))
 
 
 def complete(path: Path, index: str) -> None:

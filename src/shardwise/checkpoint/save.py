@@ -11,7 +11,6 @@ After each phase the ranks meet: what failed on one has failed on all, and an ol
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -59,8 +58,7 @@ def save(
         together(world, lambda: _complete(engine, model, own, place, shares, kept) if is_first else None)
     except CheckpointError:
         if is_first:
-            with suppress(OSError):
-                folder.remove(folder.partial_of(place))
+            folder.abandon(place)
         raise
 
 
