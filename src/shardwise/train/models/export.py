@@ -10,12 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ...checkpoint.tensors import Entry, write_file
 from ...engine.guards import engine_of
 from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
@@ -61,13 +62,14 @@ def is_adapter(name: str) -> bool:
 def _write(
     model: Any, built: Built, settings: Settings, folder: Path, parts: Iterator[dict[str, Tensor]], needs_base: bool
 ) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    unnamed = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(unnamed, ignore_errors=True)
+    unnamed.mkdir(parents=True)
     is_adapted = settings.lora is not None
     inner = model.get_base_model() if is_adapted else model
     try:
-        files = _Files(partial / BASE if is_adapted else partial)
+        save = _save if built.kind == "in-tree" else _save_for_transformers
+        files = _Files(unnamed / BASE if is_adapted else unnamed, save)
         adapters: dict[str, Tensor] = {}
         for part in parts:
             adapters |= {name: value for name, value in part.items() if is_adapter(name)}
@@ -79,12 +81,12 @@ def _write(
             _write_config(inner, built, files.folder)
             _write_tokenizer(built, files.folder)
         if is_adapted:
-            _write_adapter(model, adapters, partial, str(folder.resolve() / BASE) if needs_base else None)
-            _write_tokenizer(built, partial)
-        _sync([*partial.rglob("*"), partial])
-        _replace(partial, folder)
+            _write_adapter(model, adapters, unnamed, str(folder.resolve() / BASE) if needs_base else None)
+            _write_tokenizer(built, unnamed)
+        _sync([*unnamed.rglob("*"), unnamed])
+        _replace(unnamed, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unnamed, ignore_errors=True)
 
 
 def _base_name(name: str) -> str:
@@ -104,11 +106,27 @@ def _stored_form(inner: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in kept.items()}
 
 
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    write_file(path, [Entry(name, value.dtype, value.shape, partial(_same, value)) for name, value in tensors.items()])
+
+
+def _save_for_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """With a word that transformers looks for; its library is there where transformers is."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Files:
     """Safetensors files of at most `MAX_FILE_BYTES`, in Hugging Face's names, which hold the number of all files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, save: Callable[[Path, dict[str, Tensor]], None]) -> None:
         self.folder = folder
+        self._save = save
         self._filling: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # in each file
         self._num_bytes = 0
@@ -137,7 +155,7 @@ class _Files:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=1))
 
     def _flush(self) -> None:
-        save_file(self._filling, self._unnamed(len(self._names)), metadata={"format": "pt"})
+        self._save(self._unnamed(len(self._names)), self._filling)
         self._names.append(list(self._filling))
         self._filling = {}
 
@@ -174,7 +192,7 @@ def _write_adapter(model: Any, adapters: dict[str, Tensor], folder: Path, base: 
 
     found = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
     tensors = {name: value.contiguous() for name, value in found.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _save_for_transformers(folder / "adapter_model.safetensors", tensors)
     config = copy.deepcopy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if base is not None:
@@ -207,11 +225,11 @@ def _sync(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def _replace(partial: Path, folder: Path) -> None:
+def _replace(unnamed: Path, folder: Path) -> None:
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    partial.rename(folder)
+    unnamed.rename(folder)
     _sync([folder.parent])
     shutil.rmtree(old, ignore_errors=True)

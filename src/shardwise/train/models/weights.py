@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import ConfigurationError
@@ -58,6 +57,8 @@ class StoredTensors:
     """The tensors in some files: names and shapes from their headers, values when they are read."""
 
     def __init__(self, files: list[Path]) -> None:
+        from safetensors import SafetensorError, safe_open  # here, because drawn weights need no library
+
         self._files: dict[str, Any] = {}
         for path in files:
             try:
