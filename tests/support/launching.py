@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.errors import ShardwiseError
+from shardwise.train import watch
 from shardwise.train.launch import launch
 from shardwise.train.settings import Settings, settings_from_json
 from shardwise.train.signals import Requests
@@ -68,7 +69,6 @@ def break_then_follow(settings: str) -> int:
             raise ValueError("the true cause")
         finally:
             broken.touch()
-            time.sleep(0.0)
     while not broken.exists():
         time.sleep(0.001)
     raise RuntimeError("connection closed by peer")
@@ -117,10 +117,13 @@ def add_up(settings: str) -> int:
 
 def main() -> int:
     entry, folder, *words = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    watch.AFTER_A_DEATH_S = watch.AFTER_A_REFUSAL_S = 1.0
     given = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
     settings = Settings(**{"output_dir": folder, "device": "cpu", **given})
     try:
-        return launch(settings, dict.fromkeys(given, "flag"), entry=f"tests.support.launching:{entry}")
+        origin = dict.fromkeys(given, "flag")
+        return launch(settings, origin, entry=f"tests.support.launching:{entry}", look=lambda *_: None)
     except ShardwiseError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,9 +6,11 @@ with a task per node they find it in Slurm's variables.
 """
 
 import os
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ..errors import ConfigurationError
 from . import signals, slurm
@@ -19,18 +21,30 @@ ENTRY = "shardwise.train.run:run_rank"
 MEETING_S = 600  # machines of one job may be started minutes apart
 
 
-def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) -> int:
-    """The exit code of a run. `origin` says where each setting came from; each rank runs `entry`, MODULE:FUNCTION."""
+def _look(settings: Settings, num_ranks: int) -> None:
+    from .checks import look_ahead  # with torch, which a process that becomes a rank imports after its threads are set
+
+    look_ahead(settings, num_ranks, partial(print, flush=True))
+
+
+def launch(
+    settings: Settings, origin: Mapping[str, str], entry: str = ENTRY, look: Callable[[Settings, int], None] = _look
+) -> int:
+    """The exit code of a run. `origin` says where each setting came from; each rank runs `entry`, MODULE:FUNCTION.
+
+    `look` is given the settings and the number of ranks before any of them exists.
+    """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _be_a_rank(settings, origin, entry, {})
     if slurm.is_rank(os.environ):
         return _be_a_rank(settings, origin, entry, slurm.rank_variables(os.environ))
     _refuse_mpi()
-    settings, configs = _with_slurm(settings, origin)
+    settings = _with_slurm(settings, origin)
     min_nodes, max_nodes = num_nodes(settings.nnodes)
     _check_meeting(settings, min_nodes, max_nodes)
     nproc_per_node = ranks_here(settings)
     settings = choose(settings)
+    look(settings, nproc_per_node * min_nodes)
     logs = run_folder(settings).absolute() / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     _set_threads(nproc_per_node)
@@ -41,6 +55,7 @@ def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) ->
     from .rank import Task
 
     is_alone = max_nodes == 1
+    configs: dict[str, object] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S}
     if settings.rdzv_backend == "static":
         configs["rank"] = settings.node_rank or 0
     elif settings.node_rank is not None:
@@ -53,7 +68,7 @@ def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) ->
         endpoint=settings.rdzv_endpoint or "localhost:0",
         run_id=settings.rdzv_id,
         local_addr="localhost" if is_alone else None,
-        configs={"read_timeout": MEETING_S, "join_timeout": MEETING_S, **configs},
+        configs=configs,
     )
     task = Task(entry, settings.to_json(), str(logs), os.getpid())
     return run_agent(machines, settings.max_restarts, task, socket.gethostname())
@@ -61,10 +76,11 @@ def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) ->
 
 def num_nodes(text: str) -> tuple[int, int]:
     """--nnodes: a number of machines, or MIN:MAX."""
-    low, _, high = text.partition(":")
-    if not low.isdecimal() or not (high or low).isdecimal() or not 1 <= int(low) <= int(high or low):
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
         raise ConfigurationError(f"nnodes: {text!r} is no number of machines; write 4, or 2:4 for two to four of them")
-    return int(low), int(high or low)
+    return low, high
 
 
 def ranks_here(settings: Settings) -> int:
@@ -120,12 +136,11 @@ def _refuse_mpi() -> None:
         )
 
 
-def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> tuple[Settings, dict[str, object]]:
+def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
     """One srun task per node: how many they are, where they meet, and who waits for the others there."""
     nodes = slurm.num_nodes(os.environ)
     if not slurm.is_step(os.environ) or nodes == 1:
-        return settings, {}
-    configs: dict[str, object] = {}
+        return settings
     if origin.get("nnodes", "default") == "default":
         settings = replace(settings, nnodes=str(nodes))
     if settings.rdzv_endpoint is None and settings.nnodes != "1":
@@ -133,7 +148,7 @@ def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> tuple[Settings
         settings = replace(settings, rdzv_endpoint=f"{host}:{slurm.port(os.environ)}")
         if settings.node_rank is None:
             settings = replace(settings, node_rank=int(os.environ.get("SLURM_NODEID", "0")))
-    return settings, configs
+    return settings
 
 
 def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:

@@ -30,6 +30,7 @@ class _Heard:
     """The signals of this process, since `listen`."""
 
     def __init__(self) -> None:
+        self.has_launcher = False
         self.stop: int | None = None
         self.interrupted_s: float | None = None
 
@@ -55,6 +56,7 @@ _heard = _Heard()
 
 def listen(*, has_launcher: bool) -> None:
     """From here on signals are requests. For the main thread of a rank, as early as possible."""
+    _heard.has_launcher = has_launcher
     handled = {*STOPPING, signal.SIGUSR2} if has_launcher else STOPPING
     for number in handled:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -63,6 +65,11 @@ def listen(*, has_launcher: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _heard.interrupt)
     # The launcher blocks them in its ranks until there is somebody to hear them, which is now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGINT})
+
+
+def has_launcher() -> bool:
+    """Whether `launch` started this rank, and has looked at everything before."""
+    return _heard.has_launcher
 
 
 class Requests:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -76,6 +77,7 @@ class Watch:
         self._old = {number: signal.signal(number, _nothing) for number in self._heard}
         self._old[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._end_agent)
         self._thread.start()  # before the mask, which it would inherit
+        ensure_running()  # would be started with the ranks, and opens SIGINT and SIGTERM when it is
         self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
         return self
 
