@@ -25,6 +25,7 @@ LAYERS: dict[str, int] = {
     "": 8,  # the package's own __init__: the API
     "config": 8,
     "bench": 9,
+    "doctor": 9,
     "cli": 10,
     "__main__": 11,
 }

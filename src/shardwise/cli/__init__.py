@@ -11,6 +11,7 @@ import typer
 
 from ..errors import CheckpointError, ConfigurationError, ShardwiseError
 from .bench import bench
+from .doctor import doctor
 from .generate import generate
 from .train import TrainCommand, train
 
@@ -40,6 +41,7 @@ def _verbs() -> None:
 app.command(cls=TrainCommand)(train)
 app.command()(bench)
 app.command()(generate)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -1,0 +1,66 @@
+"""How fast a folder takes and gives data, and whether it does: written, flushed to the disk, read back, removed."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .finding import Finding, size
+
+TOPIC = "disk"
+CHUNK = 16 << 20
+MOST = 128 << 20
+BUDGET_S = 2.0  # for writing, and again for reading: a slow disk is measured on less
+SLOW = 200e6  # bytes/s
+LEAST_FREE = 10 << 30
+# What a checkpoint holds of a parameter: an fp32 master and two moments.
+CHECKPOINT_BYTES = 12
+
+
+def look(folder: Path) -> Iterator[Finding]:
+    place = _existing(folder)
+    free = shutil.disk_usage(place).free
+    meaning = f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter"
+    if free < LEAST_FREE:
+        yield Finding(TOPIC, "free", size(free), meaning, "worse", "make room, or give --output-dir elsewhere")
+    else:
+        yield Finding(TOPIC, "free", size(free), meaning)
+    try:
+        written, read = speeds(place)
+    except OSError as error:
+        why = f"{place.resolve()}: {error.strerror or error}"
+        yield Finding(TOPIC, "write", "not possible", why, "broken", "give --output-dir a folder that can be written")
+        return
+    seconds = 1e9 * CHECKPOINT_BYTES / written
+    meaning = f"flushed to the disk; a checkpoint of 1B parameters takes {seconds:.0f} s from one machine"
+    if written < SLOW:
+        fix = "a local NVMe disk or a parallel file system; or save less often (--save-steps)"
+        yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning, "worse", fix)
+    else:
+        yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning)
+    yield Finding(TOPIC, "read", f"{read / 1e6:.0f} MB/s", "resuming and loading weights; memory may have helped")
+
+
+def speeds(folder: Path) -> tuple[float, float]:
+    """Bytes per second, written and read. The file has no name left when this returns."""
+    chunk = os.urandom(CHUNK)  # a file system that compresses shall not gain from it
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began_s, num_written = time.perf_counter(), 0
+        while num_written < MOST and time.perf_counter() - began_s < BUDGET_S:
+            num_written += file.write(chunk) or 0
+            os.fsync(file.fileno())
+        write_s = time.perf_counter() - began_s
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        began_s, num_read = time.perf_counter(), 0
+        while num_read < num_written and time.perf_counter() - began_s < BUDGET_S:
+            num_read += len(file.read(CHUNK) or b"")
+        read_s = time.perf_counter() - began_s
+    return num_written / write_s, num_read / read_s
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or what of its path is there: a run would make the rest."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())

@@ -1,0 +1,115 @@
+"""Memory, cores and limits of this process; a container's are often lower than its machine's."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from .finding import Finding, size
+
+TOPIC = "limits"
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+SHM = Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
+FEW_FILES = 4096
+SMALL_SHM = 1 << 30
+NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
+
+
+def look(num_gpus: int) -> Iterator[Finding]:
+    yield _memory()
+    yield _cores()
+    yield _pinned()
+    yield _shm(num_gpus)
+    yield _files()
+
+
+def cgroup_values(name: str, old_name: str | None, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[str]:
+    """What a limit is set to, from this process's group up to the root. `old_name` is that of cgroups v1, if any."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base, file = (root, name) if not controllers else (root / controllers, old_name)
+        if file is None:
+            continue
+        group = base / path.strip("/")
+        # In a container the path is that of the host, and the container's own group is the root.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if (folder / file).is_file():
+                found.append((folder / file).read_text().strip())
+    return found
+
+
+def memory_limit(values: list[str], total_bytes: int) -> int | None:
+    limits = [int(value) for value in values if value.isdecimal()]
+    return min((limit for limit in limits if limit < total_bytes), default=None)  # v1 says "none" with a huge number
+
+
+def cpu_limit(values: list[str]) -> float | None:
+    """Cores, from "200000 100000" (v2: quota and period)."""
+    pairs = [value.split() for value in values]
+    return min((int(quota) / int(period) for quota, period in pairs if quota != "max"), default=None)
+
+
+def _memory() -> Finding:
+    seen = psutil.virtual_memory()
+    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), seen.total)
+    value = f"{size(seen.total)}, {size(seen.available)} available" + (f", limited to {size(limit)}" if limit else "")
+    meaning = "weights are read and checkpoints gathered through it; beyond the limit the kernel kills a rank (SIGKILL)"
+    if min(seen.available, limit or seen.available) < 2 << 30:
+        return Finding(TOPIC, "memory", value, meaning, "worse", "end what else runs, or raise the container's limit")
+    return Finding(TOPIC, "memory", value, meaning)
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    limit = cpu_limit(cgroup_values("cpu.max", None))
+    value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
+    meaning = "ranks share them: OMP_NUM_THREADS is cores / ranks unless you set it"
+    if limit is not None and limit < usable:
+        fix = f"set OMP_NUM_THREADS to {max(1, int(limit))} / ranks: more threads than time make each other wait"
+        return Finding(TOPIC, "cores", value, meaning, "worse", fix)
+    return Finding(TOPIC, "cores", value, meaning)
+
+
+def _pinned() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
+    meaning = "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way, CUDA does not need it"
+    if soft != resource.RLIM_INFINITY and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+        fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+        return Finding(TOPIC, "locked memory", value, meaning, "worse", fix)
+    return Finding(TOPIC, "locked memory", value, meaning)
+
+
+def _shm(num_gpus: int) -> Finding:
+    if not SHM.is_dir():
+        fix = "mount a tmpfs there"
+        return Finding(TOPIC, str(SHM), "missing", "ranks of a machine share memory in it", "broken", fix)
+    seen = shutil.disk_usage(SHM)
+    value = f"{size(seen.total)}, {size(seen.free)} free"
+    meaning = "NCCL passes data between the GPUs of a machine in it, where they have no direct way"
+    fix = "Docker: --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
+    if seen.free < SMALL_SHM:
+        is_broken = num_gpus > 1 and seen.free < NO_SHM
+        return Finding(TOPIC, str(SHM), value, meaning, "broken" if is_broken else "worse", fix)
+    return Finding(TOPIC, str(SHM), value, meaning)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    meaning = "of a process; a rank keeps sockets to its partners and maps of weights and data open"
+    value = f"{soft} (at most {hard})"
+    if soft < FEW_FILES:
+        return Finding(TOPIC, "open files", value, meaning, "worse", f"ulimit -n {min(hard, 65536)}")
+    return Finding(TOPIC, "open files", value, meaning)

@@ -1,0 +1,124 @@
+"""`shardwise doctor` on this machine, and its judgement of others."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.doctor import devices, disk, limits, network, software
+from shardwise.doctor.finding import Finding, size
+from shardwise.doctor.network import Interface
+
+TOPICS = ("software", "devices", "limits", "network", "disk")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_it_looks_at_everything_in_ten_seconds_and_leaves_nothing(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    seen = run("--json", "--folder", str(tmp_path / "not" / "there"))
+    assert time.monotonic() - began_s < 10
+    findings = [Finding(**finding) for finding in json.loads(seen.stdout)]
+    assert seen.returncode == 0, seen.stdout
+    assert list(dict.fromkeys(finding.topic for finding in findings)) == list(TOPICS)
+    assert all(finding.meaning for finding in findings)
+    assert all(finding.fix for finding in findings if finding.grade != "ok")
+    assert {"python", "torch", "memory", "cores", "/dev/shm", "open files", "gloo", "write"} <= {
+        f.name for f in findings
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_will_not_work_is_exit_code_1() -> None:
+    seen = run("--folder", "/proc")
+    assert seen.returncode == 1
+    assert "X write" in seen.stdout
+    assert "-> give --output-dir a folder that can be written" in seen.stdout
+    assert seen.stdout.splitlines()[-1].startswith("1 marked X")
+    assert max(len(line) for line in seen.stdout.splitlines()) <= 100
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    """Version 2: the tightest of the groups above counts."""
+    group = tmp_path / "pods" / "mine"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text("8589934592\n")
+    (group / "cpu.max").write_text("150000 100000\n")
+    membership = tmp_path / "membership"
+    membership.write_text("0::/pods/mine\n")
+    memory = limits.cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
+    assert limits.memory_limit(memory, total_bytes=1 << 40) == 8 << 30
+    assert limits.memory_limit(memory, total_bytes=1 << 30) is None, "more than there is limits nothing"
+    assert limits.cpu_limit(limits.cgroup_values("cpu.max", None, tmp_path, membership)) == 1.5
+    assert limits.cpu_limit(["max 100000"]) is None
+    assert limits.cgroup_values("memory.max", None, tmp_path, tmp_path / "nothing") == []
+
+
+def test_limits_of_an_old_container(tmp_path: Path) -> None:
+    """Version 1, seen from inside: the path is the host's, the limit is at the root."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
+    membership = tmp_path / "membership"
+    membership.write_text("9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
+    memory = limits.cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
+    assert limits.memory_limit(memory, 1 << 40) == 1 << 30
+
+
+def test_the_interface_that_each_backend_takes() -> None:
+    found = [
+        Interface("lo", "127.0.0.1", 0),
+        Interface("docker0", "172.17.0.1", 0),
+        Interface("eth0", "10.0.0.5", 25000),
+        Interface("ib0", "10.1.0.5", 200000),
+    ]
+    assert network.nccl_takes(found) == "ib0"
+    assert network.nccl_takes(found[:3]) == "eth0"
+    assert network.nccl_takes(found[:2]) == "docker0"
+    assert network.nccl_takes([]) is None
+    assert network.gloo_takes(found, "10.0.0.5") == "eth0"
+    assert network.gloo_takes(found, None) == "lo"
+    assert network.lookup("localhost") == "127.0.0.1"
+    assert network.lookup("no.such.host.invalid") is None
+
+
+def test_a_backend_is_told_what_to_take() -> None:
+    told = network._taken("gloo", "GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME": "eth1"}, "lo")
+    assert (told.value, told.grade) == ("eth1", "ok")
+    assert network._taken("gloo", "GLOO_SOCKET_IFNAME", {}, None).grade == "broken"
+
+
+def test_versions_that_are_too_old() -> None:
+    assert software._at_least("torch", "2.9.1+cu128", (2, 11), "").grade == "broken"
+    assert software._at_least("torch", "2.11.0+cu130", (2, 11), "").grade == "ok"
+    assert software._at_least("python", "3.12.1", (3, 11), "").grade == "ok"
+    assert software._needed("no-such-package").grade == "broken"
+
+
+def test_a_driver_that_torch_cannot_use(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert devices.driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    assert devices.driver_version(file) == "580.65.06"
+    found = devices._without_gpus("580.65.06")
+    assert found.grade == "broken"
+    assert "580.65.06" in found.meaning
+    assert devices._without_gpus(None).grade == "ok"
+
+
+def test_a_disk_is_really_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MOST", 32 << 20)
+    written, read = disk.speeds(tmp_path)
+    assert 1e5 < written < 1e12
+    assert 1e5 < read < 1e12
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 65536, 3 << 30, 5 << 40)] == ["0 B", "64 KiB", "3 GiB", "5.0 TiB"]
