@@ -142,12 +142,7 @@ def make_axes(node_size: int | None) -> Axes:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if node_size is None:
         node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if node_size < 1 or world_size % node_size:
-        raise ConfigurationError(
-            f"a world of {world_size} ranks does not divide into nodes of {node_size}: "
-            f"{world_size} = {world_size // max(node_size, 1)} x {node_size} + {world_size % max(node_size, 1)}; "
-            "set node_size to a divisor of the world"
-        )
+    require_nodes(world_size, node_size)
     node, place = divmod(rank, node_size)
     members = {
         "world": list(range(world_size)),
@@ -155,6 +150,16 @@ def make_axes(node_size: int | None) -> Axes:
         "replicate": list(range(place, world_size, node_size)),
     }
     return Axes(rank, world_size, node_size, members)
+
+
+def require_nodes(world_size: int, node_size: int) -> None:
+    """Refuse a world that does not divide into nodes of this size."""
+    if node_size < 1 or world_size % node_size:
+        raise ConfigurationError(
+            f"a world of {world_size} ranks does not divide into nodes of {node_size}: "
+            f"{world_size} = {world_size // max(node_size, 1)} x {node_size} + {world_size % max(node_size, 1)}; "
+            "set node_size to a divisor of the world"
+        )
 
 
 def connect(axes: Axes) -> Mesh:

@@ -210,8 +210,9 @@ def test_a_run_that_diverges_leaves_what_is_needed_to_look_into_it(run_ranks: Po
     assert (folder / "checkpoints/step-000001/complete").exists()
 
 
-def test_what_one_rank_refuses_all_refuse(run_ranks: Pool, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "run", seq_length=65)
+@pytest.mark.parametrize("changes", [{"seq_length": 65}, {"lora": Lora(targets=("nowhere",))}])
+def test_what_one_rank_refuses_all_refuse(run_ranks: Pool, tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = settings_for(tmp_path / "run", **changes)
     assert train(run_ranks, 2, settings) == 2
     assert not (tmp_path / "run/config.json").exists(), "the folder is still free"
 

@@ -1,12 +1,18 @@
 """What can be decided and refused before any rank exists: the earlier a mistake is told, the less it costs."""
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
 from ..layout import AUTO, layout_of
+from ..mesh import require_nodes
 from .batching import Batching, batching_of
+from .data.prepare import prepare
+from .data.samples import open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
+from .folder import DATA, run_folder
 from .metrics import check_reporters
 from .models.facts import ModelFacts, check, require_vocabulary
 from .optimizers import check_optimizer
@@ -30,12 +36,28 @@ def completed(settings: Settings, has_gpu: bool) -> Settings:
     return dataclasses.replace(settings, device=device, precision=precision)
 
 
+def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
+    """All checks, and the data made ready, so that ranks find nothing to refuse and nothing to wait for."""
+    checked = check_all(settings, num_ranks)
+    folder = run_folder(settings)
+    made = [place for place in (folder.parent, folder) if not place.exists()]
+    try:
+        prepared = prepare(settings, checked.tokenizer, folder / DATA, say)
+        open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+    except ConfigurationError:
+        for place in made[:1]:  # a run that never began leaves nothing behind
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Everything about a run of so many ranks that its settings and its files tell."""
     rows = settings.strategy.values() if isinstance(settings.strategy, dict) else [settings.strategy]
     for row in rows:
         if isinstance(settings.strategy, dict) or row.lower() != AUTO:
             layout_of(row)
+    if settings.node_size is not None:
+        require_nodes(num_ranks, settings.node_size)
     check_reporters(settings.report_to)
     check_optimizer(settings)
     batching = batching_of(settings, num_ranks)

@@ -63,10 +63,11 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What may be due when so many steps are done; all ranks do it together."""
+    """What happens when so many steps are done; all ranks do it together."""
 
     evaluate: Callable[[int], None]
     save: Callable[[int], None]
+    show: Callable[[int], None]
 
     def is_due(self, step: int, settings: Settings) -> tuple[bool, bool]:
         return (
@@ -102,6 +103,7 @@ def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int
 
         before, queued = queued, take_step(job, coming, step, agreed.num_targets)
         profile.step()
+        between.show(step + 1)
         coming = job.micro_batches(step + 1) if step + 1 < job.num_steps else []
         handed_in = before
         rounds.start(num_targets(coming), 0.0 if before is None else before.loss_sum())

@@ -16,7 +16,6 @@ from .loop import run_steps
 from .out_of_memory import explain
 from .postmortem import write_postmortem
 from .profile import Profile
-from .progress import Progress
 from .settings import Settings, settings_from_json
 from .setup import set_up
 
@@ -42,12 +41,12 @@ def _run(settings: Settings) -> int:
     settings = completed(settings, torch.cuda.is_available())
     mesh.init(device=settings.device, timeout_s=settings.timeout)
     run = set_up(settings)
-    if run.is_first:
-        print(banner(run.start()), flush=True)
     job = run.job
+    if run.is_first:
+        run.progress.say(banner(run.start()))
     try:
         with (
-            Progress(job.num_steps, run.first_step, is_shown=run.is_first) as run.progress,
+            run.progress,
             Profile(run.folder, settings.profile and run.is_first, job.device.type, run.wait) as profile,
         ):
             ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
@@ -60,7 +59,5 @@ def _run(settings: Settings) -> int:
         raise MemoryExceededError(explain(error, job.model, job.optimizer, settings, job.batching)) from error
     finally:
         run.metrics.close()
-    end = run.end(ending, time.perf_counter() - began)
-    if run.is_first:
-        print(summary(end), flush=True)
+    run.progress.say(summary(run.end(ending, time.perf_counter() - began)))
     return ending.stop or 0

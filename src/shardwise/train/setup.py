@@ -48,7 +48,7 @@ from .optimizers import optimizer_for
 from .progress import Progress
 from .rounds import Rounds
 from .settings import Settings
-from .signals import Requests
+from .signals import Requests, has_launcher
 
 DEFAULT_PROMPT = "The "
 PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
@@ -67,7 +67,7 @@ class Run:
     metrics: Metrics
     first_step: int
     free_bytes: int
-    progress: Progress = field(default_factory=lambda: Progress(1, is_shown=False))
+    progress: Progress
     book: Book = field(init=False)
     rounds: Rounds = field(init=False)
     between: Between = field(init=False)
@@ -215,7 +215,7 @@ class Run:
             planned=seen.planned,
             seen=seen.seen,
             planned_buffers=seen.planned_buffers,
-            seen_buffers=seen.buffers,
+            seen_buffers=seen.peak_buffers,
             seen_activations=seen.peak_activations,
             peak_bytes=seen.peak,
             checkpoint="" if self.saved_step is None else str(step_folder(self.folder / CHECKPOINTS, self.saved_step)),
@@ -228,7 +228,9 @@ class Run:
 def set_up(settings: Settings) -> Run:
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
-    say: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
+    # A launcher has said what there is to say about the data.
+    speaks = rank == 0 and not has_launcher()
+    say: Callable[[str], None] = partial(print, flush=True) if speaks else _silent
     # The first rank chooses, because a folder's name may hold the time.
     chosen = all_or_none(world, lambda: choose(settings, mesh.restarts()) if rank == 0 else settings)
     settings = exchange(world, chosen)[0]
@@ -248,7 +250,8 @@ def set_up(settings: Settings) -> Run:
     first_step = extra.get("step", 0)
     first_sample = extra.get("num_samples_seen", 0)
     if extra and extra["data"] != data_identity(prepared, checked):
-        say("the data is not what the checkpoint was trained on: it is read from its beginning")
+        if rank == 0:
+            print("the data is not what the checkpoint was trained on: it is read from its beginning", flush=True)
         first_sample = 0
     batching = checked.batching
     num_steps = settings.max_steps
@@ -258,13 +261,16 @@ def set_up(settings: Settings) -> Run:
     job = Job(settings, model, optimizer, samples, batching, rank, device, num_steps, first_step, first_sample)
     metrics = Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name)
     metrics.truncate_after(first_step)
-    run = Run(settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes)
+    progress = Progress(num_steps, first_step, is_shown=rank == 0)
+    run = Run(
+        settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress
+    )
     run.saved_step = first_step if extra else None
     run.book = _book(run, num_ranks)
     if extra:
         run.book.from_extra(extra["book"])
     run.rounds = Rounds(hosts, Requests(folder if rank == 0 else None))
-    run.between = Between(run.evaluate, run.save)
+    run.between = Between(run.evaluate, run.save, progress.advance)
     return run
 
 

@@ -1,0 +1,87 @@
+"""What the trainer's loop costs over a bare loop on the same engine.
+
+    python -m benchmarks.loop_overhead [--model tiny] [--device cpu] ...
+
+The same ranks, model, optimizer and batches, turn by turn: a stretch of steps in the loop (reading data, agreeing
+on what comes next, learning rates, metrics, progress), then a stretch of forward, backward, clip and step over batches
+that were read before. Takes flags of `shardwise train`, each with a value.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+
+import torch
+
+from shardwise import mesh
+from shardwise.config import resolve
+from shardwise.train.checks import completed
+from shardwise.train.launch import launch
+from shardwise.train.loop import run_steps
+from shardwise.train.models.headloss import loss_sum
+from shardwise.train.profile import Profile
+from shardwise.train.settings import settings_from_json
+from shardwise.train.setup import Run, set_up
+
+STRETCH = 20  # steps
+TURNS = 8  # of each, after one of each to warm up
+
+
+def measure(text: str) -> int:
+    settings = completed(settings_from_json(text), torch.cuda.is_available())
+    mesh.init(device=settings.device)
+    run = set_up(settings)
+    ratios = []
+    for turn in range(TURNS + 1):
+        first = 2 * turn * STRETCH
+        loop_s, bare_s = in_the_loop(run, first), bare(run, first + STRETCH)
+        if turn:
+            ratios.append(loop_s / bare_s)
+            run.progress.say(f"loop {loop_s / STRETCH * 1e3:8.2f} ms a step, bare {bare_s / STRETCH * 1e3:8.2f}")
+    run.progress.say(
+        f"loop / bare: {statistics.median(ratios):.4f} ({min(ratios):.4f}-{max(ratios):.4f}), {TURNS} turns of "
+        f"{STRETCH} steps each"
+    )
+    mesh.leave()
+    return 0
+
+
+def in_the_loop(run: Run, first: int) -> float:
+    run.book.num_steps = first + STRETCH
+    job = dataclasses.replace(run.job, num_steps=first + STRETCH)
+    profile = Profile(run.folder, False, job.device.type, run.wait)
+    began = now(run)
+    run_steps(job, run.book, run.rounds, run.between, first, profile)
+    return now(run) - began
+
+
+def bare(run: Run, first: int) -> float:
+    job = run.job
+    batches = [[batch.to(job.device) for batch in job.micro_batches(step)] for step in range(first, first + STRETCH)]
+    scale = 1 / batches[0][0].num_targets
+    began = now(run)
+    for (batch,) in batches:
+        (loss_sum(job.model, batch) * scale).backward()
+        job.optimizer.clip_grad_norm(1.0)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return now(run) - began
+
+
+def now(run: Run) -> float:
+    if run.job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    names = (word.removeprefix("--").replace("-", "_") for word in words[::2])
+    flags = {"max_steps": str(2 * STRETCH * (TURNS + 1)), **dict(zip(names, words[1::2], strict=True))}
+    resolved = resolve([], flags, {})
+    sys.exit(launch(resolved.settings, resolved.origin, entry="benchmarks.loop_overhead:measure"))
+
+
+if __name__ == "__main__":
+    main()

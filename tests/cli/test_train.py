@@ -1,0 +1,199 @@
+"""`shardwise train` as a user runs it: real processes, real signals, real exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.support.running import losses, rows
+
+QUICK = ("--device", "cpu", "--logging-steps", "1", "--sample-tokens", "0", "--no-export")
+SMALL = ("--seq-length", "32", "--global-batch-size", "8", "--learning-rate", "1e-2")
+
+
+def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardwise", "train", *words]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(*words: str, cwd: Path) -> tuple[int, str, str]:
+    process = start(*words, cwd=cwd)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and len(rows(folder)) >= step:
+            return
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=272, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:
+    code, out, err = finished("--max-steps", "30", "--output-dir", "run", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    for words in ("auto -> ddp on 2 ranks", "16 samples = 2 ranks x 1 micro-batch x 8", "step 30/30", "perplexity",
+                  "unigram entropy", "planned", "seen", "| The "):  # fmt: skip
+        assert words in out
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "metrics.jsonl", "checkpoints", "export", "logs"}
+    assert (folder / "checkpoints/step-000030/complete").exists()
+    assert json.loads((folder / "config.json").read_text())["max_steps"] == 30
+    assert rows(folder)[-2]["loss"] < 3.2
+
+
+LORA = ("--lora", "r=4,alpha=8,targets=q_proj+down_proj")
+
+
+@pytest.mark.parametrize("more", [(), LORA], ids=["full", "lora"])
+def test_a_fine_tune_survives_sigterm_on_other_ranks_under_another_strategy(
+    llama: Path, tmp_path: Path, more: Sequence[str]
+) -> None:
+    words = ("--model", str(llama), "--tokenizer", "bytes", "--max-steps", "60", *QUICK, *SMALL, *more)
+    code, _, err = finished(*words, "--output-dir", "whole", "--nproc-per-node", "1", cwd=tmp_path)
+    assert code == 0, err
+    parts = tmp_path / "parts"
+    process = start(*words, "--output-dir", "parts", "--strategy", "zero3", cwd=tmp_path)
+    wait_for_step(process, parts, 5)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped (terminated)" in out
+    num_done = len(losses(parts))
+    assert 5 <= num_done < 60
+    assert (parts / f"checkpoints/step-{num_done:06d}/complete").exists()
+    again = ("--resume-from-checkpoint", "latest", "--nproc-per-node", "4", "--node-size", "2", "--strategy", "hsdp")
+    code, out, err = finished(*words, "--output-dir", "parts", *again, cwd=tmp_path)
+    assert code == 0, err
+    assert f"from step {num_done} on" in out
+    assert losses(parts) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_rank_that_is_killed_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    words = ("--max-steps", "60", "--save-steps", "5", "--max-restarts", "1", *QUICK, *SMALL)
+    folder = tmp_path / "run"
+    process = start(*words, "--output-dir", "run", cwd=tmp_path)
+    wait_for_step(process, folder, 7)
+    ranks = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert "SIGKILL" in err
+    assert "starting again" in err
+    assert len(losses(folder)) == 60
+
+
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+               "shardwise", "train", "--max-steps", "3", "--output-dir", "run", *QUICK, *SMALL]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 3/3  loss") == 1
+    assert len(losses(tmp_path / "run")) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bad input: one sentence, before any rank exists
+
+
+@pytest.fixture
+def bad_data(tmp_path: Path) -> Path:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": 1}\nnot json\n')
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 100)
+    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/config.json").write_text("{}")
+    (tmp_path / "half/checkpoints/step-000010").mkdir(parents=True)
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled/config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "narrow.json").write_text('{"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 128}')
+    return tmp_path
+
+
+BAD: dict[str, tuple[int, str]] = {
+    "--train-file nowhere.txt": (2, "train_file nowhere.txt: no such file"),
+    "--train-file empty.txt": (2, "empty.txt: is empty"),
+    "--train-file blank.jsonl": (2, "blank.jsonl holds no document"),
+    "--train-file bad.jsonl --max-bad-rows 1": (2, "bad.jsonl"),
+    "--train-file short.txt": (2, "seq_length 128 is longer than the training data"),
+    "--train-file latin.txt": (2, "not UTF-8"),
+    "--train-file data.csv": (2, "unknown kind '.csv'"),
+    "--dataset ./nowhere": (2, "dataset ./nowhere"),
+    "--model nowhere/": (2, "no such folder"),
+    "--model pickled": (2, "pickled weights only"),
+    "--model narrow.json --tokenizer bytes": (2, "has 257 tokens, but the model's vocabulary is 64"),
+    "--tokenizer ./nowhere": (2, "tokenizer ./nowhere: no such folder"),
+    "--seq-length 1000": (2, "seq_length 1000 is more than the 512 tokens"),
+    "--global-batch-size 5": (2, "global_batch_size 5 is not 2 ranks"),
+    "--node-size 3": (2, "does not divide into nodes of 3"),
+    "--strategy zero9": (2, "unknown strategy 'zero9'"),
+    "--learning-rte 1": (2, "No such option: --learning-rte"),
+    "learning_rte=1": (2, "did you mean 'learning_rate'"),
+    "nowhere.yaml": (2, "nowhere.yaml"),
+    "--output-dir used": (2, "used holds another run"),
+    "--resume-from-checkpoint nowhere": (5, "resume_from_checkpoint nowhere"),
+    "--output-dir half --resume-from-checkpoint latest": (5, "holds no complete checkpoint"),
+    "--model 50m --shape layers=x": (2, "layers"),
+    "--nnodes 2": (2, "no place to meet"),
+    "--report-to wandbb": (2, "wandbb"),
+    "--device cuda": (2, "torch sees no GPU"),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_sentence(
+    bad_data: Path, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: nothing of it gets as far as a rank."""
+    from shardwise import cli
+    from shardwise.train import agent
+
+    def no_ranks(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    code, sentence = BAD[words]
+    monkeypatch.chdir(bad_data)
+    monkeypatch.setattr(agent, "run_agent", no_ranks)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", *words.split()])
+    before = {path.name for path in bad_data.iterdir()}
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == code, told
+    assert sentence in told
+    assert told.count("\n") == 1, told
+    assert {path.name for path in bad_data.iterdir()} == before, "nothing is left behind"
