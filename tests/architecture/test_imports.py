@@ -9,6 +9,7 @@ from tests.architecture.source import imported, module_name, trees
 LAYERS: dict[str, int] = {
     "errors": 0,
     "version": 0,
+    "cgroup": 0,
     "shard": 0,
     "precision": 0,
     "wire.codec": 0,

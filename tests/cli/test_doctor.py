@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor import devices, disk, limits, network, software
+from shardwise.cgroup import cgroup_values, cpu_limit, memory_limit
+from shardwise.doctor import devices, disk, network, software
 from shardwise.doctor.finding import Finding, size
 from shardwise.doctor.network import Interface
 
@@ -53,12 +54,12 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     (group / "cpu.max").write_text("150000 100000\n")
     membership = tmp_path / "membership"
     membership.write_text("0::/pods/mine\n")
-    memory = limits.cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
-    assert limits.memory_limit(memory, total_bytes=1 << 40) == 8 << 30
-    assert limits.memory_limit(memory, total_bytes=1 << 30) is None, "more than there is limits nothing"
-    assert limits.cpu_limit(limits.cgroup_values("cpu.max", None, tmp_path, membership)) == 1.5
-    assert limits.cpu_limit(["max 100000"]) is None
-    assert limits.cgroup_values("memory.max", None, tmp_path, tmp_path / "nothing") == []
+    memory = cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
+    assert memory_limit(memory, total_bytes=1 << 40) == 8 << 30
+    assert memory_limit(memory, total_bytes=1 << 30) is None, "more than there is limits nothing"
+    assert cpu_limit(cgroup_values("cpu.max", None, tmp_path, membership)) == 1.5
+    assert cpu_limit(["max 100000"]) is None
+    assert cgroup_values("memory.max", None, tmp_path, tmp_path / "nothing") == []
 
 
 def test_limits_of_an_old_container(tmp_path: Path) -> None:
@@ -67,8 +68,8 @@ def test_limits_of_an_old_container(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
     membership = tmp_path / "membership"
     membership.write_text("9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
-    memory = limits.cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
-    assert limits.memory_limit(memory, 1 << 40) == 1 << 30
+    memory = cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
+    assert memory_limit(memory, 1 << 40) == 1 << 30
 
 
 def test_the_interface_that_each_backend_takes() -> None:

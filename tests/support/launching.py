@@ -39,10 +39,6 @@ def tell(settings: str) -> int:
     return 0
 
 
-def diverge(settings: str) -> int:
-    return 4 if os.environ["RANK"] == "1" else 143
-
-
 def stop_when_asked(settings: str) -> int:
     """A loop that takes 0.2 s to save."""
     requests = Requests(_folder(settings))

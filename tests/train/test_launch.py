@@ -68,6 +68,25 @@ def said(folder: Path, rank: int) -> str:
     return file.read_text()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until_open(port: int) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            socket.create_connection(("localhost", port)).close()
+        except OSError:
+            assert time.monotonic() < end_s, f"nobody listens at port {port}"
+            time.sleep(0.05)
+        else:
+            return
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -93,8 +112,7 @@ def test_ranks_get_their_settings_and_their_places(tmp_path: Path) -> None:
         assert int(seen["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def test_the_gravest_ending_is_the_exit_code(tmp_path: Path) -> None:
-    assert run("diverge", tmp_path)[0] == 4
+def test_the_gravest_ending_is_the_exit_code() -> None:
     assert gravest([0, 143, 4, 130]) == 4
     assert gravest([0, 77]) == 77
     assert gravest([]) == 0
@@ -163,6 +181,23 @@ def test_ctrl_c_of_a_terminal_counts_once_and_also_while_ranks_start(tmp_path: P
     assert "Ctrl-C again ends it at once" in err
 
 
+def test_ctrl_c_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}, look=interrupted) == 130
+
+
+def test_ctrl_c_while_waiting_for_another_machine(tmp_path: Path) -> None:
+    port = free_port()
+    words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{port}"')
+    with launcher("add_up", tmp_path, *words) as process:
+        wait_until_open(port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+        assert "SIGINT before any rank ran" in process.stderr.read()  # type: ignore[union-attr]
+
+
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     with launcher("never_stop", tmp_path, "max_restarts=3") as process:
         pids = [int(said(tmp_path, rank)) for rank in (0, 1)]
@@ -183,10 +218,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_two_machines_meet(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{port}"')
+    words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{free_port()}"')
     with launcher("add_up", tmp_path, *words) as one, launcher("add_up", tmp_path, *words) as other:
         for process in (one, other):
             out, err = process.communicate(timeout=DEADLINE_S)
@@ -248,6 +280,8 @@ def test_numbers_of_machines_that_are_none(text: str) -> None:
         ({"nnodes": "2", "rdzv_endpoint": "a:1", "output_dir": None}, {}, ["output_dir"]),
         ({"nnodes": "2", "rdzv_endpoint": "a:1", "rdzv_backend": "static"}, {}, ["static", "node_rank None"]),
         ({"nnodes": "2", "rdzv_endpoint": "a", "rdzv_backend": "static", "node_rank": 0}, {}, ["port"]),
+        ({"rdzv_backend": "c10"}, {}, ["'c10'", "did you mean 'c10d'?"]),
+        ({"output_dir": "/proc/runs/x"}, {}, ["/proc/runs/x", "cannot be written"]),
         ({"device": "cuda"}, {"CUDA_VISIBLE_DEVICES": ""}, ["cuda", "no GPU"]),
         ({"nproc_per_node": 4}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["4", "2 ranks"]),
         ({}, {"OMPI_COMM_WORLD_SIZE": "4"}, ["mpirun", "4 processes"]),
@@ -267,7 +301,7 @@ def test_what_cannot_be_launched_is_refused(
         monkeypatch.setenv(name, value)
     settings = Settings(**{"output_dir": str(tmp_path), "device": "cpu", **given})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as refused:
-        launch(settings, dict.fromkeys(given, "flag"))
+        launch(settings, dict.fromkeys(given, "flag"), look=lambda *_: None)
     assert all(word in str(refused.value) for word in words), refused.value
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from ..cgroup import cgroup_values, cpu_limit, memory_limit
 from .finding import Finding, size
 
 TOPIC = "limits"
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 FEW_FILES = 4096
@@ -26,39 +25,6 @@ def look(num_gpus: int) -> Iterator[Finding]:
     yield _pinned()
     yield _shm(num_gpus)
     yield _files()
-
-
-def cgroup_values(name: str, old_name: str | None, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[str]:
-    """What a limit is set to, from this process's group up to the root. `old_name` is that of cgroups v1, if any."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        base, file = (root, name) if not controllers else (root / controllers, old_name)
-        if file is None:
-            continue
-        group = base / path.strip("/")
-        # In a container the path is that of the host, and the container's own group is the root.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            if (folder / file).is_file():
-                found.append((folder / file).read_text().strip())
-    return found
-
-
-def memory_limit(values: list[str], total_bytes: int) -> int | None:
-    limits = [int(value) for value in values if value.isdecimal()]
-    return min((limit for limit in limits if limit < total_bytes), default=None)  # v1 says "none" with a huge number
-
-
-def cpu_limit(values: list[str]) -> float | None:
-    """Cores, from "200000 100000" (v2: quota and period)."""
-    pairs = [value.split() for value in values]
-    return min((int(quota) / int(period) for quota, period in pairs if quota != "max"), default=None)
 
 
 def _memory() -> Finding:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ..errors import ConfigurationError
+from ..cgroup import cgroup_values, cpu_limit
+from ..errors import ConfigurationError, did_you_mean
 from . import signals, slurm
 from .folder import LOGS, choose, run_folder
 from .settings import Settings
 
 ENTRY = "shardwise.train.run:run_rank"
+BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 MEETING_S = 600  # machines of one job may be started minutes apart
 
 
@@ -34,10 +36,19 @@ def launch(
 
     `look` is given the settings and the number of ranks before any of them exists.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _be_a_rank(settings, origin, entry, {})
-    if slurm.is_rank(os.environ):
-        return _be_a_rank(settings, origin, entry, slurm.rank_variables(os.environ))
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return _be_a_rank(settings, origin, entry, {})
+        if slurm.is_rank(os.environ):
+            return _be_a_rank(settings, origin, entry, slurm.rank_variables(os.environ))
+        return _start_ranks(settings, origin, entry, look)
+    except KeyboardInterrupt:  # before there were ranks, or twice in one
+        return signals.INTERRUPTED
+
+
+def _start_ranks(
+    settings: Settings, origin: Mapping[str, str], entry: str, look: Callable[[Settings, int], None]
+) -> int:
     _refuse_mpi()
     settings = _with_slurm(settings, origin)
     min_nodes, max_nodes = num_nodes(settings.nnodes)
@@ -46,7 +57,10 @@ def launch(
     settings = choose(settings)
     look(settings, nproc_per_node * min_nodes)
     logs = run_folder(settings).absolute() / LOGS
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"output_dir {settings.output_dir}: cannot be written: {error.strerror}") from error
     _set_threads(nproc_per_node)
     # Reports of broken connections, which follow every failure and are never its cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -64,7 +78,7 @@ def launch(
         min_nodes,
         max_nodes,
         nproc_per_node,
-        backend=settings.rdzv_backend,
+        backend=settings.rdzv_backend if settings.rdzv_endpoint else "c10d",
         endpoint=settings.rdzv_endpoint or "localhost:0",
         run_id=settings.rdzv_id,
         local_addr="localhost" if is_alone else None,
@@ -96,7 +110,7 @@ def ranks_here(settings: Settings) -> int:
         return settings.nproc_per_node or 2
     if settings.nproc_per_node is not None and settings.nproc_per_node > num_gpus:
         raise ConfigurationError(
-            f"nproc_per_node: {settings.nproc_per_node}, but this machine has {num_gpus} GPUs and each rank needs one; "
+            f"nproc_per_node: {settings.nproc_per_node}, but each rank needs a GPU and this machine has {num_gpus}; "
             f"ask for at most {num_gpus}, or for device cpu"
         )
     return settings.nproc_per_node or num_gpus
@@ -152,6 +166,9 @@ def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
 
 
 def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
+    if settings.rdzv_backend not in BACKENDS:
+        known = did_you_mean(settings.rdzv_backend, BACKENDS)
+        raise ConfigurationError(f"rdzv_backend: unknown {settings.rdzv_backend!r}; {known}")
     if max_nodes == 1:
         return
     if settings.rdzv_endpoint is None:
@@ -176,5 +193,6 @@ def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
 
 def _set_threads(num_ranks: int) -> None:
     """Ranks share the cores of their machine. Torch reads this when it is imported: before a rank is started."""
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    limit = cpu_limit(cgroup_values("cpu.max", None))
+    cores = min(len(os.sched_getaffinity(0)), limit or float("inf"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores // num_ranks))))
