@@ -10,7 +10,7 @@ CODE   := src tests examples $(wildcard benchmarks)
 .PHONY: train test check format clean
 
 train: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_tiny.py $(ARGS)
+	$(BIN)/shardwise train $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/architecture --durations=10 $(ARGS)

@@ -62,6 +62,8 @@ def _start_ranks(
     except OSError as error:
         raise ConfigurationError(f"output_dir {settings.output_dir}: cannot be written: {error.strerror}") from error
     _set_threads(nproc_per_node)
+    # Else ranks that are started again meet at the store of those that crashed, and find their addresses there.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # Reports of broken connections, which follow every failure and are never its cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
