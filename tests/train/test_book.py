@@ -29,6 +29,7 @@ def result(step: int, loss: float, num_targets: int = 10, norm: float = 1.0) -> 
 def test_a_row_is_the_mean_over_the_targets_of_its_steps() -> None:
     written: list[Row] = []
     kept = book(written, peak_flops=1e6)
+    kept.queued()
     kept.note(result(1, 4.0, num_targets=30))
     kept.note(result(2, 2.0, num_targets=10))
     (row,) = written

@@ -87,6 +87,16 @@ def test_what_is_not_there_cannot_be_resumed(here: Path, asked: str) -> None:
         choose(Settings(output_dir="mine", resume_from_checkpoint=asked))
 
 
+def test_auto_goes_on_where_there_is_something(here: Path) -> None:
+    settings = Settings(output_dir="mine", resume_from_checkpoint="auto")
+    claim(choose(settings))
+    assert choose(settings).resume_from_checkpoint is None
+    own = complete(here / "mine/checkpoints/step-000010")
+    assert choose(settings).resume_from_checkpoint == str(own.relative_to(here))
+    with pytest.raises(ConfigurationError, match="--output-dir"):
+        choose(Settings(resume_from_checkpoint="auto"))
+
+
 def test_ranks_that_are_started_again_go_on_with_their_own_run(here: Path) -> None:
     settings = choose(Settings(output_dir="mine"))
     claim(settings)

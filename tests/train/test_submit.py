@@ -52,26 +52,25 @@ def test_the_slurm_script_runs_the_command_as_it_was_typed(tmp_path: Path) -> No
     assert code == 0
     assert given == [
         "--kill-on-bad-exit=1", "--cpu-bind=none", "--cpus-per-task=96",
-        "shardwise", "train", *WORDS, "--output-dir", "runs/my run",
+        "shardwise", "train", *WORDS, "--output-dir", "runs/my run", "--resume-from-checkpoint", "auto",
     ]  # fmt: skip
     assert not (tmp_path / "scontrol.txt").exists()
 
 
-def test_the_slurm_script_goes_on_where_the_run_was_cut_off(tmp_path: Path) -> None:
+def test_the_slurm_script_is_queued_again_when_time_is_up(tmp_path: Path) -> None:
     script = slurm(Settings(), [])
-    run = tmp_path / "runs" / "shardwise-tiny-7"
-    run.mkdir(parents=True)
-    (run / "checkpoints" / "step-000010.partial").mkdir(parents=True)
-    code, given = run_script(script, tmp_path, SLURM_RESTART_COUNT="1", CODE="143")
-    assert (code, given[-2:]) == (143, ["--output-dir", "runs/shardwise-tiny-7"])
+    code, given = run_script(script, tmp_path, CODE="143")
+    assert code == 143
+    assert given[-4:] == ["--output-dir", "runs/shardwise-tiny-7", "--resume-from-checkpoint", "auto"]
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
-    assert (tmp_path / "runs" / "shardwise-tiny-7.start-1").is_dir(), "nothing was saved, and it is out of the way"
-    (run / "checkpoints" / "step-000010").mkdir(parents=True)
-    (run / "checkpoints" / "step-000010" / "complete").touch()
     (tmp_path / "scontrol.txt").unlink()
-    code, given = run_script(script, tmp_path, SLURM_RESTART_COUNT="2", CODE="4")
-    assert (code, given[-2:]) == (4, ["--resume-from-checkpoint", "latest"])
+    assert run_script(script, tmp_path, CODE="4")[0] == 4
     assert not (tmp_path / "scontrol.txt").exists(), "a diverged run would diverge again"
+
+
+def test_a_run_that_goes_on_from_somewhere_says_so_itself(tmp_path: Path) -> None:
+    _, given = run_script(slurm(Settings(resume_from_checkpoint="there"), []), tmp_path)
+    assert "--resume-from-checkpoint" not in given
 
 
 def parsed(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,7 +97,8 @@ def test_the_job_for_kubernetes() -> None:
     _, _, command = script.partition("exec ")
     assert shlex.split(command) == [
         "shardwise", "train", *WORDS, "--node-rank", "$JOB_COMPLETION_INDEX",
-        "--rdzv-endpoint", f"{name}-0.{name}:29400", "--output-dir", "/runs/My_run", "${resume[@]}",
+        "--rdzv-endpoint", f"{name}-0.{name}:29400", "--output-dir", "/runs/My_run",
+        "--resume-from-checkpoint", "auto",
     ]  # fmt: skip
     assert json.loads(str(job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"])) == [2, 3, 4, 5]
 
@@ -109,11 +109,7 @@ def test_the_pod_resumes(tmp_path: Path) -> None:
     assert "resources" not in container
     script = container["args"][0].replace("exec shardwise", "echo shardwise")
     first = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert first.stdout == "shardwise train --output-dir a run\n"
-    (tmp_path / "a run" / "checkpoints" / "step-000010").mkdir(parents=True)
-    (tmp_path / "a run" / "checkpoints" / "step-000010" / "complete").touch()
-    second = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert second.stdout == "shardwise train --output-dir a run --resume-from-checkpoint latest\n"
+    assert first.stdout == "shardwise train --output-dir a run --resume-from-checkpoint auto\n"
 
 
 def test_what_kubernetes_would_read_is_escaped() -> None:

@@ -59,11 +59,14 @@ class Book:
     _row_steps: int = 0
     _has_rows: bool = False
 
+    def queued(self) -> None:
+        """Another step is under way. Speed is counted here: numbers of steps arrive late, and at the end all at once."""
+        self._row_steps += 1
+
     def note(self, result: StepResult) -> None:
         self.last.append(result)
         self.loss_sum += result.loss_sum
         self.num_targets += result.num_targets
-        self._row_steps += 1
         self._tick()
         if math.isnan(self.first_loss):
             self.first_loss = result.loss

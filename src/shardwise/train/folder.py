@@ -18,7 +18,7 @@ from .settings import Settings
 
 RUNS = Path("runs")
 CONFIG, CHECKPOINTS, DATA, EXPORT, LOGS = "config.json", "checkpoints", "data", "export", "logs"
-LATEST = "latest"
+LATEST, AUTO = "latest", "auto"
 
 
 def choose(settings: Settings, num_restarts: int = 0) -> Settings:
@@ -29,6 +29,12 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         # Ranks that are started again go on with their own run, whatever it went on from.
         own = latest(folder / CHECKPOINTS)
         return _with(settings, folder, str(own) if own is not None else resume)
+    if resume == AUTO:
+        # A job that is started again and again with the same words: the first start has nothing to go on from.
+        if folder is None:
+            raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
+        own = latest(folder / CHECKPOINTS)
+        return _with(settings, folder, None if own is None else str(own))
     if resume == LATEST:
         folder = folder or _newest_run()
         checkpoint = latest(folder / CHECKPOINTS)

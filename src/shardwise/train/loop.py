@@ -102,6 +102,7 @@ def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int
             book.go_on()
 
         before, queued = queued, take_step(job, coming, step, agreed.num_targets)
+        book.queued()
         profile.step()
         between.show(step + 1)
         coming = job.micro_batches(step + 1) if step + 1 < job.num_steps else []

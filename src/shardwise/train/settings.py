@@ -113,7 +113,7 @@ class Settings:
     node_size: int | None = setting(SHARDING, None, "Ranks that count as a node. Default: those of this machine.", least=1)
 
     output_dir: str | None = setting(RUN, None, "The run folder. Default: runs/MODEL-DATE-TIME.")
-    resume_from_checkpoint: str | None = setting(RUN, None, "'latest', or a checkpoint's folder; ranks and strategy may differ from those that saved it.")
+    resume_from_checkpoint: str | None = setting(RUN, None, "'latest', 'auto' (latest if there is one), or a checkpoint's folder; ranks and strategy may differ from those that saved it.")
     save_steps: int = setting(RUN, 0, "Save every so many steps; 0: at the end only.", least=0)
     save_total_limit: int | None = setting(RUN, None, "Keep only the last so many checkpoints.", least=1)
     logging_steps: int = setting(RUN, 10, "Steps between two lines.", least=1)

@@ -34,17 +34,9 @@ _SLURM = """\
 
 run={run}
 
-# Started again: from the last checkpoint. What came to an end before its first one is put aside.
-resume=()
-if compgen -G "$run/checkpoints/step-*/complete" > /dev/null; then
-    resume=(--resume-from-checkpoint latest)
-elif [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -e "$run" ]; then
-    mv "$run" "$run.start-$SLURM_RESTART_COUNT"
-fi
-
 # One task per node, with all of its cores; the tasks find each other by Slurm's variables.
 srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
-    {command} --output-dir "$run" "${{resume[@]}}"
+    {command} --output-dir "$run"{resume}
 code=$?
 
 # 143: out of time, or preempted, after a complete save. Anything else is for you to look at.
@@ -131,6 +123,7 @@ def slurm(settings: Settings, words: Sequence[str]) -> str:
         gpus=gpus,
         save_s=SAVE_S,
         run=run,
+        resume=_resume(settings),
         command=shlex.join(["shardwise", "train", *words]),
     )
 
@@ -143,12 +136,9 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
     run = settings.output_dir or f"{mount}/{name}"
     gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {settings.nproc_per_node or GPUS}\n"
     meeting = f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:{PORT}' if nodes > 1 else ""
-    script = (
-        f"resume=(); if compgen -G {shlex.quote(run)}'/checkpoints/step-*/complete' > /dev/null; "
-        "then resume=(--resume-from-checkpoint latest); fi; "
-        # exec: the signal that ends a pod goes to its first process only.
-        f'exec {shlex.join(["shardwise", "train", *words])}{meeting} --output-dir {shlex.quote(run)} "${{resume[@]}}"'
-    )
+    # exec: the signal that ends a pod goes to its first process only.
+    command = f"exec {shlex.join(['shardwise', 'train', *words])}"
+    script = f"{command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
     return _K8S.format(
         what=_what(words),
         name=name,
@@ -161,6 +151,11 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
         resources="" if settings.device == "cpu" else _indented(gpus),
         mount=mount,
     )
+
+
+def _resume(settings: Settings) -> str:
+    """A job that is started again goes on; one that was to go on from somewhere has said so itself."""
+    return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
 
 
 def _what(words: Sequence[str]) -> str:
