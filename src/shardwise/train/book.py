@@ -60,7 +60,7 @@ class Book:
     _has_rows: bool = False
 
     def queued(self) -> None:
-        """Another step is under way. Speed is counted here: numbers of steps arrive late, and at the end all at once."""
+        """Another step is under way. Speed is counted here: the numbers of steps come late, at the end all at once."""
         self._row_steps += 1
 
     def note(self, result: StepResult) -> None:
