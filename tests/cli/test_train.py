@@ -10,11 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from shardwise.config import resolve
 from tests.harness import Pool
-from tests.support.running import losses, rows, train
+from tests.support.running import losses, rows, save_llama, train
 
 QUICK = ("--device", "cpu", "--logging-steps", "1", "--sample-tokens", "0", "--no-export")
 SMALL = ("--seq-length", "32", "--global-batch-size", "8", "--learning-rate", "1e-2")
@@ -43,17 +42,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=272, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-        )
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
+    return save_llama(tmp_path_factory.mktemp("models") / "llama", hidden=64, layers=3)
 
 
 def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.train.run import run_rank
 from shardwise.train.settings import Settings
 from tests.harness import Pool
@@ -26,6 +28,20 @@ def settings_for(folder: Path, **changes: Any) -> Settings:
         "output_dir": str(folder),
     }
     return Settings(**{**values, **changes})
+
+
+def save_llama(folder: Path, hidden: int = 32, layers: int = 2) -> Path:
+    """A Hugging Face folder with drawn weights of a real architecture."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=272, hidden_size=hidden, intermediate_size=3 * hidden // 2, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
 
 
 def train(pool: Pool, num_ranks: int, settings: Settings) -> int:

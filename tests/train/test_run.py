@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise.train.settings import Lora
 from tests.harness import Pool
-from tests.support.running import losses, rows, settings_for, train
+from tests.support.running import losses, rows, save_llama, settings_for, train
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +24,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with drawn weights of a real architecture."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
-        )
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
+    return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 # ---------------------------------------------------------------------------------------------------------

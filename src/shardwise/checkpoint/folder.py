@@ -86,9 +86,9 @@ def complete(path: Path, index: str) -> None:
     partial, text = partial_of(path), index.encode()
     try:
         _write(partial / INDEX, text)
-        _sync(partial)
+        sync(partial)
         _write(partial / MARKER, hashlib.sha256(text).hexdigest().encode())
-        _sync(partial)
+        sync(partial)
         _put_in_place(path)
     except OSError as error:
         raise CheckpointError(f"cannot complete {partial}: {error.strerror or error}") from error
@@ -105,7 +105,7 @@ def _put_in_place(path: Path) -> None:
         if replaced.exists():
             replaced.rename(path)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     remove(replaced)
 
 
@@ -123,9 +123,9 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

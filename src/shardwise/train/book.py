@@ -45,6 +45,9 @@ class Book:
     may_overflow: bool
     more: Callable[[], Row]  # what else belongs into a row: memory
     write: Callable[[Row], None]
+    # Where this start of the run began.
+    first_step: int = 0
+    first_tokens: int = 0
     # Since the last row; in the checkpoint too, so that a run that goes on writes the rows of one that never stopped.
     loss_sum: float = 0.0
     num_targets: int = 0
@@ -85,7 +88,7 @@ class Book:
             "loss": self.last_loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens": result.step * self.tokens_per_step,
+            "tokens": self.first_tokens + (result.step - self.first_step) * self.tokens_per_step,
             "tokens_per_s": tokens_per_s,
         }
         if self.peak_flops is not None:

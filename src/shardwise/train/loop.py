@@ -41,9 +41,11 @@ class Job:
     first_step: int = 0
     first_sample: int = 0
 
+    def num_samples_before(self, step: int) -> int:
+        return self.first_sample + (step - self.first_step) * self.batching.global_size
+
     def samples_of(self, step: int) -> list[int]:
-        size = self.batching.global_size
-        return self.samples.order(self.first_sample + (step - self.first_step) * size, size)
+        return self.samples.order(self.num_samples_before(step), self.batching.global_size)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's part of a step, on the host, ready to go to the device without waiting for it."""

@@ -83,7 +83,7 @@ class Run:
 
     def wait(self) -> None:
         """Until every collective under way is over."""
-        engine_of(self.job.model).rest()
+        engine_of(self.job.model).settle()
 
     # -----------------------------------------------------------------------------------------------------
     # between steps
@@ -112,8 +112,8 @@ class Run:
         root = self.folder / CHECKPOINTS
         extra = {
             "step": step,
-            "num_samples_seen": self.job.first_sample + (step - self.job.first_step) * self.job.batching.global_size,
-            "data": data_identity(self.prepared, self.checked),
+            "num_samples_seen": self.job.num_samples_before(step),
+            "data": data_identity(self.settings, self.prepared, self.checked),
             "book": self.book.to_extra(),
         }
         began = time.perf_counter()
@@ -158,7 +158,7 @@ class Run:
         layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
         asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
         warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
-        num_samples = (job.num_steps - job.first_step) * batching.global_size + job.first_sample
+        num_samples = job.num_samples_before(job.num_steps)
         return Start(
             folder=str(self.folder),
             model=settings.model,
@@ -249,7 +249,7 @@ def set_up(settings: Settings) -> Run:
         extra = load(settings.resume_from_checkpoint, model, optimizer)
     first_step = extra.get("step", 0)
     first_sample = extra.get("num_samples_seen", 0)
-    if extra and extra["data"] != data_identity(prepared, checked):
+    if extra and extra["data"] != data_identity(settings, prepared, checked):
         if rank == 0:
             print("the data is not what the checkpoint was trained on: it is read from its beginning", flush=True)
         first_sample = 0
@@ -258,6 +258,11 @@ def set_up(settings: Settings) -> Run:
     if num_steps is None:
         left = (settings.num_train_epochs or 1.0) * samples.num_samples - first_sample
         num_steps = first_step + max(-int(-left // batching.global_size), 0)
+    if num_steps < first_step:
+        raise ConfigurationError(
+            f"max_steps {num_steps}, but the checkpoint {settings.resume_from_checkpoint} has {first_step} steps "
+            "already: ask for more"
+        )
     job = Job(settings, model, optimizer, samples, batching, rank, device, num_steps, first_step, first_sample)
     metrics = Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name)
     metrics.truncate_after(first_step)
@@ -265,7 +270,8 @@ def set_up(settings: Settings) -> Run:
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress
     )
-    run.saved_step = first_step if extra else None
+    if extra and Path(str(settings.resume_from_checkpoint)).resolve().parent == (folder / CHECKPOINTS).resolve():
+        run.saved_step = first_step
     run.book = _book(run, num_ranks)
     if extra:
         run.book.from_extra(extra["book"])
@@ -324,6 +330,8 @@ def _book(run: Run, num_ranks: int) -> Book:
     peak = peak_flops(_device_name(job.device), precision.compute)
     return Book(
         tokens_per_step=job.batching.global_size * run.checked.seq_length,
+        first_step=job.first_step,
+        first_tokens=job.first_sample * run.checked.seq_length,
         num_steps=job.num_steps,
         logging_steps=settings.logging_steps,
         flops_per_token=run.built.flops_per_token(run.checked.seq_length),
@@ -335,9 +343,10 @@ def _book(run: Run, num_ranks: int) -> Book:
     )
 
 
-def data_identity(prepared: Prepared, checked: Checked) -> str:
-    """Of the samples and their order: where a run that goes on finds the same, it goes on in them."""
-    return f"{prepared.train.name} in {checked.seq_length}"
+def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> list[Any]:
+    """Of the samples and their order: a run that finds the same goes on in them, any other begins with them."""
+    split = None if settings.eval_file else settings.eval_fraction
+    return [prepared.train.name, checked.seq_length, settings.packing, settings.seed, split]
 
 
 def _source(settings: Settings) -> str:

@@ -7,15 +7,15 @@ folder gets its name when it is complete, so what is there can be used. If rank 
 import copy
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...checkpoint.folder import sync
 from ...checkpoint.tensors import Entry, write_file
 from ...engine.guards import engine_of
 from ...engine.whole import whole_parts
@@ -83,7 +83,8 @@ def _write(
         if is_adapted:
             _write_adapter(model, adapters, unnamed, str(folder.resolve() / BASE) if needs_base else None)
             _write_tokenizer(built, unnamed)
-        _sync([*unnamed.rglob("*"), unnamed])
+        for path in (*unnamed.rglob("*"), unnamed):
+            sync(path)  # a folder that has its name is complete, also after the power went
         _replace(unnamed, folder)
     finally:
         shutil.rmtree(unnamed, ignore_errors=True)
@@ -215,21 +216,11 @@ def _write_tokenizer(built: Built, folder: Path) -> None:
         copy_one(path, folder / path.name)
 
 
-def _sync(paths: Iterable[Path]) -> None:
-    """To the disk: a folder that has its name is complete, also after the power went."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _replace(unnamed: Path, folder: Path) -> None:
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     unnamed.rename(folder)
-    _sync([folder.parent])
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
