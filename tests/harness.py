@@ -226,6 +226,7 @@ def take_seat(seat: Seat) -> None:
 def run_job(message: bytes) -> Report:
     """Run one job under the parent's warning filters, seeded, and leave the process as it was found."""
     environment = dict(os.environ)
+    num_modules = len(sys.modules)
     value, error, detail = None, "", ""
     with warnings.catch_warnings():
         try:
@@ -244,6 +245,8 @@ def run_job(message: bytes) -> Report:
     os.environ.clear()
     os.environ.update(environment)
     gc.collect()
+    if len(sys.modules) > num_modules:
+        gc.freeze()  # what was imported stays, and need not be looked at after every job
     return Report(at, value, error, detail, num_open_files())
 
 
