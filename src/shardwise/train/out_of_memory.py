@@ -61,7 +61,7 @@ def _fixes(activations: int, state: int, split_state: int, settings: Settings, b
     if settings.gradient_checkpointing != "full":
         saved = activations * 3 // 4
         found.append((saved, f"--gradient-checkpointing full: up to {size(saved)} less, a third more computation"))
-    if split_state < state:
+    if batching.num_ranks > 1 and split_state < state:
         saved = state - split_state
         found.append((saved, f"a strategy that splits all state over the ranks: {size(saved)} less, more traffic"))
     if settings.optimizer == "adamw":

@@ -34,6 +34,7 @@ class Profile:
                 activities=activities,
                 schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_TRACED, repeat=1),
                 on_trace_ready=self._write,
+                acc_events=True,  # of the one cycle there is; without it torch warns of cycles that are forgotten
             )
 
     def __enter__(self) -> "Profile":
