@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardwise.train.run import run_rank
 from shardwise.train.settings import Lora
 from tests.harness import Pool
-from tests.support.running import losses, rows, save_llama, settings_for, train
+from tests.support.running import TINY, losses, rows, save_llama, settings_for, train
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,24 @@ def test_a_run_goes_on_with_other_ranks_under_another_strategy(
     assert {"in-tree": "model.safetensors", "full": "config.json", "lora": "adapter_model.safetensors"}[kind] in written
 
 
+def run_without_compiler(settings: str) -> int:
+    """torchao compiles its updates, which takes longer than all the rest."""
+    with torch.compiler.set_stance("force_eager"):
+        return run_rank(settings)
+
+
+def test_eight_bit_moments_go_on_too(run_ranks: Pool, tmp_path: Path) -> None:
+    """The shape is large enough for 8 bits. Blocks of another layout begin elsewhere, so moments are rounded anew."""
+    changes: dict[str, Any] = {"optimizer": "adamw8bit", "shape": {**TINY, "hidden": 128}, "save_steps": 3}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert set(run_ranks(2, run_without_compiler, settings_for(whole, **changes).to_json())) == {0}
+    checkpoint = str(whole / "checkpoints/step-000003")
+    again = settings_for(parts, resume_from_checkpoint=checkpoint, strategy="zero3", **changes)
+    assert set(run_ranks(2, run_without_compiler, again.to_json())) == {0}
+    assert [row["loss"] for row in rows(parts) if "loss" in row] == pytest.approx(losses(whole)[3:], rel=2e-3)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5
+
+
 def test_samples_and_batches_may_change_on_the_way(run_ranks: Pool, tmp_path: Path) -> None:
     """Another global batch goes on where the samples were left; other data begins at its beginning."""
     folder = tmp_path / "run"
@@ -116,7 +136,6 @@ def test_files_in_the_run_folder_are_requests(
 def run_and_forget(settings: str) -> int:
     """The ranks are used again, and a request to stop stays with a process."""
     from shardwise.train import signals
-    from shardwise.train.run import run_rank
 
     try:
         return run_rank(settings)

@@ -20,6 +20,7 @@ from .book import Book, StepResult
 from .data.samples import Batch, Samples
 from .learning_rate import learning_rate
 from .models.headloss import loss_sum
+from .optimizers import set_learning_rate
 from .profile import Profile
 from .rounds import Rounds
 from .settings import Settings
@@ -145,8 +146,7 @@ def settle(queued: _Queued | None, rounds: Rounds, book: Book) -> None:
 def take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int) -> _Queued:
     """Queue one step. The loss of a rank is its sum over the targets of all ranks, so any split gives the same."""
     rate = learning_rate(job.settings, step, job.num_steps)
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
+    set_learning_rate(job.optimizer, rate)
     # Dropout depends on the step and the rank, not on how the run came here.
     torch.manual_seed((job.settings.seed * 1_000_003 + step) * 65_537 + job.rank)
     # The engine takes the mean over ranks.

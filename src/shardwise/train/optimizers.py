@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from .settings import Settings
@@ -19,6 +19,14 @@ def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.Optimizer
         {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
     ]
     return _MAKERS[settings.optimizer]([group for group in groups if group["params"]], settings)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # compiled updates read it from there
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def check_optimizer(settings: Settings) -> None:
