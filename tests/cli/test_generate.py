@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
+from shardwise.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
 from shardwise.train.model import Transformer
+from shardwise.train.models import restore
 from shardwise.train.shapes import TransformerShape
 
 SHAPE = TransformerShape(vocab=257, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
@@ -45,6 +47,26 @@ def test_what_is_not_there_is_refused_in_a_sentence(
             main()
         assert end.value.code == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ShardwiseError, 1), (ConfigurationError, 2), (MemoryExceededError, 3), (CheckpointError, 5)]
+)
+def test_an_error_says_what_the_command_ends_with(
+    error: type[ShardwiseError],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("in a sentence")
+
+    monkeypatch.setattr(restore, "restore", fail)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "generate", "somewhere"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert capsys.readouterr().err == "shardwise: in a sentence\n"
 
 
 def test_help_shows_commands_that_parse() -> None:

@@ -87,10 +87,10 @@ def test_banner_of_a_large_run() -> None:
         free_bytes=139_000_000_000,
         checkpoint_bytes=96_000_000_000,
         expected_save_s=23.4,
+        tokenizer="models/llama",
         save_steps=500,
         first_step=1000,
         resumed_from="runs/my " + "x" * 120,
-        notes=("strategy zero3 is what was asked for; " * 4,),
     )
     lines = banner(large).splitlines()
     assert "  model       tiny, 8.03B parameters, 41.9M trained (0.52%)" in lines
@@ -99,9 +99,19 @@ def test_banner_of_a_large_run() -> None:
     assert "  memory      1.26 GB + activations a rank, of 139 GB free: params 6.85 MB, grads 6.85 MB," in lines
     assert "              optimizer 13.7 MB, buffers 1.23 GB" in lines
     assert "  checkpoint  every 500 steps, 96.0 GB, about 23 s each" in lines
+    assert "              tokenizer models/llama" in lines
     assert any("from step 1,000 on" in line for line in lines)
     # A path stays whole; nothing else is longer than a line.
     assert [line.strip() for line in lines if len(line) > WIDTH] == [f"resumes     runs/my {'x' * 120}"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.004, "under 0.1 s"), (0.06, "under 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23 s"), (725, "about 12:05")],
+)
+def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
+    shown = banner(replace(START, expected_save_s=seconds))
+    assert shown.endswith(f"checkpoint  at the end, {text} each")
 
 
 def test_summary() -> None:
@@ -125,17 +135,16 @@ done: 200 steps of 200, 410k tokens in 0:42
 
 def test_summary_of_a_run_that_was_stopped() -> None:
     stopped = replace(
-        END, why="diverged", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
-        seen_activations=7_000_000_000, export="", sample="", notes=("Look at the last rows of metrics.jsonl",),
+        END, why="terminated", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
+        seen_activations=7_000_000_000, export="", sample="",
     )  # fmt: skip
     lines = summary(stopped).splitlines()
-    assert lines[0] == "stopped (diverged): step 120 of 200, 410k tokens in 0:42"
+    assert lines[0] == "stopped (terminated): step 120 of 200, 410k tokens in 0:42"
     assert "  loss        5.5471 -> nan" in lines
     assert "  speed       9,752 tokens/s, MFU 42.1%" in lines
     assert "  memory       params    grads  optimizer  buffers  activations    peak" in lines
     assert "    planned   6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
     assert "    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB      7.00 GB  512 MB" in lines
-    assert lines[-1] == "  Look at the last rows of metrics.jsonl"
     assert not any("export" in line for line in lines)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import typer
 
-from ..errors import CheckpointError, ConfigurationError, ShardwiseError
+from ..errors import ShardwiseError
 from .bench import bench
 from .doctor import doctor
 from .generate import generate
 from .train import TrainCommand, train
 
-EXIT_CODES: dict[type[ShardwiseError], int] = {ConfigurationError: 2, CheckpointError: 5}
 # What the parser raises. Newer typers bring a click of their own; this name leads to either.
 UsageError: Any = typer.BadParameter.__base__
 
@@ -54,7 +53,7 @@ def main() -> None:
         code = 2
     except ShardwiseError as error:
         _tell(str(error))
-        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+        code = error.exit_code
     sys.exit(code)
 
 

@@ -5,7 +5,6 @@ Plain ASCII and at most 100 columns, so that a log file reads like the terminal.
 
 import math
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..plan.memory import StateBytes
@@ -36,6 +35,7 @@ class Start:
     micro_size: int  # samples of one
     seq_length: int
     data: str  # where it comes from
+    tokenizer: str = ""
     num_tokens: int  # of the training data
     num_samples: int
     num_eval_samples: int
@@ -50,14 +50,13 @@ class Start:
     save_steps: int = 0  # 0: at the end only
     first_step: int = 0
     resumed_from: str = ""
-    notes: tuple[str, ...] = ()  # whatever else is worth a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """What came of a run. What is not known, or was not asked for, is None or empty and has no line."""
 
-    why: str = ""  # why it ended early: "SIGTERM", "diverged"; empty: it is complete
+    why: str = ""  # why it ended early: "interrupted", "terminated"; empty: it is complete
     step: int
     num_steps: int
     seconds: float
@@ -78,7 +77,6 @@ class End:
     export: str = ""
     prompt: str = ""
     sample: str = ""  # what was generated after the prompt
-    notes: tuple[str, ...] = ()
 
 
 def banner(facts: Start) -> str:
@@ -94,6 +92,7 @@ def banner(facts: Start) -> str:
         world += f" = {plural(facts.world_size // facts.node_size, 'node')} x {facts.node_size}"
     batch = facts.world_size * facts.num_micro * facts.micro_size
     evaluation = f", {facts.num_eval_samples:,} more for evaluation" if facts.num_eval_samples else ""
+    tokenizer = ", " + _together(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
     steps = f"{plural(facts.num_steps, 'step')} = {facts.num_epochs:.3g} epochs"
     if facts.first_step:
         steps += f", from step {facts.first_step:,} on"
@@ -104,13 +103,13 @@ def banner(facts: Start) -> str:
         f"{plural(facts.num_micro, 'micro-batch')} x {facts.micro_size}, "
         f"{batch * facts.seq_length:,} tokens a step",
         "data": f"{facts.data}, {count(facts.num_tokens)} tokens, "
-        f"{plural(facts.num_samples, 'sample')} of {facts.seq_length:,}{evaluation}",
+        f"{plural(facts.num_samples, 'sample')} of {facts.seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {facts.optimizer}",
         "memory": _planned(facts),
         "checkpoint": _saving(facts),
         "resumes": _together(facts.resumed_from),
     }
-    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *_table(lines), *_notes(facts.notes)])
+    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *_table(lines)])
 
 
 def summary(facts: End) -> str:
@@ -124,7 +123,7 @@ def summary(facts: End) -> str:
         "checkpoint": _together(facts.checkpoint),
         "export": _together(facts.export),
     }
-    text = [head, "", *_table(lines), *_memory_table(facts), *_notes(facts.notes)]
+    text = [head, "", *_table(lines), *_memory_table(facts)]
     if facts.sample:
         text += ["", *_sample(facts.prompt, facts.sample)]
     return "\n".join(text)
@@ -159,12 +158,15 @@ def _together(text: str) -> str:
 def _saving(facts: Start) -> str:
     when = f"every {plural(facts.save_steps, 'step')}" if facts.save_steps else "at the end"
     large = "" if facts.checkpoint_bytes is None else f", {size(facts.checkpoint_bytes)}"
-    time_s = "" if facts.expected_save_s is None else f", about {_seconds(facts.expected_save_s)} each"
+    time_s = "" if facts.expected_save_s is None else f", {_about(facts.expected_save_s)} each"
     return when + large + time_s
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s" if seconds < 100 else duration(seconds)
+def _about(seconds: float) -> str:
+    if seconds < 0.1:
+        return "under 0.1 s"
+    shown = f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s" if seconds < 100 else duration(seconds)
+    return f"about {shown}"
 
 
 def _memory_table(facts: End) -> list[str]:
@@ -206,10 +208,6 @@ def _table(lines: dict[str, str]) -> list[str]:
                 break_on_hyphens=False,
             )
     return [line.replace("\xa0", " ") for line in found]
-
-
-def _notes(notes: Iterable[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _sample(prompt: str, sample: str) -> list[str]:

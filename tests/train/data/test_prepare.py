@@ -102,9 +102,44 @@ def test_token_files(tmp_path: Path) -> None:
     made = prepared(tmp_path, train_file=(str(path),))
     assert documents(made.train) == ["<hi|>", "<h>"]
     path.write_bytes(array("I", [257]))
-    with pytest.raises(ConfigurationError, match="token 0 is 257, but the tokenizer has only 257"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"token 0 is 257, but the model's ids are below 257: give the --tok.* raise shape\.vocab",
+    ):
         prepared(tmp_path, train_file=(str(path),), token_dtype="uint32")
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_token_files_may_have_all_ids_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(array("I", [128_000, 104, 256]))
+    settings = Settings(train_file=(str(path),), token_dtype="uint32")
+    said: list[str] = []
+    made = prepare(settings, BYTES, tmp_path / "cache", said.append, vocab_size=128_256)
+    assert open_store(made.train).tokens(0, 3).tolist() == [128_000, 104, 256]
+    assert said == [f"reading through train_file {path}: documents end with token 256 of tokenizer bytes"]
+    # A store that was made for a larger model says nothing about a smaller one.
+    with pytest.raises(ConfigurationError, match="token 0 is 128000, but the model's ids are below 300"):
+        prepare(settings, BYTES, tmp_path / "cache", quiet, vocab_size=300)
+
+
+def test_text_is_stored_as_it_is_for_any_model(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    rows = write_rows({"text": "one"})
+    first = prepared(tmp_path, train_file=(rows,))
+    assert prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", quiet, vocab_size=128_256) == first
+
+
+def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    rows = [
+        write_rows({"text": "one"}, {"prompt": "p", "completion": word}, name=word) for word in ("a.jsonl", "b.jsonl")
+    ]
+    first, other = (prepared(tmp_path, train_file=(row,), eval_file=(rows[1],)) for row in rows)
+    assert first.digest != other.digest == other.eval_digest == first.eval_digest
+    Path(rows[0]).write_bytes(Path(rows[1]).read_bytes())
+    copied = prepared(tmp_path, train_file=(rows[0],))
+    assert copied.train != other.train
+    assert (copied.digest, copied.eval_digest) == (other.digest, None)
+    assert prepare(Settings(train_file=(rows[1],)), BYTES, tmp_path / "elsewhere", quiet).digest == other.digest
 
 
 def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., str]) -> None:

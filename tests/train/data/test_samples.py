@@ -28,7 +28,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
             writer.add(document, True)
             writer.end_document()
         writer.finish(FACTS)
-        return Prepared(folder, None, writer.num_tokens, writer.num_documents, 0, False)
+        return Prepared(folder, None, writer.num_tokens, writer.num_documents, 0, False, "", None)
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
@@ -115,6 +115,7 @@ def test_padded_samples_are_documents(tmp_path: Path) -> None:
     ]
     assert said == ["training data: 1 of 3 documents are longer than seq_length 4 and are cut there"]
     assert (samples.num_samples, samples.num_tokens) == (3, 2 + 4 + 4)
+    assert samples.tokens_per_sample == 10 / 3
 
 
 @given(st.integers(1, 40), st.floats(0.01, 0.6), st.integers(0, 5), st.sampled_from(["packed", "padded"]))

@@ -126,5 +126,7 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
         ]
     with pytest.raises(ConfigurationError, match="no split 'valid'; it has train, test"):
         load_dataset(str(tmp_path / "two"), "valid")
+    with pytest.raises(ConfigurationError, match=r"saved without splits, so dataset_split 'test' is not in it"):
+        load_dataset(str(tmp_path / "one"), "test")
     with pytest.raises(ConfigurationError, match=r"dataset /nowhere, split train: cannot be read"):
         load_dataset("/nowhere", "train")

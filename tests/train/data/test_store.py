@@ -59,6 +59,26 @@ def test_what_went_in_comes_out(
         assert store.starts_within(first, 5) == [at for at in starts if first < at < first + 5]
 
 
+def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+    def digest(name: str, documents: list[Document]) -> str:
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, documents)
+        return open_store(tmp_path / name).digest
+
+    given: list[Document] = [[([1, 2], True), ([3], False)], [([4, 5], True)]]
+    in_pieces: list[Document] = [[([1], True), ([2], True), ([3], False)], [([4], True), ([5], True)]]
+    first = digest("a", given)
+    assert digest("b", in_pieces) == first
+    changes: dict[str, list[Document]] = {
+        "a token": [[([1, 2], True), ([4], False)], [([4, 5], True)]],
+        "a trained one": [[([1, 2, 3], True)], [([4, 5], True)]],
+        "an order": given[::-1],
+    }
+    assert len({first, *(digest(name, changed) for name, changed in changes.items())}) == 4
+    # Where documents end is content, too, also where the same tokens are there.
+    assert digest("two", [[([1, END], True)], [([END], True)]]) != digest("one", [[([1, END, END], True)]])
+
+
 def test_numbers_are_as_wide_as_the_vocabulary_asks(tmp_path: Path) -> None:
     assert (dtype_for(2**16), dtype_for(2**16 + 1)) == ("uint16", "uint32")
     with Writer(tmp_path, "uint32", END) as writer:
@@ -106,13 +126,29 @@ def test_token_files_are_used_in_place(tmp_path: Path) -> None:
     assert not (folder / "tokens.bin").exists()
 
 
+def test_copies_of_token_files_have_one_digest(tmp_path: Path) -> None:
+    digests = []
+    for number, parts in enumerate([[[1, 2, END], [3, END]], [[1, 2, END, 3, END]], [[1, 2, END, 4, END]]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        files = [folder / f"{index}.bin" for index in range(len(parts))]
+        for file, part in zip(files, parts, strict=True):
+            file.write_bytes(array("H", part))
+        adopt(folder, files, "uint16", END + 1, END, FACTS)
+        digests.append(open_store(folder).digest)
+    assert digests[0] == digests[1] != digests[2]
+    (tmp_path / "written").mkdir()
+    write(tmp_path / "written", [[([1, 2], True)], [([3], True)]])
+    assert open_store(tmp_path / "written").digest == digests[0]
+
+
 @pytest.mark.parametrize(
     ("content", "dtype", "message"),
     [
         (b"", "uint16", "is empty"),
         (b"123", "uint16", "3 bytes are not a whole number of uint16 tokens of 2 bytes"),
         (array("H", [1, 2]).tobytes() + b"12", "uint32", "6 bytes are not a whole number of uint32"),
-        (array("H", [1, 2, 10]).tobytes(), "uint16", "token 2 is 10, but the tokenizer has only 10"),
+        (array("H", [1, 2, 10]).tobytes(), "uint16", "token 2 is 10, but the model's ids are below 10: "),
     ],
 )
 def test_token_files_that_cannot_be_right(tmp_path: Path, content: bytes, dtype: str, message: str) -> None:

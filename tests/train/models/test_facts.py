@@ -35,11 +35,16 @@ def test_a_shape_by_name() -> None:
 
 def test_a_folder_and_its_tokenizer(tmp_path: Path) -> None:
     place = folder(tmp_path / "m", LLAMA, "model.safetensors")
-    facts = check(Settings(model=str(place)))
+    facts = check(Settings(model=str(place), tokenizer="bytes"))
     assert (facts.kind, facts.max_seq, facts.vocab_size, facts.tokenizer) == ("hf", 64, 300, "bytes")
     assert facts.has_weights
-    assert not check(Settings(model=str(place), random_weights=True)).has_weights
-    assert not check(Settings(model=str(place / "config.json"))).has_weights
+    # Weights that are drawn can learn any tokens, those that were trained know some already.
+    for drawn in (Settings(model=str(place), random_weights=True), Settings(model=str(place / "config.json"))):
+        assert (check(drawn).has_weights, check(drawn).tokenizer) == (False, "bytes")
+    with pytest.raises(ConfigurationError, match=r"has weights but no tokenizer files.* or --tokenizer bytes"):
+        check(Settings(model=str(place)))
+    (place / "config.json").write_text(json.dumps({**LLAMA, "shardwise_tokenizer": "bytes"}))
+    assert check(Settings(model=str(place))).tokenizer == "bytes"
     (place / "tokenizer.json").touch()
     assert check(Settings(model=str(place))).tokenizer == str(place)
     assert check(Settings(model=str(place), tokenizer="bytes")).tokenizer == "bytes"
@@ -48,7 +53,7 @@ def test_a_folder_and_its_tokenizer(tmp_path: Path) -> None:
 def test_lengths_and_vocabularies_are_found_where_architectures_keep_them(tmp_path: Path) -> None:
     def limit(config: dict[str, Any]) -> tuple[int, int | None]:
         place = folder(tmp_path / "m", {"model_type": "x", **config}, "model.safetensors")
-        facts = check(Settings(model=str(place)))
+        facts = check(Settings(model=str(place), tokenizer="bytes"))
         return facts.max_seq, facts.vocab_size
 
     assert limit({"n_positions": 32, "vocab_size": 400}) == (32, 400)
@@ -62,7 +67,12 @@ REFUSALS: list[tuple[dict[str, Any], list[str], dict[str, Any], str]] = [
     (LLAMA, ["model.safetensors"], {"shape": {"layers": 2}}, "shape.layers is for in-tree shapes by name"),
     ({"vocab_size": 300}, ["model.safetensors"], {}, "no model_type"),
     ({**LLAMA, "quantization_config": {}}, ["model.safetensors"], {}, "quantised"),
-    ({**LLAMA, "vocab_size": 256}, ["model.safetensors"], {}, "has 257 tokens, but the model's vocabulary is 256"),
+    (
+        {**LLAMA, "vocab_size": 256},
+        ["model.safetensors"],
+        {"tokenizer": "bytes"},
+        "has 257 tokens, but the model's vocabulary is 256",
+    ),
     ({"model_type": "shardwise", "shape": {"hidden": 8}}, ["model.safetensors"], {}, "no complete shape"),
 ]
 
@@ -107,7 +117,7 @@ def test_an_index_that_names_what_is_not_there(tmp_path: Path) -> None:
 def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    place = folder(tmp_path / "m", LLAMA, "model.safetensors")
+    place = folder(tmp_path / "m", LLAMA, "model.safetensors", "tokenizer.json")
     asked: list[tuple[str, list[str]]] = []
 
     def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -117,7 +127,9 @@ def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: p
         return str(place)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert check(Settings(model="org/model")).folder == place
+    facts = check(Settings(model="org/model"))
+    assert (facts.folder, facts.origin, facts.tokenizer) == (place, "org/model", str(place))
+    assert check(Settings(model=str(place))).origin == str(place)
     check(Settings(model="org/model", random_weights=True))
     assert ["*.safetensors" in patterns for _, patterns in asked] == [True, False]
     assert not any(pattern.endswith((".py", ".bin", "*")) for _, patterns in asked for pattern in patterns)
@@ -126,7 +138,7 @@ def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: p
 
 
 def test_a_tokenizer_may_have_fewer_tokens_but_not_more(tmp_path: Path) -> None:
-    facts = check(Settings(model=str(folder(tmp_path / "m", LLAMA, "model.safetensors"))))
+    facts = check(Settings(model=str(folder(tmp_path / "m", LLAMA, "model.safetensors")), tokenizer="bytes"))
     require_vocabulary(facts, 300)
     with pytest.raises(ConfigurationError, match="301 tokens, but the model's vocabulary is 300"):
         require_vocabulary(facts, 301)

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.train.models import export as export_module
 from shardwise.train.models.build import build
 from shardwise.train.models.export import export
+from shardwise.train.models.facts import check
 from shardwise.train.models.headloss import loss_sum
 from shardwise.train.settings import Lora, Settings
 from tests.harness import Pool
@@ -104,6 +105,7 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "lora-out").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "shardwise.json",
     ]
     # Adapters on weights that were drawn take them along.
     whole = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "fresh-out")
@@ -161,7 +163,7 @@ def test_every_value_arrives_in_any_form_of_a_folder(run_ranks: Pool, tmp_path: 
     llama = saved("llama", tmp_path / "llama").bfloat16()
     llama.save_pretrained(tmp_path / "llama", max_shard_size="20KB")
     for name, model in (("gpt2", gpt2), ("llama", llama)):
-        found = run_ranks(2, whole, Settings(model=str(tmp_path / name)))[0]
+        found = run_ranks(2, whole, Settings(model=str(tmp_path / name), tokenizer="bytes"))[0]
         assert list(found) == list(model.state_dict())
         for key, value in model.state_dict().items():
             assert found[key].dtype == value.dtype
@@ -196,7 +198,7 @@ def test_weights_of_another_model_are_refused(
     change(stored)
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(sw.ConfigurationError) as error:
-        build(Settings(model=str(tmp_path)), 257, CPU)
+        build(Settings(model=str(tmp_path), tokenizer="bytes"), 257, CPU)
     assert words in str(error.value)
 
 
@@ -204,7 +206,7 @@ def test_files_that_are_broken_or_unknown_are_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678901")
     with pytest.raises(sw.ConfigurationError, match="cannot be read as safetensors"):
-        build(Settings(model=str(tmp_path)), 257, CPU)
+        build(Settings(model=str(tmp_path), tokenizer="bytes"), 257, CPU)
     about = json.loads((tmp_path / "config.json").read_text())
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({**about, "model_type": "unheard-of", "auto_map": auto_map}))
@@ -218,7 +220,7 @@ def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
 
     def adapters(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed + 100)
-        built = build(Settings(model=str(tmp_path), lora=Lora(r=4), seed=seed), 257, CPU)
+        built = build(Settings(model=str(tmp_path), tokenizer="bytes", lora=Lora(r=4), seed=seed), 257, CPU)
         assert built.num_trainable == sum(p.numel() for p in built.model.parameters() if not p.is_meta)
         assert built.num_trainable < built.num_params / 10
         assert not any(param.requires_grad and param.is_meta for param in built.model.parameters())
@@ -235,7 +237,19 @@ def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
 def test_targets_that_are_not_there_are_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(sw.ConfigurationError, match=r"lora: .*did you mean 'q_proj'"):
-        build(Settings(model=str(tmp_path), lora=Lora(targets=("q_porj",))), 257, CPU)
+        build(Settings(model=str(tmp_path), tokenizer="bytes", lora=Lora(targets=("q_porj",))), 257, CPU)
+
+
+def test_adapters_name_the_model_as_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    saved("llama", tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshot"))
+    for model in ("org/model", str(tmp_path / "snapshot")):
+        settings = Settings(model=model, tokenizer="bytes", lora=Lora(r=4))
+        built = build(settings, 257, CPU, facts=check(settings))
+        adapted: Any = built.model
+        assert adapted.peft_config["default"].base_model_name_or_path == model
 
 
 def test_operations_of_a_token(tmp_path: Path) -> None:
@@ -246,11 +260,12 @@ def test_operations_of_a_token(tmp_path: Path) -> None:
     assert built.num_params == built.num_trainable == multiplying
     assert built.flops_per_token(4096) == 6 * multiplying + 12 * 16 * 2048 * 4096
     saved("qwen3_moe", tmp_path)
-    moe = build(Settings(model=str(tmp_path)), 257, CPU)
+    moe = build(Settings(model=str(tmp_path), tokenizer="bytes"), 257, CPU)
     experts = 3 * 4 * 3 * 16 * 24
     assert moe.num_multiplying == moe.num_params - VOCAB * 16 - experts // 2
     saved("llama", tmp_path / "llama")
-    full, lora = (build(Settings(model=str(tmp_path / "llama"), lora=each), 257, CPU) for each in (None, Lora(r=2)))
+    plain = Settings(model=str(tmp_path / "llama"), tokenizer="bytes")
+    full, lora = (build(replace(plain, lora=each), 257, CPU) for each in (None, Lora(r=2)))
     frozen = full.num_params - VOCAB * 16
     assert lora.num_multiplying == pytest.approx(lora.num_trainable + frozen * 2 / 3, abs=1)
     assert math.isclose(full.flops_per_token(8), 6 * frozen + 12 * 3 * 16 * 8)

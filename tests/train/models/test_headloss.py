@@ -200,8 +200,8 @@ def losses_of_all(cases: list[tuple[Any, ...]]) -> list[list[float]]:
 
 def test_sharded_checkpointed_compiled_and_adapted_losses_are_the_same(run_ranks: Pool, tmp_path: Path) -> None:
     models = {name: saved(name, tmp_path / name) for name in ("llama", "qwen3", "gemma2")}
-    settings = {name: Settings(model=str(tmp_path / name)) for name in models}
-    settings["lora"] = Settings(model=str(tmp_path / "llama"), lora=Lora(r=4, targets=("q_proj", "down_proj")))
+    settings = {name: Settings(model=str(tmp_path / name), tokenizer="bytes") for name in models}
+    settings["lora"] = replace(settings["llama"], lora=Lora(r=4, targets=("q_proj", "down_proj")))
     settings["in-tree"] = Settings(
         model="tiny", shape={"hidden": 24, "layers": 2, "heads": 4, "ffn": 40, "vocab": VOCAB}
     )

@@ -116,8 +116,8 @@ def test_runs_exports_and_checkpoints_say_the_same(run_ranks: Pool, tmp_path: Pa
     settings = [
         Settings(model="tiny", shape=shape, precision="bf16", seed=3),
         Settings(model="tiny", shape=shape, lora=Lora(r=4), seed=3),
-        Settings(model=str(tmp_path / "llama")),
-        Settings(model=str(tmp_path / "llama"), lora=Lora(r=4)),
+        Settings(model=str(tmp_path / "llama"), tokenizer="bytes"),
+        Settings(model=str(tmp_path / "llama"), tokenizer="bytes", lora=Lora(r=4)),
     ]
     cases = [(each, tmp_path / f"run-{index}") for index, each in enumerate(settings)]
     first, second = run_ranks(2, all_ways, cases)

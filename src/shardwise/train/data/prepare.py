@@ -1,9 +1,11 @@
-"""Turn the data of a run into token stores, once: a second run with the same data and tokenizer finds them.
+"""Turn the data of a run into token stores, once: a second start in the same run folder finds them.
 
-A store's folder is named by a hash over everything that decides what is in it. It is written under another name and
-renamed when it is complete, so whoever finds it finds all of it; of two processes that write it at once, the later
-one discards its own. Needs no process group: the launcher calls it before there are ranks, and ranks call it to find
-what the launcher made.
+A store's folder is named by a hash over where the data is, when that was changed, and all else that decides what is in
+the store: it is found without reading the data again. Which data it is, wherever that lay, is told by the digest.
+
+A store is written under another name and renamed when it is complete, so whoever finds it finds all of it; of two
+processes that write it at once, the later one discards its own. Needs no process group: the launcher calls it before
+there are ranks, and ranks call it to find what the launcher made.
 """
 
 import hashlib
@@ -36,7 +38,7 @@ from .sources import (
 from .store import Writer, adopt, dtype_for, is_store, open_store
 from .tokenizer import Tokenizer
 
-_FORMAT = 1  # of the store; another number makes other folders
+_FORMAT = 2  # of the store; another number makes other folders
 _NUM_NAMED = 10  # bad rows that are named; the rest are counted
 _BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0
@@ -50,6 +52,8 @@ class Prepared:
     num_documents: int
     num_bad_rows: int
     is_rows: bool  # some documents are prompts with completions, or chats
+    digest: str  # of the content of the training data, wherever and whenever it was made into a store
+    eval_digest: str | None  # of that of eval_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,22 @@ class _Input:
     found: Callable[[], Iterator[Found]]
 
 
-def prepare(settings: Settings, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> Prepared:
-    """Stores of the training data and of eval_file under `folder`. `say` hears of bad rows and of progress."""
+def prepare(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    folder: Path,
+    say: Callable[[str], None],
+    vocab_size: int | None = None,
+) -> Prepared:
+    """Stores of the training data and of eval_file under `folder`. `say` hears of bad rows and of progress.
+
+    `vocab_size` is the model's, which ids in token files have to be below; None: it is the tokenizer's.
+    """
     train = _train_input(settings)
     evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
-    train_folder = _prepare(train, settings, tokenizer, folder, say)
-    eval_folder = _prepare(evaluated, settings, tokenizer, folder, say) if evaluated else None
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+    train_folder = _prepare(train, settings, tokenizer, limit, folder, say)
+    eval_folder = _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None
     store = open_store(train_folder)
     return Prepared(
         train=train_folder,
@@ -76,6 +90,8 @@ def prepare(settings: Settings, tokenizer: Tokenizer, folder: Path, say: Callabl
         num_documents=store.num_documents,
         num_bad_rows=store.facts["num_bad_rows"],
         is_rows=store.facts["is_rows"],
+        digest=store.digest,
+        eval_digest=None if eval_folder is None else open_store(eval_folder).digest,
     )
 
 
@@ -122,12 +138,16 @@ def _identity(path: Path) -> list[Any]:
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> Path:
-    decides = [_FORMAT, given.identity, tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_id]
+def _prepare(
+    given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
+) -> Path:
+    # A store of token files is also the proof that their ids are below the limit.
+    largest = limit if given.token_files else tokenizer.vocab_size
+    decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     try:
         if not is_store(target):
-            _write_beside(target, lambda partial: _write(partial, given, settings, tokenizer, say))
+            _write_beside(target, lambda partial: _write(partial, given, settings, tokenizer, limit, say))
     except OSError as error:
         raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
     facts = open_store(target).facts
@@ -151,16 +171,19 @@ def _write_beside(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+def _write(
+    folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Callable[[str], None]
+) -> None:
     if given.token_files:
-        say(f"reading through {given.what}")
+        say(f"reading through {given.what}: documents end with token {tokenizer.end_id} of tokenizer {tokenizer.name}")
         facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
-        adopt(folder, given.token_files, settings.token_dtype, tokenizer.vocab_size, tokenizer.end_id, facts)
+        adopt(folder, given.token_files, settings.token_dtype, limit, tokenizer.end_id, facts)
         return
     bad: list[str] = []
     num_bad = 0
     is_rows = False
     began = said = time.monotonic()
+    # As wide as the tokenizer's ids need: with the model's, the digest would depend on the model.
     with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
         for item, segments in _tokenised(given.found(), tokenizer):
             if isinstance(item, Bad):

@@ -62,6 +62,11 @@ class Samples:
     num_samples: int
     num_tokens: int  # that an epoch reads; padding is not counted
 
+    @property
+    def tokens_per_sample(self) -> float:
+        """In the mean of an epoch, without padding; seq_length counts it."""
+        return self.num_tokens / self.num_samples
+
     def order(self, first: int, count: int) -> list[int]:
         """The samples at positions `first` up to `first + count` of the endless order, epoch after epoch."""
         return list(order.endless(self.seed, first, count, self.num_samples))

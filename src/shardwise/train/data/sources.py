@@ -195,6 +195,10 @@ def load_dataset(name: str, split: str) -> Any:
                 raise ConfigurationError(f"dataset {name}: no split {split!r}; it has {', '.join(splits)}")
             return splits[split]
         if (folder / "state.json").is_file():
+            if split != "train":
+                raise ConfigurationError(
+                    f"dataset {name}: was saved without splits, so dataset_split {split!r} is not in it: leave it out"
+                )
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

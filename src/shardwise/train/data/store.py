@@ -7,14 +7,19 @@
 
 Written once, then mapped into memory: a reader holds no more than it is asked for, and the pages that several ranks
 read are the machine's, once. Numbers are in the machine's byte order, which is little-endian wherever torch runs.
+
+A store has a digest: of the bytes of its tokens, documents and mask, taken while they pass, and of nothing else. Stores
+of the same data have the same one, on whatever machine, in whatever folder and whenever they are made.
 """
 
+import hashlib
 import json
 import mmap
 import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
@@ -33,6 +38,27 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+class _Hashed:
+    """A file that is written from its beginning to its end, and the hash of what went in."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._hash = hashlib.sha256()
+
+    def write(self, content: "bytes | array[int]") -> None:
+        self._file.write(content)
+        self._hash.update(content)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def sync(self) -> None:
+        _sync(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Writer:
     """Documents go in piece by piece; `finish` makes the folder a store. A folder without store.json is none."""
 
@@ -42,9 +68,9 @@ class Writer:
         self._folder = folder
         self._dtype = dtype
         self._end_id = end_id
-        self._tokens = (folder / "tokens.bin").open("wb")
-        self._documents = (folder / "documents.bin").open("wb")
-        self._trained: BinaryIO | None = None
+        self._tokens = _Hashed(folder / "tokens.bin")
+        self._documents = _Hashed(folder / "documents.bin")
+        self._trained: _Hashed | None = None
         self._start = 0
         self._last: tuple[int, bool] = (-1, True)
         self._documents.write(array("q", [0]))
@@ -61,7 +87,7 @@ class Writer:
             return
         self._tokens.write(array(_CODES[self._dtype], ids))
         if not trained and self._trained is None:
-            self._trained = (self._folder / "trained.bin").open("wb")
+            self._trained = _Hashed(self._folder / "trained.bin")
             for first in range(0, self.num_tokens, _BLOCK):
                 self._trained.write(b"\1" * min(_BLOCK, self.num_tokens - first))
         if self._trained is not None:
@@ -80,31 +106,36 @@ class Writer:
 
     def finish(self, facts: dict[str, Any]) -> None:
         for file in self._files():
-            _sync(file)
-        _describe(self._folder, ["tokens.bin"], self._dtype, self.num_tokens, self.num_documents, facts)
+            file.sync()
+        digest = _digest(*(file.hexdigest() for file in self._files()))
+        _describe(self._folder, ["tokens.bin"], self._dtype, self.num_tokens, self.num_documents, digest, facts)
 
-    def _files(self) -> list[BinaryIO]:
+    def _files(self) -> list[_Hashed]:
         return [self._tokens, self._documents, *([self._trained] if self._trained is not None else [])]
 
 
 def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_id: int, facts: dict[str, Any]) -> None:
     """Make `folder` a store of token files that stay where they are, after reading through all of them once.
 
-    A document ends after each end token, and at the end of a file.
+    A document ends after each end token, and at the end of a file. `vocab_size` is the model's: ids are below it.
     """
     num_tokens = num_documents = 0
-    with (folder / "documents.bin").open("wb") as documents:
+    hashed = hashlib.sha256()
+    with closing(_Hashed(folder / "documents.bin")) as documents:
         documents.write(array("q", [0]))
         for path in files:
             tokens = _mapped(path, dtype)
             last = end_id
             for first in range(0, len(tokens), _BLOCK):
-                block = _tensor(tokens[first : first + _BLOCK], dtype)
+                stored = tokens[first : first + _BLOCK]
+                hashed.update(stored)
+                block = _tensor(stored, dtype)
                 if int(block.max()) >= vocab_size:
                     at = int((block >= vocab_size).nonzero()[0])
                     raise ConfigurationError(
-                        f"{path}: token {first + at} is {int(block[at])}, but the tokenizer has only {vocab_size}; "
-                        f"another one wrote the file, or it is not {dtype} (token_dtype)"
+                        f"{path}: token {first + at} is {int(block[at])}, but the model's ids are below {vocab_size}: "
+                        f"give the --tokenizer that wrote the file, raise shape.vocab, or, if the file is not {dtype}, "
+                        "set token_dtype"
                     )
                 ends = (block == end_id).nonzero().flatten() + (num_tokens + first + 1)
                 documents.write(array("q", ends.tolist()))
@@ -114,12 +145,27 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
             if last != end_id:
                 documents.write(array("q", [num_tokens]))
                 num_documents += 1
-        _sync(documents)
-    _describe(folder, [str(path.resolve()) for path in files], dtype, num_tokens, num_documents, facts)
+        documents.sync()
+    digest = _digest(hashed.hexdigest(), documents.hexdigest())
+    _describe(folder, [str(path.resolve()) for path in files], dtype, num_tokens, num_documents, digest, facts)
 
 
-def _describe(folder: Path, tokens: list[str], dtype: str, num_tokens: int, num_documents: int, facts: Any) -> None:
-    known = {"tokens": tokens, "dtype": dtype, "num_tokens": num_tokens, "num_documents": num_documents, **facts}
+def _digest(*hashes: str) -> str:
+    """Of the tokens, the documents and, where there is one, the mask."""
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _describe(
+    folder: Path,
+    tokens: list[str],
+    dtype: str,
+    num_tokens: int,
+    num_documents: int,
+    digest: str,
+    facts: dict[str, Any],
+) -> None:
+    numbers = {"num_tokens": num_tokens, "num_documents": num_documents}
+    known = {"tokens": tokens, "dtype": dtype, **numbers, "digest": digest, **facts}
     with (folder / "store.json").open("wb") as file:
         file.write(json.dumps(known, indent=1).encode())
         _sync(file)
@@ -136,6 +182,7 @@ class Store:
 
     num_tokens: int
     num_documents: int
+    digest: str  # of its content
     facts: dict[str, Any]
     _dtype: str = field(repr=False)
     _parts: tuple[memoryview, ...] = field(repr=False)  # a token file each
@@ -184,7 +231,9 @@ def is_store(folder: Path) -> bool:
 def open_store(folder: Path) -> Store:
     try:
         facts = json.loads((folder / "store.json").read_text())
-        dtype, num_tokens, num_documents = (facts.pop(name) for name in ("dtype", "num_tokens", "num_documents"))
+        dtype, num_tokens, num_documents, digest = (
+            facts.pop(name) for name in ("dtype", "num_tokens", "num_documents", "digest")
+        )
         parts = tuple(_mapped(folder / name, dtype) for name in facts.pop("tokens"))
         starts = _map(folder / "documents.bin").cast("q")
         trained = _map(folder / "trained.bin") if (folder / "trained.bin").exists() else None
@@ -201,7 +250,7 @@ def open_store(folder: Path) -> Store:
             raise ConfigurationError(
                 f"{folder}: a damaged token store: {seen[name]} {name}, but {planned} were written; delete the folder"
             )
-    return Store(num_tokens, num_documents, facts, dtype, parts, ends, starts, trained)
+    return Store(num_tokens, num_documents, digest, facts, dtype, parts, ends, starts, trained)
 
 
 def _mapped(path: Path, dtype: str) -> memoryview:

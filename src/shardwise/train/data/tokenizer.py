@@ -38,7 +38,7 @@ class Tokenizer:
 
 def tokenizer_for(name: str) -> Tokenizer:
     """`name` is "bytes", a folder, or the id of a tokenizer on the hub."""
-    return BYTES if name == "bytes" else _hugging_face(name)
+    return BYTES if name == BYTES.name else _hugging_face(name)
 
 
 _BYTES_END = 256

@@ -45,12 +45,15 @@ class Built:
         return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
 
 
-def build(settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None) -> Built:
+def build(
+    settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None, facts: ModelFacts | None = None
+) -> Built:
     """`vocab_size` is the tokenizer's; `device` is where adapters go, the only weights that are real.
 
-    `adapters` is a peft configuration to use instead of what the settings say.
+    `adapters` is a peft configuration to use instead of what the settings say. `facts` are those of `check(settings)`,
+    where the caller has them already.
     """
-    facts = check(settings)
+    facts = check(settings) if facts is None else facts
     require_vocabulary(facts, vocab_size)
     if facts.kind == "in-tree":
         shape = in_tree_shape(settings, vocab_size) if facts.folder is None else shape_in(facts.config, settings.model)
@@ -70,7 +73,7 @@ def build(settings: Settings, vocab_size: int, device: torch.device, adapters: A
         adapters = adapters_for(settings.lora, facts.kind == "in-tree")
     if adapters is not None:
         model, weights = _adapted(model, weights, adapters, settings.seed, device)
-        adapters.base_model_name_or_path = settings.model if facts.folder is None else str(facts.folder)
+        adapters.base_model_name_or_path = facts.origin
         if path.how == "chunked" and not has_plain_head(model):
             path = LossPath("plain", path.isolates)
     set_path(model, path)

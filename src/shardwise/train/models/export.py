@@ -21,18 +21,15 @@ from ...engine.guards import engine_of
 from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
 from ...wire.collectives import exchange
+from ..data.tokenizer import BYTES
 from ..settings import Settings
 from .build import Built
-from .facts import BYTES, IN_TREE_TYPE, TOKENIZER_KEY
+from .facts import IN_TREE_TYPE, TOKENIZER_KEY, tokenizer_files
 from .lora import ADAPTER
 
 MAX_FILE_BYTES = 5 * 10**9
 BASE = "base"  # the folder of drawn weights beside the adapters that were trained on them
-
-_TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-    "additional_chat_templates", "spiece.model", "sentencepiece*.model",
-)  # fmt: skip
+NOTE = "shardwise.json"  # beside adapters: what a model has in its config.json, which they must not have
 
 
 def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> None:
@@ -83,6 +80,8 @@ def _write(
         if is_adapted:
             _write_adapter(model, adapters, unnamed, str(folder.resolve() / BASE) if needs_base else None)
             _write_tokenizer(built, unnamed)
+            if built.facts.tokenizer == BYTES.name:
+                (unnamed / NOTE).write_text(json.dumps({TOKENIZER_KEY: BYTES.name}))
         for path in (*unnamed.rglob("*"), unnamed):
             sync(path)  # a folder that has its name is complete, also after the power went
         _replace(unnamed, folder)
@@ -178,8 +177,8 @@ def _write_config(inner: Any, built: Built, folder: Path) -> None:
     config.use_cache = facts.config.get("use_cache", True)  # a matter of training only
     config.architectures = [type(inner).__name__]
     config.dtype = inner.dtype
-    if facts.tokenizer == BYTES:
-        setattr(config, TOKENIZER_KEY, BYTES)
+    if facts.tokenizer == BYTES.name:
+        setattr(config, TOKENIZER_KEY, BYTES.name)
     config.save_pretrained(folder)
     given = facts.folder / "generation_config.json" if facts.folder is not None else None
     if given is not None and given.is_file():
@@ -203,7 +202,7 @@ def _write_adapter(model: Any, adapters: dict[str, Tensor], folder: Path, base: 
 
 def _write_tokenizer(built: Built, folder: Path) -> None:
     name = built.facts.tokenizer
-    if name == BYTES:
+    if name == BYTES.name:
         return
     source = Path(name).expanduser()
     if not source.is_dir():
@@ -211,7 +210,7 @@ def _write_tokenizer(built: Built, folder: Path) -> None:
 
         AutoTokenizer.from_pretrained(name).save_pretrained(folder)
         return
-    for path in sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)}):
+    for path in tokenizer_files(source):
         copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
         copy_one(path, folder / path.name)
 

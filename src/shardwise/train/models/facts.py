@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigurationError, did_you_mean
+from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
 
 Kind = Literal["in-tree", "hf"]
 
-BYTES = "bytes"
-BYTES_VOCAB = 257
 IN_TREE_TYPE = "shardwise"  # `model_type` in the config.json of an in-tree export
 TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: the tokenizer of a model without tokenizer files
 NO_LIMIT = 2**31 - 1  # of a sequence, for models that name none
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Few stars: beside a config.json by itself may lie anything.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates", "spiece.model",
+    "sentencepiece*.model", "tekken.json",
+)  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCHED = ["*.json", "*.model", "*.txt", "*.jinja"]
 _NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights again, in other libraries' forms
@@ -37,7 +41,8 @@ class ModelFacts:
     kind: Kind
     max_seq: int
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
-    tokenizer: str  # what the settings say, else the model's own, else bytes
+    tokenizer: str  # what the settings say, else the model's own, else, where weights are drawn, bytes
+    origin: str  # what others find it by: its name, its id, or the folder that was given; never a cache's
     folder: Path | None  # where its files lie; None: an in-tree shape by name
     config_file: Path | None
     has_weights: bool  # whether they come from the folder; else they are drawn
@@ -52,7 +57,8 @@ def check(settings: Settings) -> ModelFacts:
             kind="in-tree",
             max_seq=shape.max_seq,
             vocab_size=settings.shape.get("vocab"),
-            tokenizer=settings.tokenizer or BYTES,
+            tokenizer=settings.tokenizer or BYTES.name,
+            origin=settings.model,
             folder=None,
             config_file=None,
             has_weights=False,
@@ -60,8 +66,8 @@ def check(settings: Settings) -> ModelFacts:
         )
     else:
         facts = _facts_of_folder(settings)
-    if facts.tokenizer == BYTES:
-        require_vocabulary(facts, BYTES_VOCAB)
+    if facts.tokenizer == BYTES.name:
+        require_vocabulary(facts, BYTES.vocab_size)
     return facts
 
 
@@ -112,11 +118,18 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         max_seq = next((text[key] for key in _LENGTH_KEYS if isinstance(text.get(key), int)), NO_LIMIT)
         vocab = text.get("vocab_size")
+    tokenizer = settings.tokenizer or own_tokenizer(folder, config)
+    if tokenizer is None and has_weights:
+        raise ConfigurationError(
+            f"model {settings.model!r} has weights but no tokenizer files, so which tokens they know is not told: "
+            f"give the one they were trained with (--tokenizer, a folder or an id), or --tokenizer {BYTES.name}"
+        )
     return ModelFacts(
         kind=kind,
         max_seq=max_seq,
         vocab_size=vocab,
-        tokenizer=settings.tokenizer or _own_tokenizer(folder, config),
+        tokenizer=tokenizer or BYTES.name,
+        origin=str(folder) if Path(settings.model).expanduser().exists() else settings.model,
         folder=folder,
         config_file=config_file,
         has_weights=has_weights,
@@ -132,10 +145,14 @@ def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
         raise ConfigurationError(f"model {name!r}: its config.json has no complete shape: {error}") from None
 
 
-def _own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str:
-    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return str(folder)
-    return str(config.get(TOKENIZER_KEY, BYTES))
+def tokenizer_files(folder: Path) -> list[Path]:
+    """All that belongs to the tokenizer of a model's folder; a few of them are folders."""
+    return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
+
+
+def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """What the files of a folder tell, or what was noted in `config`; None: nothing is told."""
+    return str(folder) if tokenizer_files(folder) else config.get(TOKENIZER_KEY)
 
 
 def find_model(name: str, *, with_weights: bool) -> Path:

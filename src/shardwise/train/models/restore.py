@@ -22,8 +22,8 @@ from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..folder import CHECKPOINTS, CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
-from .export import BASE, is_adapter
-from .facts import check, read_json
+from .export import BASE, NOTE, is_adapter
+from .facts import check, own_tokenizer, read_json
 from .lora import ADAPTER
 from .weights import LazyWeights, StoredTensors
 
@@ -103,8 +103,8 @@ def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Res
     except ImportError:
         raise ConfigurationError(f"{place} holds adapters, which need peft: install shardwise[hf]") from None
     loader: Any = peft.PeftConfig
-    if tokenizer is None and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = str(place)
+    note = read_json(place / NOTE) if (place / NOTE).is_file() else {}
+    tokenizer = tokenizer or own_tokenizer(place, note)
     built, words = _build(Settings(model=base, tokenizer=tokenizer), loader.from_pretrained(str(place)))
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
     # In files an adapter has no name; in a model it stands before the last word.
@@ -120,8 +120,9 @@ def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Res
 
 
 def _build(settings: Settings, adapters: Any = None) -> tuple[Built, Tokenizer]:
-    words = tokenizer_for(check(settings).tokenizer)
-    return build(settings, words.vocab_size, device(), adapters), words
+    facts = check(settings)
+    words = tokenizer_for(facts.tokenizer)
+    return build(settings, words.vocab_size, device(), adapters, facts), words
 
 
 def _compute_only(built: Built, weights: Any, strategy: Strategy) -> None:
