@@ -40,7 +40,7 @@ import torch.distributed as dist
 START_DEADLINE_S = 180.0
 DEADLINE_S = 120.0
 GROUP_TIMEOUT_S = 600.0  # longer than any deadline: the harness, which can show stacks, should act first
-GRACE_S = 5.0
+GRACE_S = 3.0
 MAX_OPEN_FILES = 700  # sockets of process groups that jobs made and left; beyond this the world is replaced
 
 Job = Callable[..., Any]

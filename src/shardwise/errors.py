@@ -20,8 +20,8 @@ class ConfigurationError(ShardwiseError, ValueError):
     exit_code = 2
 
 
-class MemoryExceededError(ShardwiseError, RuntimeError):
-    """The device's memory is not enough."""
+class MemoryExceededError(ConfigurationError):
+    """Memory is not enough for what was asked for."""
 
     exit_code = 3
 
@@ -41,9 +41,15 @@ class StateError(ShardwiseError, RuntimeError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint could not be written, is not whole, or is of something else."""
+    """A checkpoint is not whole, or is of something else."""
 
     exit_code = 5
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; what was saved before is as it was. Another try may do."""
+
+    exit_code = 1
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -106,13 +106,17 @@ def everyone() -> Channel:
     return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
 
 
-def hosts() -> Channel:
-    """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do."""
+def hosts(timeout_s: float | None = None) -> Channel:
+    """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do.
+
+    With a timeout other than that of `init` for what one rank may keep the others waiting with.
+    """
     device()
     ranks = tuple(range(dist.get_world_size()))
-    key = (dist.group.WORLD, "hosts", ranks)
+    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    key = (dist.group.WORLD, f"hosts {timeout}", ranks)
     if len(ranks) > 1 and key not in _groups:
-        _groups[key] = dist.new_group(backend="gloo", timeout=_timeout, group_desc="shardwise_hosts")
+        _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
     return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger())
 
 
@@ -124,6 +128,21 @@ def restarts() -> int:
 def local_rank() -> int:
     """This rank's number among those of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_local_ranks() -> int:
+    """Ranks of this machine; all of them where nobody has said."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, also before there is a process group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_first_here() -> bool:
+    """Whether this rank is the first of its machine. LOCAL_RANK does not tell: where each sees one GPU, all are 0."""
+    return dist.get_rank() % num_local_ranks() == 0
 
 
 def is_joined() -> bool:
@@ -141,7 +160,7 @@ def make_axes(node_size: int | None) -> Axes:
     """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if node_size is None:
-        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        node_size = num_local_ranks()
     require_nodes(world_size, node_size)
     node, place = divmod(rank, node_size)
     members = {
@@ -211,7 +230,10 @@ def _let_segments_grow() -> None:
 
 
 def _refuse_other_launchers() -> None:
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+    # A batch script has Slurm's variables too, but is an ordinary process: only srun makes several.
+    is_task = "SLURM_PROCID" in os.environ and ("SLURM_STEP_ID" in os.environ or "SLURM_STEPID" in os.environ)
+    tasks = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    for name in (tasks, "OMPI_COMM_WORLD_SIZE") if is_task else ("OMPI_COMM_WORLD_SIZE",):
         if int(os.environ.get(name, "1")) > 1:
             raise ConfigurationError(
                 f"sw.init: {name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every process would "

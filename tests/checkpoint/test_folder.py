@@ -31,6 +31,17 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert folder.step_folder(tmp_path, 100) == tmp_path / "step-000100"
 
 
+def test_a_branch_that_is_left_is_out_of_the_way(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        write(folder.step_folder(root, step))
+    assert folder.set_aside(root, 3) is None
+    assert folder.set_aside(root, 2) == tmp_path / "checkpoints-left-1"
+    assert folder.set_aside(root, 1) == tmp_path / "checkpoints-left-2"
+    assert names(root) == {"step-000001"}
+    assert folder.complete_steps(tmp_path / "checkpoints-left-1") == [3]
+
+
 def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(folder.step_folder(tmp_path, step))

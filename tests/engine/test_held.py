@@ -35,10 +35,15 @@ class Rows(nn.Module):
         return self.norm(x)
 
 
-def live_bytes() -> int:
+def live() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     found = [value.untyped_storage() for value in gc.get_objects() if isinstance(value, Tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+    return {storage._cdata: storage for storage in found}
+
+
+def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
+    """Of storages that are new. Those before stay alive: what other tests have left might be let go at any time."""
+    return sum(storage.nbytes() for number, storage in live().items() if number not in before)
 
 
 def backward(model: nn.Module) -> None:
@@ -58,13 +63,13 @@ def counted(odd: bool, ways: list[tuple[Strategy, str]]) -> list[tuple[Memory, i
     found = []
     for strategy, precision in ways:
         chosen = replace(sw.Precision(*_DTYPES[precision]), keep_fp32=("norm",) if odd else ())
-        before = live_bytes()
+        before = live()
         model, optimizer = _sharded(Rows(odd), strategy, chosen)
         backward(model)
         optimizer.step()
         optimizer.zero_grad()
         backward(model)
-        found.append((sw.memory(model, optimizer), live_bytes() - before))
+        found.append((sw.memory(model, optimizer), bytes_since(before)))
         del model, optimizer
     return found
 

@@ -26,9 +26,8 @@ def train_in_parts(part_elems: int, strategy: Any, **options: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("strategy", [*NAMED, "mapping"])
-@pytest.mark.parametrize("num_micro", [1, 2])
-def test_parts_and_early_updates_give_the_same_weights(run_ranks: Pool, strategy: str, num_micro: int) -> None:
-    chosen = STRATEGIES[strategy]
+def test_parts_and_early_updates_give_the_same_weights(run_ranks: Pool, strategy: str) -> None:
+    chosen, num_micro = STRATEGIES[strategy], 2
     whole = run_ranks(2, train_in_parts, 1 << 40, chosen, num_micro=num_micro)[0]
     for part_elems, early in ((1, False), (1, True), (1 << 40, True)):
         seen = run_ranks(2, train_in_parts, part_elems, chosen, num_micro=num_micro, early_update=early)[0]

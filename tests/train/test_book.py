@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardwise.train.book import Book, Row, StepResult
-from shardwise.train.divergence import WINDOW, Divergence
+from shardwise.train.divergence import MOST_SKIPPED, WINDOW, Divergence
 
 
 def book(written: list[Row], logging_steps: int = 2, ratio: float = 3.0, peak_flops: float | None = None) -> Book:
@@ -95,6 +95,39 @@ def test_a_mean_loss_far_above_its_lowest_is_a_divergence() -> None:
     for step in range(2 * WINDOW + 1, 3 * WINDOW):
         kept.note(result(step, 15.0))
     assert "more than 3 times its lowest, 1.000" in kept.complaint
+
+
+def test_batches_without_targets_say_nothing_about_the_loss() -> None:
+    kept = book([])
+    for step in range(1, 5 * WINDOW):
+        kept.note(result(step, 2.0, num_targets=10 if step % 3 == 0 else 0))
+    assert not kept.complaint
+
+
+def test_a_loss_near_zero_may_be_many_times_its_lowest() -> None:
+    kept = book([])
+    for step in range(1, 5 * WINDOW):
+        kept.note(result(step, 0.001 if step < 2 * WINDOW else 0.1))
+    assert not kept.complaint
+
+
+def test_overflows_without_end_are_the_end() -> None:
+    kept = book([])
+    kept.may_overflow = True
+    for step in range(1, MOST_SKIPPED + 2):
+        assert not kept.complaint
+        kept.note(result(step, 2.0, norm=math.inf))
+    assert "norm inf" in kept.complaint
+
+
+def test_other_data_begins_with_a_lowest_of_its_own() -> None:
+    first, second = book([]), book([])
+    for step in range(1, 2 * WINDOW):
+        first.note(result(step, 0.5))
+    second.from_extra(first.to_extra(), is_same_data=False)
+    for step in range(1, 2 * WINDOW):
+        second.note(result(step, 5.0))
+    assert not second.complaint
 
 
 def test_ratio_zero_goes_on() -> None:

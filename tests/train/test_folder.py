@@ -29,8 +29,9 @@ def test_a_run_without_a_name_gets_one(here: Path) -> None:
 
 
 def test_the_settings_are_written_down(here: Path) -> None:
-    chosen = choose(Settings(output_dir="mine", seed=7))
-    assert settings_from_json((claim(chosen) / "config.json").read_text()) == chosen
+    """As a file to train with again: without the folder, which is taken now."""
+    folder = claim(choose(Settings(output_dir="mine", seed=7)))
+    assert settings_from_json((folder / "config.json").read_text()) == Settings(seed=7)
 
 
 def test_a_folder_that_holds_another_run_is_refused(here: Path) -> None:
@@ -69,6 +70,20 @@ def test_a_named_checkpoint_goes_on_in_its_own_run(here: Path) -> None:
     assert Path(str(chosen.output_dir)) == here / "mine"
     elsewhere = choose(Settings(resume_from_checkpoint=str(named), output_dir="other"))
     assert elsewhere.output_dir == "other"
+
+
+def test_checkpoints_may_lie_on_another_disk(here: Path) -> None:
+    claim(choose(Settings(output_dir="mine")))
+    (here / "large").mkdir()
+    (here / "mine/checkpoints").symlink_to(here / "large")
+    named = complete(here / "mine/checkpoints/step-000010")
+    chosen = choose(Settings(resume_from_checkpoint=str(named), output_dir="mine"))
+    assert chosen.output_dir == "mine"
+
+
+def test_a_home_is_a_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    assert choose(Settings(output_dir="~/mine")).output_dir == str(here / "mine")
 
 
 def test_another_runs_folder_is_not_taken_for_a_named_checkpoint(here: Path) -> None:

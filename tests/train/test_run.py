@@ -116,6 +116,49 @@ def test_samples_and_batches_may_change_on_the_way(run_ranks: Pool, tmp_path: Pa
     assert state["extra"]["num_samples_seen"] == 3 * 8 + 3 * 4
 
 
+def test_going_on_from_an_older_checkpoint_leaves_the_other_branch(run_ranks: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(run_ranks, 2, settings_for(folder, save_steps=2)) == 0
+    older = str(folder / "checkpoints/step-000002")
+    again = settings_for(folder, resume_from_checkpoint=older, max_steps=3, save_total_limit=1)
+    assert train(run_ranks, 2, again) == 0
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000003"]
+    left = sorted(path.name for path in (folder / "checkpoints-left-1").iterdir())
+    assert left == ["step-000004", "step-000006"]
+    assert len(losses(folder)) == 3
+
+
+def hyper_parameters(settings: str) -> list[dict[str, Any]]:
+    from shardwise import mesh
+    from shardwise.optim.sharded import plain_settings
+    from shardwise.train.checks import completed
+    from shardwise.train.settings import settings_from_json
+    from shardwise.train.setup import set_up
+
+    mesh.init(device="cpu")
+    return plain_settings(set_up(completed(settings_from_json(settings), has_gpu=False)).job.optimizer)
+
+
+def test_hyper_parameters_are_those_asked_for_now(run_ranks: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(run_ranks, 2, settings_for(folder)) == 0
+    changes = {"weight_decay": 0.7, "adam_beta2": 0.5, "adam_epsilon": 1e-3}
+    again = settings_for(folder, resume_from_checkpoint="latest", max_steps=8, **changes)
+    for group in run_ranks(2, hyper_parameters, again.to_json())[0]:
+        assert group["betas"] == (0.9, 0.5)
+        assert group["eps"] == 1e-3
+        assert group["weight_decay"] in (0.7, 0.0)
+
+
+def test_a_global_batch_that_nobody_named_does_not_change_with_the_ranks(run_ranks: Pool, tmp_path: Path) -> None:
+    changes = {"global_batch_size": None, "per_device_train_batch_size": 4}
+    folder = tmp_path / "run"
+    assert train(run_ranks, 2, settings_for(folder, **changes)) == 0
+    again = settings_for(folder, resume_from_checkpoint="latest", max_steps=8, **changes)
+    assert train(run_ranks, 4, again) == 2
+    assert json.loads((folder / "config.json").read_text())["max_steps"] == 6, "the folder is as it was"
+
+
 # ---------------------------------------------------------------------------------------------------------
 # what is asked between steps
 
@@ -179,7 +222,7 @@ def test_other_precisions_learn_too(run_ranks: Pool, tmp_path: Path, precision: 
     assert losses(folder)[-1] < losses(folder)[0] - 0.5
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "sgd", "learning_rate": 0.3}, {"gradient_checkpointing": "full"}])
+@pytest.mark.parametrize("changes", [{"optimizer": "sgd", "learning_rate": 0.3}, {"seed": 2**62 + 1}])
 def test_other_ways_to_train(run_ranks: Pool, tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = tmp_path / "run"
     assert train(run_ranks, 2, settings_for(folder, **changes)) == 0
@@ -214,6 +257,8 @@ def test_a_run_that_diverges_leaves_what_is_needed_to_look_into_it(run_ranks: Po
     assert report["last_steps"][-1]["step"] == 2
     assert len(report["samples"]) == 8
     assert (folder / "diverged/checkpoint/complete").exists()
+    again = settings_for(tmp_path / "again", resume_from_checkpoint=str(folder / "diverged/checkpoint"), max_steps=12)
+    assert train(run_ranks, 2, again) == 4, "it can be looked into from there"
     assert (folder / "checkpoints/step-000001/complete").exists()
 
 

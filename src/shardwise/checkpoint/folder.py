@@ -7,6 +7,7 @@ and is found there.
 """
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -145,6 +146,25 @@ def latest(root: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
     steps = complete_steps(root)
     return step_folder(root, steps[-1]) if steps else None
+
+
+def set_aside(root: Path, step: int) -> Path | None:
+    """Checkpoints behind `step`, of a run that goes on from there, are on another branch: they move out of the way.
+
+    Returns where they are now, if there are any.
+    """
+    newer = [number for number in _steps(root) if number > step]
+    if not newer:
+        return None
+    names = (root.with_name(f"{root.name}-left-{number}") for number in itertools.count(1))
+    place = next(name for name in names if not name.exists())
+    place.mkdir()
+    for number in newer:
+        path = step_folder(root, number)
+        for folder in (path, partial_of(path), _replaced_of(path)):
+            if folder.exists():
+                folder.rename(place / folder.name)
+    return place
 
 
 def prune(root: Path, keep: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..engine.agree import require_agreement
 from ..engine.guards import engine_of, own_state_dict
 from ..engine.runtime import Engine
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SaveError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.flat import Flat
 from ..shard import Interval, pieces
@@ -52,10 +52,10 @@ def save(
     begin_between_steps(engine, "save", path, own)
     world, is_first, place = engine.mesh.world, engine.mesh.rank == 0, Path(path).resolve()
     try:
-        kept = together(world, lambda: _begin(place, extra) if is_first else {})
-        share = together(world, lambda: _write_share(engine, model, own, folder.partial_of(place)))
+        kept = together(world, lambda: _begin(place, extra) if is_first else {}, SaveError)
+        share = together(world, lambda: _write_share(engine, model, own, folder.partial_of(place)), SaveError)
         shares = exchange(world, share)
-        together(world, lambda: _complete(engine, model, own, place, shares, kept) if is_first else None)
+        together(world, lambda: _complete(engine, model, own, place, shares, kept) if is_first else None, SaveError)
     except CheckpointError:
         if is_first:
             folder.abandon(place)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError, StateError, did_you_mean
+from ..cgroup import cgroup_values, memory_limit
+from ..errors import ConfigurationError, MemoryExceededError, StateError, did_you_mean
 from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
-from ..mesh import Axes, connect, device, everyone, make_axes
+from ..mesh import Axes, connect, device, everyone, make_axes, num_local_ranks
 from ..optim.probe import refuse_unless_elementwise
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
@@ -228,7 +229,7 @@ def _layouts(
         needs.append(f"{name} {need / 1e9:.1f}")
         if need <= free_bytes * (1 - AUTO_RESERVE):
             return plans
-    raise ConfigurationError(
+    raise MemoryExceededError(
         f"strategy {AUTO!r}: nothing fits. Free per rank: {free_bytes / 1e9:.1f} GB, of which {AUTO_RESERVE:.0%} "
         f"is kept for activations; state in GB: {', '.join(needs)}. Use more ranks, or a smaller model"
     )
@@ -239,7 +240,10 @@ def free_bytes_here() -> int:
     where = device()
     if where.type == "cuda":
         return torch.cuda.mem_get_info(where)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // everyone().num_ranks
+    page = os.sysconf("SC_PAGE_SIZE")
+    free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
+    return min(free, total if limit is None else limit) // num_local_ranks()
 
 
 def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:

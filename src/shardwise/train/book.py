@@ -73,15 +73,15 @@ class Book:
         self._tick()
         if math.isnan(self.first_loss):
             self.first_loss = result.loss
-        self.complaint = self.complaint or self.divergence.complaint(
-            result.step, result.loss, result.grad_norm, self.may_overflow
-        )
+        if result.num_targets:
+            self.complaint = self.complaint or self.divergence.complaint(
+                result.step, result.loss, result.grad_norm, self.may_overflow
+            )
         if result.step % self.logging_steps == 0 or result.step == self.num_steps or self.complaint:
             self._write_row(result)
 
     def _write_row(self, result: StepResult) -> None:
         self.last_loss = self.loss_sum / self.num_targets if self.num_targets else 0.0
-        tokens_per_s = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
         row: Row = {
             "step": result.step,
             "time": time.time(),
@@ -89,10 +89,11 @@ class Book:
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens": self.first_tokens + (result.step - self.first_step) * self.tokens_per_step,
-            "tokens_per_s": tokens_per_s,
         }
-        if self.peak_flops is not None:
-            row["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        if self._row_steps:  # none where the numbers of several steps came at once
+            row["tokens_per_s"] = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
+            if self.peak_flops is not None:
+                row["mfu"] = row["tokens_per_s"] * self.flops_per_token / self.peak_flops
         self.write({**row, **self.more()})
         if self._has_rows:  # the first row of a start holds its warm-up
             self.seconds += self._row_seconds
@@ -134,8 +135,10 @@ class Book:
             "losses": list(self.divergence.losses),
         }
 
-    def from_extra(self, extra: Mapping[str, Any]) -> None:
+    def from_extra(self, extra: Mapping[str, Any], is_same_data: bool = True) -> None:
         self.loss_sum, self.num_targets = extra["loss_sum"], extra["num_targets"]
         self.first_loss = extra["first_loss"]
+        if not is_same_data:  # its losses may be of another size
+            return
         self.divergence.lowest = math.inf if extra["lowest"] is None else extra["lowest"]
         self.divergence.losses.extend(extra["losses"])

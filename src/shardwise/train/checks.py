@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
@@ -39,14 +40,19 @@ def completed(settings: Settings, has_gpu: bool) -> Settings:
 def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
     """All checks, and the data made ready, so that ranks find nothing to refuse and nothing to wait for."""
     checked = check_all(settings, num_ranks)
-    folder = run_folder(settings)
-    made = [place for place in (folder.parent, folder) if not place.exists()]
+    data = run_folder(settings) / DATA
+    made = [place for place in (data, data.parent, data.parent.parent) if not place.exists()]
+    before = set(data.glob("*"))
     try:
-        prepared = prepare(settings, checked.tokenizer, folder / DATA, say)
+        prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
         open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
     except ConfigurationError:
-        for place in made[:1]:  # a run that never began leaves nothing behind
-            shutil.rmtree(place, ignore_errors=True)
+        # A run that never began leaves nothing behind, and takes away nothing of others.
+        for store in set(data.glob("*")) - before:
+            shutil.rmtree(store, ignore_errors=True)
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
         raise
 
 

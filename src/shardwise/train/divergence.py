@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 WINDOW = 10  # steps whose mean counts: single batches may be far off
+LEAST_RISE = 0.5  # nats: a loss near zero may be many times its lowest, and all is well
+MOST_SKIPPED = 50  # steps in a row that overflowed
 
 
 @dataclass(slots=True)
@@ -14,22 +16,25 @@ class Divergence:
     ratio: float
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lowest: float = math.inf
+    num_skipped: int = 0
 
     def complaint(self, step: int, loss: float, norm: float, may_overflow: bool) -> str:
         """What is wrong after this step, in a sentence; nothing if all is well.
 
-        With loss scaling (`may_overflow`) a norm that is not finite is a step that was left out, not the end.
+        With loss scaling (`may_overflow`) a norm that is not finite is a step that was left out; many in a row are not.
         """
         if not self.ratio:
             return ""
-        if not math.isfinite(loss) or not (math.isfinite(norm) or may_overflow):
+        self.num_skipped = 0 if math.isfinite(norm) else self.num_skipped + 1
+        most_skipped = MOST_SKIPPED if may_overflow else 0
+        if not math.isfinite(loss) or self.num_skipped > most_skipped:
             return f"step {step}: the loss is {loss:g} and the gradient's norm {norm:g}"
         self.losses.append(loss)
         mean = sum(self.losses) / len(self.losses)
         if len(self.losses) < WINDOW:
             return ""
         self.lowest = min(self.lowest, mean)
-        if mean > self.ratio * self.lowest:
+        if mean > self.ratio * self.lowest and mean > self.lowest + LEAST_RISE:
             return (
                 f"step {step}: the mean loss of {WINDOW} steps is {mean:.3f}, more than {self.ratio:g} times its "
                 f"lowest, {self.lowest:.3f}"

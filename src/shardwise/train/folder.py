@@ -23,7 +23,7 @@ LATEST, AUTO = "latest", "auto"
 
 def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     """The same settings with the run folder and the checkpoint to go on from. Nothing is written."""
-    folder = Path(settings.output_dir) if settings.output_dir is not None else None
+    folder = Path(settings.output_dir).expanduser() if settings.output_dir is not None else None
     resume = settings.resume_from_checkpoint
     if num_restarts and folder is not None:
         # Ranks that are started again go on with their own run, whatever it went on from.
@@ -51,7 +51,7 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
                 f"resume_from_checkpoint {resume}: there is no complete checkpoint; give a folder like "
                 "runs/NAME/checkpoints/step-000100, or 'latest'"
             )
-        belongs_to = checkpoint.resolve().parent.parent
+        belongs_to = checkpoint.absolute().parent.parent.resolve()  # checkpoints/ itself may be a link
         folder = folder or (belongs_to if (belongs_to / CONFIG).is_file() else new_folder(settings))
         if (folder / CONFIG).is_file() and folder.resolve() != belongs_to:
             raise _taken(folder)
@@ -65,12 +65,15 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
 
 
 def claim(settings: Settings) -> Path:
-    """Make the chosen folder this run's; one rank calls it, when everything that could be refused was accepted."""
+    """Make the chosen folder this run's; one rank calls it, when everything that could be refused was accepted.
+
+    What is written down is a file to train with again: without the folder, which is taken, and where it went on from.
+    """
     folder = run_folder(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{CONFIG}.draft"
-        draft.write_text(settings.to_json() + "\n")
+        draft.write_text(dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None).to_json() + "\n")
         draft.replace(folder / CONFIG)
     except OSError as error:
         raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error

@@ -17,12 +17,13 @@ from ..engine.api import accumulate
 from ..engine.streams import Later
 from .batching import Batching
 from .book import Book, StepResult
+from .data.order import key
 from .data.samples import Batch, Samples
 from .learning_rate import learning_rate
 from .models.headloss import loss_sum
 from .optimizers import set_learning_rate
 from .profile import Profile
-from .rounds import Rounds
+from .rounds import Agreed, Rounds
 from .settings import Settings
 
 
@@ -91,17 +92,19 @@ def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int
             handed_in = None
         evaluates, saves = between.is_due(step, job.settings) if step > first else (False, False)
         if evaluates or saves or agreed.save or agreed.stop is not None or book.complaint:
-            settle(queued, rounds, book)
+            late = settle(queued, rounds, book)
             queued = None
+            stop = agreed.stop if agreed.stop is not None else late.stop
             book.pause()
             if book.complaint:
                 return Ending(step, complaint=book.complaint)
+            # First what must not be lost: whoever asks to stop may not wait for long.
+            if saves or agreed.save or late.save or stop is not None:
+                between.save(step)
+            if stop is not None:
+                return Ending(step, stop=stop)
             if evaluates:
                 between.evaluate(step)
-            if saves or agreed.save or agreed.stop is not None:
-                between.save(step)
-            if agreed.stop is not None:
-                return Ending(step, stop=agreed.stop)
             book.go_on()
 
         before, queued = queued, take_step(job, coming, step, agreed.num_targets)
@@ -136,11 +139,14 @@ class _Queued:
         return StepResult(self.step + 1, loss_sum_of_all, self.num_targets, norm, self.learning_rate)
 
 
-def settle(queued: _Queued | None, rounds: Rounds, book: Book) -> None:
-    """Wait for the last step's numbers, in a round of their own."""
-    if queued is not None:
-        rounds.start(0, queued.loss_sum())
-        book.note(queued.result(rounds.finish().loss_sum))
+def settle(queued: _Queued | None, rounds: Rounds, book: Book) -> Agreed:
+    """Wait for the last step's numbers, in a round of their own, in which more may be asked for."""
+    if queued is None:
+        return Agreed(0, 0.0, None, False)
+    rounds.start(0, queued.loss_sum())
+    agreed = rounds.finish()
+    book.note(queued.result(agreed.loss_sum))
+    return agreed
 
 
 def take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int) -> _Queued:
@@ -148,7 +154,7 @@ def take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int)
     rate = learning_rate(job.settings, step, job.num_steps)
     set_learning_rate(job.optimizer, rate)
     # Dropout depends on the step and the rank, not on how the run came here.
-    torch.manual_seed((job.settings.seed * 1_000_003 + step) * 65_537 + job.rank)
+    torch.manual_seed(key(f"dropout of step {step} on rank {job.rank}", job.settings.seed))
     # The engine takes the mean over ranks.
     scale = job.batching.num_ranks / max(num_targets, 1)
     total = torch.zeros((), device=job.device)

@@ -1,5 +1,7 @@
 """Out of memory, explained: what lay there by class, against the plan, and what would help most."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -34,10 +36,25 @@ def explain(
             f"does not fit: {str(error).partition('. ')[0]}",
             f"  held now  {classes}; at the peak {size(held.peak)} in all",
             f"  planned   {planned}; activations come on top",
+            f"  largest   {', '.join(_largest_tensors())}",
             "  what would help, the largest first:",
             *(f"    {fix}" for fix in fixes),
         ]
     )
+
+
+def _largest_tensors(num: int = 3) -> list[str]:
+    """What this process holds on its GPU, each storage once."""
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for tensor in gc.get_objects()
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda
+    }
+    largest = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())[:num]
+    return [
+        f"{size(tensor.untyped_storage().nbytes())} ({tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')})"
+        for tensor in largest
+    ]
 
 
 def _split_bytes(model: nn.Module) -> int:

@@ -6,18 +6,23 @@ checkpoint/        weights and optimizer as they are now; the checkpoints before
 
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.save import save
 from ..engine.guards import engine_of
 from ..wire.collectives import Channel, exchange
-from .book import Book
+from .book import Book, StepResult
 from .loop import Ending, Job
 
 FOLDER = "diverged"
 
 
-def write_postmortem(folder: Path, ending: Ending, job: Job, book: Book, hosts: Channel) -> Path:
+def write_postmortem(
+    folder: Path, ending: Ending, job: Job, book: Book, hosts: Channel, extra: Mapping[str, Any]
+) -> Path:
     """All ranks call it; the first one writes the report."""
     names = sorted({name for part in exchange(hosts, _not_finite(job)) for name in part})
     place = folder / FOLDER
@@ -25,13 +30,19 @@ def write_postmortem(folder: Path, ending: Ending, job: Job, book: Book, hosts: 
         place.mkdir(parents=True, exist_ok=True)
         report = {
             "complaint": ending.complaint,
-            "last_steps": [dataclasses.asdict(result) for result in book.last],
+            "last_steps": [_json_numbers(result) for result in book.last],
             "samples": job.samples_of(book.last[-1].step - 1),
             "parameters_not_finite": names,
         }
         (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    save(place / "checkpoint", job.model, job.optimizer, extra={"step": ending.step, "complaint": ending.complaint})
+    save(place / "checkpoint", job.model, job.optimizer, extra=extra)
     return place
+
+
+def _json_numbers(result: StepResult) -> dict[str, float | None]:
+    """JSON has no word for what is not a number."""
+    values = dataclasses.asdict(result).items()
+    return {name: value if math.isfinite(value) else None for name, value in values}
 
 
 def _not_finite(job: Job) -> list[str]:

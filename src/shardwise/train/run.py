@@ -18,6 +18,7 @@ from .postmortem import write_postmortem
 from .profile import Profile
 from .settings import Settings, settings_from_json
 from .setup import set_up
+from .signals import has_launcher
 
 
 def run_rank(text: str) -> int:
@@ -28,8 +29,9 @@ def run_rank(text: str) -> int:
     except ShardwiseError as error:
         if error.exit_code == ShardwiseError.exit_code:
             raise
-        # Every rank has the same sentence; all but the first write it into their logs.
-        print(f"shardwise: {error}", file=sys.stderr, flush=True)
+        # Every rank has the same sentence; under a launcher of ours all but the first write it into their logs.
+        if has_launcher() or mesh.is_first():
+            print(f"shardwise: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:
         if not was_joined:
@@ -40,7 +42,10 @@ def _run(settings: Settings) -> int:
     began = time.perf_counter()
     settings = completed(settings, torch.cuda.is_available())
     mesh.init(device=settings.device, timeout_s=settings.timeout)
-    run = set_up(settings)
+    try:
+        run = set_up(settings)
+    except torch.OutOfMemoryError as error:
+        raise MemoryExceededError(f"does not fit: {error}; split more, or use more ranks") from error
     job = run.job
     if run.is_first:
         run.progress.say(banner(run.start()))
@@ -51,7 +56,7 @@ def _run(settings: Settings) -> int:
         ):
             ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
             if ending.complaint:
-                place = write_postmortem(run.folder, ending, job, run.book, run.hosts)
+                place = write_postmortem(run.folder, ending, job, run.book, run.hosts, run.extra(ending.step))
                 raise DivergenceError(f"{ending.complaint}; what is needed to look into it is in {place}")
             if ending.stop is None:
                 run.finish(ending.step)

@@ -142,6 +142,8 @@ class Settings:
             raise ConfigurationError(
                 f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: the data comes from one of them"
             )
+        if self.num_train_epochs == 0:
+            raise ConfigurationError("num_train_epochs: 0 trains on nothing; it must be above 0")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigurationError(
                 f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g} both say when to stop: leave one out"

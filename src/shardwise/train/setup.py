@@ -17,20 +17,22 @@ import torch
 from torch import nn
 
 from .. import mesh
-from ..checkpoint.folder import prune, step_folder
+from ..checkpoint.folder import prune, set_aside, step_folder
 from ..checkpoint.load import load
 from ..checkpoint.save import save
-from ..engine.agree import all_or_none
+from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
 from ..engine.guards import engine_of
 from ..engine.held import Memory, memory
 from ..engine.whole import load_full_state_dict
-from ..errors import ConfigurationError
+from ..errors import CheckpointError, ConfigurationError
+from ..optim.sharded import plain_settings
 from ..plan.flops import peak_flops
 from ..plan.model import find_blocks
 from ..precision import precision_of
 from ..wire.collectives import Channel, exchange
 from .banner import End, Start
+from .batching import Batching
 from .book import Book, Row
 from .checkpointing import checkpoint_blocks
 from .checks import Checked, check_all
@@ -51,6 +53,7 @@ from .settings import Settings
 from .signals import Requests, has_launcher
 
 DEFAULT_PROMPT = "The "
+TOKENISING_S = 24 * 3600  # the others wait for the rank that does it
 PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
 
 
@@ -110,18 +113,22 @@ class Run:
         if self.saved_step == step:
             return
         root = self.folder / CHECKPOINTS
-        extra = {
-            "step": step,
-            "num_samples_seen": self.job.num_samples_before(step),
-            "data": data_identity(self.settings, self.prepared, self.checked),
-            "book": self.book.to_extra(),
-        }
         began = time.perf_counter()
-        save(step_folder(root, step), self.job.model, self.job.optimizer, extra=extra)
+        save(step_folder(root, step), self.job.model, self.job.optimizer, extra=self.extra(step))
         self.saved_step = step
         if self.is_first and self.settings.save_total_limit is not None:
             prune(root, self.settings.save_total_limit)
         self.progress.say(f"saved {step_folder(root, step)} in {time.perf_counter() - began:.1f} s")
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of the trainer says beside weights and optimizer."""
+        return {
+            "step": step,
+            "num_samples_seen": self.job.num_samples_before(step),
+            "global_batch_size": self.job.batching.global_size,
+            "data": data_identity(self.settings, self.prepared, self.checked),
+            "book": self.book.to_extra(),
+        }
 
     def finish(self, step: int) -> None:
         """The run is complete."""
@@ -174,6 +181,7 @@ class Run:
             micro_size=batching.micro_size,
             seq_length=self.checked.seq_length,
             data=_source(settings),
+            tokenizer=self.checked.tokenizer.name,
             num_tokens=job.samples.num_tokens,
             num_samples=job.samples.num_samples,
             num_eval_samples=0 if self.eval_samples is None else self.eval_samples.num_samples,
@@ -184,7 +192,7 @@ class Run:
             planned_buffers=planned.planned_buffers,
             free_bytes=self.free_bytes,
             checkpoint_bytes=num_bytes,
-            expected_save_s=num_bytes / _disk_bytes_per_s(self.folder),
+            expected_save_s=_expected_save_s(self.folder, num_bytes),
             save_steps=settings.save_steps,
             first_step=self.first_step,
             resumed_from=settings.resume_from_checkpoint or "",
@@ -236,36 +244,23 @@ def set_up(settings: Settings) -> Run:
     settings = exchange(world, chosen)[0]
     folder = run_folder(settings)
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
-    prepared, samples, eval_samples = _data(settings, checked, world, say)
+    prepared, samples, eval_samples = _data(settings, checked, say)
     free_bytes = free_bytes_here()
-    built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device))
+    built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
     all_or_none(world, lambda: _require_isolation(built, samples))
     model, optimizer = _sharded(built, settings)
-    all_or_none(world, lambda: claim(settings) if rank == 0 else None)
-    hosts = mesh.hosts()
-
-    extra: dict[str, Any] = {}
-    if settings.resume_from_checkpoint is not None:
-        extra = load(settings.resume_from_checkpoint, model, optimizer)
+    extra = _resumed(settings, model, optimizer)
+    is_same_data = not extra or extra["data"] == data_identity(settings, prepared, checked)
+    if rank == 0 and not is_same_data:
+        print("the data is not what the checkpoint was trained on: it is read from its beginning", flush=True)
     first_step = extra.get("step", 0)
-    first_sample = extra.get("num_samples_seen", 0)
-    if extra and extra["data"] != data_identity(settings, prepared, checked):
-        if rank == 0:
-            print("the data is not what the checkpoint was trained on: it is read from its beginning", flush=True)
-        first_sample = 0
-    batching = checked.batching
-    num_steps = settings.max_steps
-    if num_steps is None:
-        left = (settings.num_train_epochs or 1.0) * samples.num_samples - first_sample
-        num_steps = first_step + max(-int(-left // batching.global_size), 0)
-    if num_steps < first_step:
-        raise ConfigurationError(
-            f"max_steps {num_steps}, but the checkpoint {settings.resume_from_checkpoint} has {first_step} steps "
-            "already: ask for more"
-        )
-    job = Job(settings, model, optimizer, samples, batching, rank, device, num_steps, first_step, first_sample)
-    metrics = Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name)
+    first_sample = extra.get("num_samples_seen", 0) if is_same_data else 0
+    num_steps = _num_steps(settings, checked.batching, samples, extra, first_sample)
+    job = Job(settings, model, optimizer, samples, checked.batching, rank, device, num_steps, first_step, first_sample)
+    metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
+    all_or_none(world, lambda: _take_folder(settings, extra) if rank == 0 else None)
     metrics.truncate_after(first_step)
+    hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress
@@ -274,25 +269,72 @@ def set_up(settings: Settings) -> Run:
         run.saved_step = first_step
     run.book = _book(run, num_ranks)
     if extra:
-        run.book.from_extra(extra["book"])
+        run.book.from_extra(extra["book"], is_same_data)
     run.rounds = Rounds(hosts, Requests(folder if rank == 0 else None))
     run.between = Between(run.evaluate, run.save, progress.advance)
     return run
 
 
-def _data(
-    settings: Settings, checked: Checked, world: Channel, say: Callable[[str], None]
-) -> tuple[Prepared, Samples, Samples | None]:
+def _resumed(settings: Settings, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The checkpoint's extra, after loading it; empty for a run that begins. Hyper-parameters stay those asked for."""
+    if settings.resume_from_checkpoint is None:
+        return {}
+    asked = plain_settings(optimizer)
+    extra = load(settings.resume_from_checkpoint, model, optimizer)
+    for group, values in zip(optimizer.param_groups, asked, strict=True):
+        group.update(values)
+    if not {"step", "num_samples_seen", "global_batch_size", "data", "book"} <= set(extra):
+        raise CheckpointError(
+            f"{settings.resume_from_checkpoint} was not saved by shardwise train: it does not say at which step it is; "
+            "export its weights, and train from those"
+        )
+    return extra
+
+
+def _num_steps(
+    settings: Settings, batching: Batching, samples: Samples, extra: dict[str, Any], first_sample: int
+) -> int:
+    before = extra.get("global_batch_size", batching.global_size)
+    if settings.global_batch_size is None and before != batching.global_size:
+        raise ConfigurationError(
+            f"the checkpoint was trained with a global batch of {before} samples, now it would be {batching}: say "
+            "which with --global-batch-size"
+        )
+    first_step: int = extra.get("step", 0)
+    num_steps = settings.max_steps
+    if num_steps is None:
+        epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
+        left = epochs * samples.num_samples - first_sample
+        num_steps = first_step + max(-int(-left // batching.global_size), 0)
+    if num_steps < first_step:
+        raise ConfigurationError(
+            f"max_steps {num_steps}, but the checkpoint {settings.resume_from_checkpoint} has {first_step} steps "
+            "already: ask for more"
+        )
+    return num_steps
+
+
+def _take_folder(settings: Settings, extra: dict[str, Any]) -> None:
+    folder = claim(settings)
+    left = set_aside(folder / CHECKPOINTS, extra["step"]) if extra else None
+    if left is not None:
+        print(f"later checkpoints of this run are not on its way any more: they are in {left} now", flush=True)
+
+
+def _data(settings: Settings, checked: Checked, say: Callable[[str], None]) -> tuple[Prepared, Samples, Samples | None]:
     """One rank of each machine makes the stores, where the launcher has not; then all find them."""
     where = run_folder(settings) / DATA
+    patient = mesh.hosts(TOKENISING_S)
 
     def make(speaks: Callable[[str], None]) -> Prepared:
-        return prepare(settings, checked.tokenizer, where, speaks)
+        return prepare(settings, checked.tokenizer, where, speaks, checked.facts.vocab_size)
 
-    all_or_none(world, lambda: make(say) if mesh.local_rank() == 0 else None)
-    prepared = all_or_none(world, lambda: make(_silent))
+    all_or_none(patient, lambda: make(say) if mesh.is_first_here() else None)
+    prepared = all_or_none(patient, lambda: make(_silent))
+    digests = [("the training data", prepared.digest), ("eval_file", str(prepared.eval_digest))]
+    require_agreement(patient, digests)
     samples, eval_samples = all_or_none(
-        world, lambda: open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+        patient, lambda: open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
     )
     return prepared, samples, eval_samples
 
@@ -309,7 +351,10 @@ def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
     model = built.model
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if settings.compile:
-        for path in find_blocks(model):
+        blocks = find_blocks(model)
+        if not blocks:
+            raise ConfigurationError(f"compile: model {settings.model} has no repeated blocks; leave it out")
+        for path in blocks:
             model.get_submodule(path).compile()
     model, optimizer = shard(
         model,
@@ -328,10 +373,13 @@ def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
 def _book(run: Run, num_ranks: int) -> Book:
     settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
     peak = peak_flops(_device_name(job.device), precision.compute)
+    # Padding is not counted.
+    is_padded = settings.packing == "padded"
+    tokens_per_sample = job.samples.tokens_per_sample if is_padded else run.checked.seq_length
     return Book(
-        tokens_per_step=job.batching.global_size * run.checked.seq_length,
+        tokens_per_step=round(job.batching.global_size * tokens_per_sample),
         first_step=job.first_step,
-        first_tokens=job.first_sample * run.checked.seq_length,
+        first_tokens=round(job.first_sample * tokens_per_sample),
         num_steps=job.num_steps,
         logging_steps=settings.logging_steps,
         flops_per_token=run.built.flops_per_token(run.checked.seq_length),
@@ -346,7 +394,7 @@ def _book(run: Run, num_ranks: int) -> Book:
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> list[Any]:
     """Of the samples and their order: a run that finds the same goes on in them, any other begins with them."""
     split = None if settings.eval_file else settings.eval_fraction
-    return [prepared.train.name, checked.seq_length, settings.packing, settings.seed, split]
+    return [prepared.digest, checked.seq_length, settings.packing, settings.seed, split]
 
 
 def _source(settings: Settings) -> str:
@@ -357,16 +405,20 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _disk_bytes_per_s(folder: Path) -> float:
+def _expected_save_s(folder: Path, num_bytes: int) -> float | None:
     probe = folder / ".probe"
     began = time.perf_counter()
-    with probe.open("wb") as file:
-        file.write(bytes(PROBE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - began
-    probe.unlink()
-    return PROBE_BYTES / seconds
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+    except OSError:  # a full disk is told when something is lost by it
+        return None
+    finally:
+        probe.unlink(missing_ok=True)
+    return num_bytes * seconds / PROBE_BYTES
 
 
 def _silent(_: str) -> None:
