@@ -16,13 +16,14 @@ import torch
 
 from shardwise import mesh
 from shardwise.config import resolve
+from shardwise.train.beside import Run
 from shardwise.train.checks import completed
 from shardwise.train.launch import launch
 from shardwise.train.loop import run_steps
 from shardwise.train.models.headloss import loss_sum
 from shardwise.train.profile import Profile
 from shardwise.train.settings import settings_from_json
-from shardwise.train.setup import Run, set_up
+from shardwise.train.setup import set_up
 
 STRETCH = 20  # steps
 TURNS = 8  # of each, after one of each to warm up

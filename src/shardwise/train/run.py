@@ -19,6 +19,7 @@ from .profile import Profile
 from .settings import Settings, settings_from_json
 from .setup import set_up
 from .signals import has_launcher
+from .told import end_of, start_of
 
 
 def run_rank(text: str) -> int:
@@ -48,7 +49,7 @@ def _run(settings: Settings) -> int:
         raise MemoryExceededError(f"does not fit: {error}; split more, or use more ranks") from error
     job = run.job
     if run.is_first:
-        run.progress.say(banner(run.start()))
+        run.progress.say(banner(start_of(run)))
     try:
         with (
             run.progress,
@@ -64,5 +65,5 @@ def _run(settings: Settings) -> int:
         raise MemoryExceededError(explain(error, job.model, job.optimizer, settings, job.batching)) from error
     finally:
         run.metrics.close()
-    run.progress.say(summary(run.end(ending, time.perf_counter() - began)))
+    run.progress.say(summary(end_of(run, ending, time.perf_counter() - began)))
     return ending.stop or 0

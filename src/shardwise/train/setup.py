@@ -1,236 +1,51 @@
-"""Everything a rank needs before its first step, and what it does beside the steps: evaluate, save, finish.
+"""Everything a rank needs before its first step.
 
 1. the ranks choose the run folder, and check the settings against the model, the tokenizer and the data
 2. the model is built on the meta device, sharded, and gets its weights: drawn, read, or from a checkpoint
 3. the book, the metrics and the requests are opened
 """
 
-import os
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import mesh
-from ..checkpoint.folder import prune, set_aside, step_folder
+from ..checkpoint.folder import set_aside
 from ..checkpoint.load import load
-from ..checkpoint.save import save
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
 from ..engine.guards import engine_of
-from ..engine.held import Memory, memory
 from ..engine.whole import load_full_state_dict
 from ..errors import CheckpointError, ConfigurationError
 from ..optim.sharded import plain_settings
 from ..plan.flops import peak_flops
 from ..plan.model import find_blocks
 from ..precision import precision_of
-from ..wire.collectives import Channel, exchange
-from .banner import End, Start
+from ..wire.collectives import exchange
 from .batching import Batching
-from .book import Book, Row
+from .beside import Run, data_identity
+from .book import Book
 from .checkpointing import checkpoint_blocks
 from .checks import Checked, check_all
 from .data.prepare import Prepared, prepare
-from .data.samples import Samples, open_samples, unigram_entropy
+from .data.samples import Samples, open_samples
 from .divergence import Divergence
-from .evaluate import Evaluation, evaluate
-from .folder import CHECKPOINTS, DATA, EXPORT, choose, claim, run_folder
-from .loop import Between, Ending, Job
-from .metrics import Metrics, memory_row
+from .folder import CHECKPOINTS, DATA, choose, claim, run_folder
+from .loop import Between, Job
+from .metrics import Metrics
 from .models.build import Built, build
-from .models.export import export
-from .models.sample import sample
 from .optimizers import optimizer_for
 from .progress import Progress
 from .rounds import Rounds
 from .settings import Settings
 from .signals import Requests, has_launcher
+from .told import device_name
 
-DEFAULT_PROMPT = "The "
 TOKENISING_S = 24 * 3600  # the others wait for the rank that does it
-PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
-
-
-@dataclass(slots=True)
-class Run:
-    settings: Settings
-    folder: Path
-    checked: Checked
-    prepared: Prepared
-    built: Built
-    job: Job
-    eval_samples: Samples | None
-    hosts: Channel
-    metrics: Metrics
-    first_step: int
-    free_bytes: int
-    progress: Progress
-    book: Book = field(init=False)
-    rounds: Rounds = field(init=False)
-    between: Between = field(init=False)
-    saved_step: int | None = None
-    evaluation: Evaluation | None = None
-    generated: str = ""
-    exported: str = ""
-    highest: Memory | None = None  # class by class, over the rows written
-
-    @property
-    def is_first(self) -> bool:
-        return self.job.rank == 0
-
-    def wait(self) -> None:
-        """Until every collective under way is over."""
-        engine_of(self.job.model).settle()
-
-    # -----------------------------------------------------------------------------------------------------
-    # between steps
-
-    def write(self, row: Row) -> None:
-        self.metrics.log(row)
-        self.progress.update(row)
-
-    def memory_row(self) -> Row:
-        now = memory(self.job.model, self.job.optimizer)
-        self.highest = now if self.highest is None else self.highest.highest(now)
-        return dict(memory_row(now))
-
-    def evaluate(self, step: int) -> None:
-        if self.eval_samples is None:
-            return
-        settings, job = self.settings, self.job
-        num = min(self.eval_samples.num_samples, settings.max_eval_samples)
-        size = settings.per_device_eval_batch_size or job.batching.micro_size
-        self.evaluation = evaluate(job.model, self.eval_samples, num, size, self.hosts, job.device)
-        self.write({"step": step, "eval_loss": self.evaluation.loss, "eval_perplexity": self.evaluation.perplexity})
-
-    def save(self, step: int) -> None:
-        if self.saved_step == step:
-            return
-        root = self.folder / CHECKPOINTS
-        began = time.perf_counter()
-        save(step_folder(root, step), self.job.model, self.job.optimizer, extra=self.extra(step))
-        self.saved_step = step
-        if self.is_first and self.settings.save_total_limit is not None:
-            prune(root, self.settings.save_total_limit)
-        self.progress.say(f"saved {step_folder(root, step)} in {time.perf_counter() - began:.1f} s")
-
-    def extra(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of the trainer says beside weights and optimizer."""
-        return {
-            "step": step,
-            "num_samples_seen": self.job.num_samples_before(step),
-            "global_batch_size": self.job.batching.global_size,
-            "data": data_identity(self.settings, self.prepared, self.checked),
-            "book": self.book.to_extra(),
-        }
-
-    def finish(self, step: int) -> None:
-        """The run is complete."""
-        self.save(step)
-        self.evaluate(step)
-        settings, job = self.settings, self.job
-        if settings.sample_tokens:
-            self.generated = sample(
-                job.model,
-                self.checked.tokenizer,
-                self.prompt,
-                settings.sample_tokens,
-                seed=settings.seed,
-                max_seq=self.checked.seq_length,
-            )
-        if settings.export:
-            export(job.model, self.built, settings, self.folder / EXPORT)
-            self.exported = str(self.folder / EXPORT)
-
-    @property
-    def prompt(self) -> str:
-        return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
-
-    # -----------------------------------------------------------------------------------------------------
-    # what the user is told
-
-    def start(self) -> Start:
-        settings, job, built, batching = self.settings, self.job, self.built, self.job.batching
-        engine = engine_of(job.model)
-        planned = memory(job.model, job.optimizer)
-        precision = engine.precision
-        frozen = built.num_params - built.num_trainable
-        num_bytes = built.num_trainable * precision.master.itemsize * 3 + frozen * precision.compute.itemsize
-        layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
-        asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
-        warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
-        num_samples = job.num_samples_before(job.num_steps)
-        return Start(
-            folder=str(self.folder),
-            model=settings.model,
-            num_params=built.num_params,
-            num_trainable=built.num_trainable,
-            strategy_asked=asked,
-            strategy_runs=", ".join(layouts),
-            world_size=engine.mesh.world_size,
-            node_size=engine.mesh.node_size,
-            device=_device_name(job.device),
-            precision=str(settings.precision),
-            num_micro=batching.num_micro,
-            micro_size=batching.micro_size,
-            seq_length=self.checked.seq_length,
-            data=_source(settings),
-            tokenizer=self.checked.tokenizer.name,
-            num_tokens=job.samples.num_tokens,
-            num_samples=job.samples.num_samples,
-            num_eval_samples=0 if self.eval_samples is None else self.eval_samples.num_samples,
-            num_steps=job.num_steps,
-            num_epochs=num_samples / job.samples.num_samples,
-            optimizer=f"{settings.optimizer}, lr {settings.learning_rate:g} ({settings.lr_scheduler_type}{warmup})",
-            planned=planned.planned,
-            planned_buffers=planned.planned_buffers,
-            free_bytes=self.free_bytes,
-            checkpoint_bytes=num_bytes,
-            expected_save_s=_expected_save_s(self.folder, num_bytes),
-            save_steps=settings.save_steps,
-            first_step=self.first_step,
-            resumed_from=settings.resume_from_checkpoint or "",
-        )
-
-    def end(self, ending: Ending, seconds: float) -> End:
-        """Every rank calls it: memory is the largest of all ranks."""
-        book, job = self.book, self.job
-        self.memory_row()
-        assert self.highest is not None
-        seen = self.highest
-        for other in exchange(self.hosts, self.highest):
-            seen = seen.highest(other)
-        why = {None: "", 130: "interrupted", 143: "terminated"}[ending.stop]
-        tokens_per_s = book.tokens_per_s
-        return End(
-            why=why,
-            step=ending.step,
-            num_steps=job.num_steps,
-            seconds=seconds,
-            num_tokens=(ending.step - self.first_step) * book.tokens_per_step,
-            first_loss=book.first_loss,
-            last_loss=book.last_loss,
-            eval_loss=None if self.evaluation is None else self.evaluation.loss,
-            unigram_entropy=unigram_entropy(job.samples) if self.is_first else None,
-            tokens_per_s=tokens_per_s,
-            mfu=book.mfu,
-            planned=seen.planned,
-            seen=seen.seen,
-            planned_buffers=seen.planned_buffers,
-            seen_buffers=seen.peak_buffers,
-            seen_activations=seen.peak_activations,
-            peak_bytes=seen.peak,
-            checkpoint="" if self.saved_step is None else str(step_folder(self.folder / CHECKPOINTS, self.saved_step)),
-            export=self.exported,
-            prompt=self.prompt,
-            sample=self.generated,
-        )
 
 
 def set_up(settings: Settings) -> Run:
@@ -372,7 +187,7 @@ def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
 
 def _book(run: Run, num_ranks: int) -> Book:
     settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
-    peak = peak_flops(_device_name(job.device), precision.compute)
+    peak = peak_flops(device_name(job.device), precision.compute)
     # Padding is not counted.
     is_padded = settings.packing == "padded"
     tokens_per_sample = job.samples.tokens_per_sample if is_padded else run.checked.seq_length
@@ -389,36 +204,6 @@ def _book(run: Run, num_ranks: int) -> Book:
         more=run.memory_row,
         write=run.write,
     )
-
-
-def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> list[Any]:
-    """Of the samples and their order: a run that finds the same goes on in them, any other begins with them."""
-    split = None if settings.eval_file else settings.eval_fraction
-    return [prepared.digest, checked.seq_length, settings.packing, settings.seed, split]
-
-
-def _source(settings: Settings) -> str:
-    return settings.dataset or ", ".join(settings.train_file) or "Python's manual"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _expected_save_s(folder: Path, num_bytes: int) -> float | None:
-    probe = folder / ".probe"
-    began = time.perf_counter()
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-    except OSError:  # a full disk is told when something is lost by it
-        return None
-    finally:
-        probe.unlink(missing_ok=True)
-    return num_bytes * seconds / PROBE_BYTES
 
 
 def _silent(_: str) -> None:

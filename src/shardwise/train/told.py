@@ -1,0 +1,127 @@
+"""What the user is told of a run: the facts of its first and of its last screen."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.folder import step_folder
+from ..engine.guards import engine_of
+from ..engine.held import memory
+from ..wire.collectives import exchange
+from .banner import End, Start
+from .beside import Run
+from .data.samples import unigram_entropy
+from .folder import CHECKPOINTS
+from .loop import Ending
+from .settings import Settings
+
+PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
+
+
+def start_of(run: Run) -> Start:
+    settings, job, built, batching = run.settings, run.job, run.built, run.job.batching
+    engine = engine_of(job.model)
+    planned = memory(job.model, job.optimizer)
+    flats = [flat for plan in engine.schedule.units for flat in plan.flats]
+    # Masters, and two moments of what is trained.
+    num_bytes = sum(
+        param.shape.numel() * flat.master.itemsize * (3 if flat.trainable else 1)
+        for flat in flats
+        for param in flat.params
+    )
+    layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
+    asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
+    warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
+    num_samples = job.num_samples_before(job.num_steps)
+    return Start(
+        folder=str(run.folder),
+        model=settings.model,
+        num_params=built.num_params,
+        num_trainable=built.num_trainable,
+        strategy_asked=asked,
+        strategy_runs=", ".join(layouts),
+        world_size=engine.mesh.world_size,
+        node_size=engine.mesh.node_size,
+        device=device_name(job.device),
+        precision=str(settings.precision),
+        num_micro=batching.num_micro,
+        micro_size=batching.micro_size,
+        seq_length=run.checked.seq_length,
+        data=_source(settings),
+        tokenizer=run.checked.tokenizer.name,
+        num_tokens=job.samples.num_tokens,
+        num_samples=job.samples.num_samples,
+        num_eval_samples=0 if run.eval_samples is None else run.eval_samples.num_samples,
+        num_steps=job.num_steps,
+        num_epochs=num_samples / job.samples.num_samples,
+        optimizer=f"{settings.optimizer}, lr {settings.learning_rate:g} ({settings.lr_scheduler_type}{warmup})",
+        planned=planned.planned,
+        planned_buffers=planned.planned_buffers,
+        free_bytes=run.free_bytes,
+        checkpoint_bytes=num_bytes,
+        expected_save_s=_expected_save_s(run.folder, num_bytes),
+        save_steps=settings.save_steps,
+        first_step=run.first_step,
+        resumed_from=settings.resume_from_checkpoint or "",
+    )
+
+
+def end_of(run: Run, ending: Ending, seconds: float) -> End:
+    """Every rank calls it: memory is the largest of all ranks."""
+    book, job = run.book, run.job
+    run.memory_row()
+    assert run.highest is not None
+    seen = run.highest
+    for other in exchange(run.hosts, run.highest):
+        seen = seen.highest(other)
+    why = {None: "", 130: "interrupted", 143: "terminated"}[ending.stop]
+    tokens_per_s = book.tokens_per_s
+    return End(
+        why=why,
+        step=ending.step,
+        num_steps=job.num_steps,
+        seconds=seconds,
+        num_tokens=(ending.step - run.first_step) * book.tokens_per_step,
+        first_loss=book.first_loss,
+        last_loss=book.last_loss,
+        eval_loss=None if run.evaluation is None else run.evaluation.loss,
+        unigram_entropy=unigram_entropy(job.samples) if run.is_first else None,
+        tokens_per_s=tokens_per_s,
+        mfu=book.mfu,
+        planned=seen.planned,
+        seen=seen.seen,
+        planned_buffers=seen.planned_buffers,
+        seen_buffers=seen.peak_buffers,
+        seen_activations=seen.peak_activations,
+        peak_bytes=seen.peak,
+        checkpoint="" if run.saved_step is None else str(step_folder(run.folder / CHECKPOINTS, run.saved_step)),
+        export=run.exported,
+        prompt=run.prompt,
+        sample=run.generated,
+    )
+
+
+def _source(settings: Settings) -> str:
+    return settings.dataset or ", ".join(settings.train_file) or "Python's manual"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _expected_save_s(folder: Path, num_bytes: int) -> float | None:
+    probe = folder / ".probe"
+    began = time.perf_counter()
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+    except OSError:  # a full disk is told when something is lost by it
+        return None
+    finally:
+        probe.unlink(missing_ok=True)
+    return num_bytes * seconds / PROBE_BYTES
