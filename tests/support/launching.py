@@ -51,6 +51,20 @@ def stop_when_asked(settings: str) -> int:
     return requests.stop
 
 
+def talk_until_asked(settings: str) -> int:
+    """To whoever listens, as a run does: while it goes, and when it has saved."""
+    _say(settings, str(os.getpid()))
+    requests = Requests(_folder(settings))
+    while requests.stop is None:
+        print("a step", flush=True)
+        time.sleep(0.001)
+    time.sleep(0.2)
+    print("saved", flush=True)
+    _say(settings, "saved")
+    assert requests.stop is not None
+    return requests.stop
+
+
 def never_stop(settings: str) -> int:
     _say(settings, str(os.getpid()))
     time.sleep(600)
@@ -114,6 +128,8 @@ def add_up(settings: str) -> int:
 def main() -> int:
     entry, folder, *words = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    if os.isatty(0):
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that a session's leader opens becomes its terminal
     watch.AFTER_A_DEATH_S = watch.AFTER_A_REFUSAL_S = 1.0
     given = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
     settings = Settings(**{"output_dir": folder, "device": "cpu", **given})

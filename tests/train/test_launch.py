@@ -14,19 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import mesh
 from shardwise.errors import ConfigurationError
 from shardwise.train import launch as launching
-from shardwise.train import signals, slurm
+from shardwise.train import notes, signals, slurm
 from shardwise.train.agent import gravest
 from shardwise.train.cause import first_failure
 from shardwise.train.launch import launch, num_nodes
 from shardwise.train.notes import Ended, Started
 from shardwise.train.settings import Settings
 from shardwise.train.signals import Requests
-from shardwise.train.watch import Seen
+from shardwise.train.watch import Seen, Watch
 
 DEADLINE_S = 120.0
 OURS = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|ROLE_|TORCHELASTIC|SLURM_|OMPI_|OMP_NUM_THREADS")
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -34,13 +38,16 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def launcher(entry: str, folder: Path, *words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def launcher(
+    entry: str, folder: Path, *words: str, terminal: int | None = None, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.support.launching", entry, str(folder), *words]
     process = subprocess.Popen(
         command,
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdin=terminal,
+        stdout=subprocess.PIPE if terminal is None else terminal,
+        stderr=subprocess.PIPE if terminal is None else terminal,
         env=environment(**variables),
         start_new_session=True,  # a group of its own, as a terminal makes for a command
     )
@@ -53,7 +60,7 @@ def launcher(entry: str, folder: Path, *words: str, **variables: str) -> Iterato
 
 
 def run(entry: str, folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    with launcher(entry, folder, *words, **variables) as process:
+    with launcher(entry, folder, *words, terminal=None, **variables) as process:
         out, err = process.communicate(timeout=DEADLINE_S)
         return process.returncode, out, err
 
@@ -165,6 +172,51 @@ def test_sigterm_ends_with_a_save(tmp_path: Path) -> None:
     assert [said(tmp_path, rank) for rank in (0, 1)] == ["saved", "saved"]
 
 
+@pytest.mark.parametrize("is_passed_on", [False, True], ids=["to the leader alone", "to all, as a shell does"])
+def test_a_terminal_that_goes_away_ends_with_a_save(is_passed_on: bool, tmp_path: Path) -> None:
+    """Everything that is said from then on is an error for whoever says it."""
+    mine, theirs = os.openpty()
+    with launcher("talk_until_asked", tmp_path, terminal=theirs) as process:
+        os.close(theirs)
+        for rank in (0, 1):
+            said(tmp_path, rank)
+        os.close(mine)
+        if is_passed_on:
+            os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(DEADLINE_S) == 143
+    assert [said(tmp_path, rank) for rank in (0, 1)] == ["saved", "saved"]
+
+
+def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[str] = []
+
+    def say(text: str) -> None:
+        complaints.append(text)
+        if "stopping" in text:
+            raise OSError("nobody listens")
+
+    # As reliable as a folder across a network.
+    outcomes = iter([OSError("stale"), OSError("stale"), ValueError("half a note")])
+
+    def unreliable(folder: Path) -> Iterator[Started]:
+        error = next(outcomes, None)
+        if error is not None:
+            raise error
+        return found(folder)
+
+    found = notes.started
+    monkeypatch.setattr(notes, "started", unreliable)
+    rank = subprocess.Popen(["sleep", "60"])
+    notes.write(tmp_path, Started(0, 0, rank.pid, ""))
+    with Watch(say, stop_agent=AssertionError("not here")) as watch:
+        watch.look_in(tmp_path)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert rank.wait(DEADLINE_S) == -signal.SIGUSR1, "it was asked to stop"
+    assert complaints[0] == "SIGTERM: stopping after this step, with a checkpoint"
+    told = [re.sub(r".*ranks: |; it goes on", "", text) for text in complaints[1:]]
+    assert told == ["OSError('nobody listens')", "OSError('stale')", "ValueError('half a note')"], "each once"
+
+
 def test_ctrl_c_of_a_terminal_counts_once_and_also_while_ranks_start(tmp_path: Path) -> None:
     """It goes to every process of the group, whether it can hear it yet or not."""
     with launcher("stop_when_asked", tmp_path) as process:
@@ -217,7 +269,20 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
         wait_until_gone([pid])
 
 
+def test_what_to_go_on_from_is_the_first_rank_s_to_choose(tmp_path: Path) -> None:
+    assert run("tell", tmp_path, 'resume_from_checkpoint="auto"', "nproc_per_node=1")[0] == 0
+    assert json.loads(said(tmp_path, 0))["settings"]["resume_from_checkpoint"] == "auto"
+
+
+def test_a_folder_of_another_run_is_refused_before_there_are_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = run("tell", tmp_path)
+    assert code == 2
+    assert "holds another run" in err
+
+
 def test_two_machines_meet(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # one of them may have run before the other joined
     words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{free_port()}"')
     with launcher("add_up", tmp_path, *words) as one, launcher("add_up", tmp_path, *words) as other:
         for process in (one, other):
@@ -232,7 +297,8 @@ def test_a_task_of_srun_is_a_rank(tmp_path: Path) -> None:
         "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
         "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NTASKS": "16", "SLURM_CPUS_PER_TASK": "12",
     }  # fmt: skip
-    assert run("tell", tmp_path, **slurm_variables)[0] == 0
+    # What it says anyway may be said: a run's config.json says everything.
+    assert run("tell", tmp_path, 'nnodes="1"', "max_restarts=0", **slurm_variables)[0] == 0
     seen = json.loads(said(tmp_path, 9))
     assert [seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["9", "16", "1", "8"]
     assert seen["MASTER_ADDR"] == "gpu07"
@@ -284,6 +350,9 @@ def test_numbers_of_machines_that_are_none(text: str) -> None:
         ({"output_dir": "/proc/runs/x"}, {}, ["/proc/runs/x", "cannot be written"]),
         ({"device": "cuda"}, {"CUDA_VISIBLE_DEVICES": ""}, ["cuda", "no GPU"]),
         ({"nproc_per_node": 4}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["4", "2 ranks"]),
+        ({"max_restarts": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, ["max_restarts: 2 (flag)", "torchrun"]),
+        ({"rdzv_endpoint": "a:1"}, {"RANK": "0", "WORLD_SIZE": "2"}, ["rdzv_endpoint: a:1", "torchrun"]),
+        ({"nnodes": "2"}, {**SRUN, "SLURM_NODELIST": "a"}, ["nnodes: 2 (flag)", "srun"]),
         ({}, {"OMPI_COMM_WORLD_SIZE": "4"}, ["mpirun", "4 processes"]),
     ],
 )
@@ -316,6 +385,29 @@ def test_slurm_says_where_launchers_meet(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (found.nnodes, found.rdzv_endpoint, found.node_rank) == ("3", "n1:15042", 1)
     told = Settings(output_dir=str(tmp_path), nnodes="1")
     assert launching._with_slurm(told, {"nnodes": "flag --nnodes"}) == told
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # salloc
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SRUN, "SLURM_NTASKS is 4"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+    ],
+)
+def test_a_world_of_one_is_refused_to_one_of_several_tasks(
+    variables: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    if refused is None:
+        mesh._refuse_other_launchers()
+        return
+    with pytest.raises(ConfigurationError, match=refused):
+        mesh._refuse_other_launchers()
 
 
 def seen_rank(rank: int, *, gone_s: float | None, status: int | None) -> Seen:

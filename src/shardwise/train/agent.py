@@ -4,6 +4,7 @@ What it does well is kept (the rendezvous of machines, restarts, the store that 
 treats signals is not: see `watch`.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -98,7 +99,9 @@ def gravest(codes: Iterable[int]) -> int:
 
 
 def say(text: str) -> None:
-    print(f"shardwise: {text}", file=sys.stderr, flush=True)
+    """To whoever still reads: a run is not to end because its terminal, or what it was piped into, is gone."""
+    with contextlib.suppress(OSError):
+        print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
 class _Notes(LogsSpecs):

@@ -19,6 +19,8 @@ from .folder import LOGS, choose, run_folder
 from .settings import Settings
 
 ENTRY = "shardwise.train.run:run_rank"
+# What a launcher decides. Where another has made the ranks, these settings would do nothing.
+DECIDED = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 MEETING_S = 600  # machines of one job may be started minutes apart
 
@@ -54,9 +56,13 @@ def _start_ranks(
     min_nodes, max_nodes = num_nodes(settings.nnodes)
     _check_meeting(settings, min_nodes, max_nodes)
     nproc_per_node = ranks_here(settings)
-    settings = choose(settings)
+    is_alone = max_nodes == 1
+    # Alone, it refuses early and settles the folder's name. What to go on from stays as it was said: the first rank
+    # chooses, each time that it is started. A machine that joins others finds their folder taken, and by them.
+    folder = run_folder(choose(settings) if is_alone else settings).expanduser()
+    settings = replace(settings, output_dir=str(folder))
     look(settings, nproc_per_node * min_nodes)
-    logs = run_folder(settings).absolute() / LOGS
+    logs = folder.absolute() / LOGS
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -70,7 +76,6 @@ def _start_ranks(
     from .agent import Machines, run_agent
     from .rank import Task
 
-    is_alone = max_nodes == 1
     configs: dict[str, object] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S}
     if settings.rdzv_backend == "static":
         configs["rank"] = settings.node_rank or 0
@@ -133,14 +138,25 @@ def _be_a_rank(settings: Settings, origin: Mapping[str, str], entry: str, variab
 
 
 def _refuse_other_worlds(settings: Settings, origin: Mapping[str, str]) -> None:
-    """What was asked for is what runs: the launcher that made the ranks decides how many there are."""
+    """What was asked for is what runs: the launcher that made the ranks decides how many there are, and the rest."""
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or not slurm.is_step(os.environ)
+    launcher = "torchrun" if is_torchrun else "srun"
     found = os.environ.get("LOCAL_WORLD_SIZE")
     asked = settings.nproc_per_node
     if asked is not None and found is not None and int(found) != asked:
         raise ConfigurationError(
-            f"nproc_per_node: {asked} ({origin.get('nproc_per_node', 'given')}), but torchrun or srun has started "
-            f"{found} ranks on this machine; say it to them, and leave nproc_per_node out"
+            f"nproc_per_node: {asked} ({origin.get('nproc_per_node', 'given')}), but {launcher} has started {found} "
+            "ranks on this machine; say it there, and leave nproc_per_node out"
         )
+    unsaid = Settings()
+    for name in DECIDED:
+        value, where = getattr(settings, name), origin.get(name, "default")
+        # The default may be given too: a run's config.json says everything.
+        if where != "default" and value != getattr(unsaid, name):
+            raise ConfigurationError(
+                f"{name}: {value} ({where}), but {launcher} has started the ranks, and decides that; say it there, "
+                f"and leave {name} out"
+            )
 
 
 def _refuse_mpi() -> None:

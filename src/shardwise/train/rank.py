@@ -1,6 +1,6 @@
 """A rank that the launcher's agent has started, from its first line to its exit code.
 
-It dies with its launcher, hears signals, writes to its own log unless it is rank 0, and runs the entry. An ending
+It dies with its launcher, writes to its own log unless it is rank 0, hears signals, and runs the entry. An ending
 that was decided (any exit code) is returned: what is raised is a crash, after which the agent may start it again.
 """
 
@@ -34,12 +34,12 @@ def run_task(task: Task) -> int:
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if os.getppid() != task.launcher_pid:  # it died before it was asked to take this rank along
         os._exit(1)
-    signals.listen(has_launcher=True)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     log = str(Path(task.logs) / f"rank-{rank:05}.log") if rank else ""
     if log:
         _write_to(log, rank)
+    signals.listen(has_launcher=True)
     notes.write(folder, notes.Started(rank, local_rank, os.getpid(), log))
     try:
         code = call(task.entry, task.settings)

@@ -6,13 +6,20 @@ rank at the end of a step, and what any of them was asked is what all of them do
 
 Ctrl-C reaches every process of a terminal. A rank under `launch` ignores it: the launcher counts how often it came,
 and asks its ranks with SIGUSR2. A rank under torchrun or srun has no such launcher, and counts for itself.
+
+A terminal may go away. SIGHUP says so, later, and to the leader of its session alone; so a rank notices by itself,
+when it writes, and writes to nowhere from then on.
 """
 
+import errno
+import io
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 from ..errors import ConfigurationError
 
@@ -38,8 +45,6 @@ class _Heard:
         self.stop = self.stop or code
 
     def take(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_the_terminal()
         self.ask(INTERRUPTED if number == signal.SIGUSR2 else TERMINATED)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -55,8 +60,9 @@ _heard = _Heard()
 
 
 def listen(*, has_launcher: bool) -> None:
-    """From here on signals are requests. For the main thread of a rank, as early as possible."""
+    """From here on signals are requests. For the main thread of a rank, as soon as its streams lead where they will."""
     _heard.has_launcher = has_launcher
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     handled = {*STOPPING, signal.SIGUSR2} if has_launcher else STOPPING
     for number in handled:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -113,10 +119,25 @@ def _taken(file: Path) -> bool:
     return True
 
 
-def _leave_the_terminal() -> None:
-    """It is gone, and the next line written to it would be an error in the middle of a save."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        if os.isatty(stream):
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
+class _Terminal(io.FileIO):
+    """When it is gone, this leads nowhere: an error for the next line would end a run in the middle of its save."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        return super().write(data)
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    """The same stream, but one that outlives its terminal."""
+    if not stream.isatty():
+        return stream
+    stream.flush()
+    raw = _Terminal(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)

@@ -33,7 +33,7 @@ def rank_variables(variables: Variables) -> dict[str, str]:
     """Torchrun's variables for a task that is a rank."""
     node = int(variables.get("SLURM_NODEID", "0"))
     local_rank = variables.get("SLURM_LOCALID", "0")
-    # With a GPU bound to each task it is the only one that is seen, whatever the task's number.
+    # With a GPU bound to each task it is the only one that is seen, whatever the task's number: all are 0 then.
     if variables.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
         local_rank = "0"
     return {

@@ -154,7 +154,10 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
 
 
 def _resume(settings: Settings) -> str:
-    """A job that is started again goes on; one that was to go on from somewhere has said so itself."""
+    """A job that is started again goes on. One that begins at a checkpoint has said so itself: it begins there once,
+
+    because a folder that holds a run from there goes on with it (see `folder.choose`).
+    """
     return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
 
 

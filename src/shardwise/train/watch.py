@@ -12,10 +12,10 @@ sends SIGUSR2 to the main thread, where an exception is raised that the agent kn
   the same mistake.
 """
 
+import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +57,7 @@ class Watch:
         self._stop_agent = stop_agent
         self._folder: Path | None = None
         self._asked: int | None = None
+        self._trouble = ""
         self._grace_end_s = float("inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
@@ -95,12 +96,21 @@ class Watch:
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)
         while not self._closing.is_set():
-            if select.select([self._pipe[0]], [], [], POLL_S)[0]:
-                for number in os.read(self._pipe[0], 64):
-                    if number in self._heard:
-                        self._hear(signal.Signals(number))
-            with self._lock:
-                self._look()
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001, without this thread nobody could stop the run
+                trouble, self._trouble = self._trouble, f"the launcher's watch over its ranks: {error!r}; it goes on"
+                if trouble != self._trouble:
+                    self._say(self._trouble)
+                self._closing.wait(POLL_S)
+
+    def _turn(self) -> None:
+        if select.select([self._pipe[0]], [], [], POLL_S)[0]:
+            for number in os.read(self._pipe[0], 64):
+                if number in self._heard:
+                    self._hear(signal.Signals(number))
+        with self._lock:
+            self._look()
 
     def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._asked == INTERRUPTED:
@@ -108,11 +118,11 @@ class Watch:
         elif self._folder is None:
             self._end(INTERRUPTED if number == signal.SIGINT else TERMINATED, f"{number.name} before any rank ran")
         elif number == signal.SIGINT:
-            self._say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
             self._asked = INTERRUPTED
+            self._say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
         elif self._asked is None:
-            self._say(f"{number.name}: stopping after this step, with a checkpoint")
             self._asked = TERMINATED
+            self._say(f"{number.name}: stopping after this step, with a checkpoint")
 
     def _look(self) -> None:
         if self._folder is None:
@@ -143,7 +153,7 @@ class Watch:
             seen.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
         elif self._asked is not None and not seen.is_asked and not has_ended:
             seen.is_asked = True
-            os.kill(pid, ASKS[self._asked])
+            _send(pid, ASKS[self._asked])
 
     def _grace_s(self) -> float | None:
         """How long the ranks that still run may go on; None: as long as they like."""
@@ -164,24 +174,28 @@ class Watch:
         for local_rank, seen in self.ranks.items():
             if seen.gone_s is None and local_rank not in self.endings:
                 seen.is_killed = True
-                os.kill(seen.started.pid, signal.SIGKILL)
+                _send(seen.started.pid, signal.SIGKILL)
 
     def _end(self, code: int, why: str) -> None:
         """Get the agent to kill its ranks and return; and if it cannot, do without it."""
-        self._say(why)
         self.code = code
+        self._say(why)
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGUSR2)
         if not self._closing.wait(MAIN_THREAD_S):
             for seen in self.ranks.values():
                 if seen.gone_s is None:
-                    os.kill(seen.started.pid, signal.SIGKILL)
-            sys.stderr.flush()
+                    _send(seen.started.pid, signal.SIGKILL)
             os._exit(code)
 
     def _end_agent(self, _: int, __: FrameType | None) -> None:
         raise self._stop_agent
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the agent has just reaped it
+        os.kill(pid, number)
 
 
 def _nothing(*_: Any) -> None:
