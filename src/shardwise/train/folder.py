@@ -28,7 +28,9 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     if num_restarts and folder is not None:
         # Ranks that are started again go on with their own run, whatever it went on from.
         own = latest(folder / CHECKPOINTS)
-        return _with(settings, folder, str(own) if own is not None else resume)
+        if own is not None or resume in (None, LATEST, AUTO):
+            return _with(settings, folder, None if own is None else str(own))
+        return _with(settings, folder, resume)
     if resume == AUTO:
         # A job that is started again and again with the same words: the first start has nothing to go on from.
         if folder is None:

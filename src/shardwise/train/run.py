@@ -31,7 +31,8 @@ def run_rank(text: str) -> int:
         if error.exit_code == ShardwiseError.exit_code:
             raise
         # Every rank has the same sentence; under a launcher of ours all but the first write it into their logs.
-        if has_launcher() or mesh.is_first():
+        # Before they have met it may be one rank's alone.
+        if has_launcher() or mesh.is_first() or not mesh.is_joined():
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:

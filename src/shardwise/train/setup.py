@@ -54,8 +54,9 @@ def set_up(settings: Settings) -> Run:
     # A launcher has said what there is to say about the data.
     speaks = rank == 0 and not has_launcher()
     say: Callable[[str], None] = partial(print, flush=True) if speaks else _silent
-    # The first rank chooses, because a folder's name may hold the time.
-    chosen = all_or_none(world, lambda: choose(settings, mesh.restarts()) if rank == 0 else settings)
+    # The first rank chooses, because a folder's name may hold the time. Machines that joined late were started once.
+    num_restarts = max(exchange(world, mesh.restarts()))
+    chosen = all_or_none(world, lambda: choose(settings, num_restarts) if rank == 0 else settings)
     settings = exchange(world, chosen)[0]
     folder = run_folder(settings)
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))

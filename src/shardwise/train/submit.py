@@ -154,10 +154,7 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
 
 
 def _resume(settings: Settings) -> str:
-    """A job that is started again goes on. One that begins at a checkpoint has said so itself: it begins there once,
-
-    because a folder that holds a run from there goes on with it (see `folder.choose`).
-    """
+    """A job that is started again goes on. One that begins at a checkpoint says so itself, and begins there each time."""
     return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
 
 
