@@ -154,7 +154,7 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
 
 
 def _resume(settings: Settings) -> str:
-    """A job that is started again goes on. One that begins at a checkpoint says so itself, and begins there each time."""
+    """A job that is started again goes on; one that begins at a checkpoint has said so, and begins there each time."""
     return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
 
 
