@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CheckpointError, ConfigurationError
-from shardwise.train.folder import choose, claim
+from shardwise.train.folder import choose, claim, config_to_go_on_with
 from shardwise.train.settings import Settings, settings_from_json
 
 
@@ -118,3 +118,15 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run(here: Path) -> No
     assert choose(settings, num_restarts=1).resume_from_checkpoint is None
     own = complete(here / "mine/checkpoints/step-000010")
     assert choose(settings, num_restarts=1).resume_from_checkpoint == str(own.relative_to(here))
+
+
+def test_a_run_that_goes_on_knows_its_settings(here: Path) -> None:
+    assert config_to_go_on_with(Settings(output_dir="mine")) is None
+    claim(choose(Settings(output_dir="runs/mine")))
+    named = complete(here / "runs/mine/checkpoints/step-000010")
+    for asked in ({"output_dir": "runs/mine", "resume_from_checkpoint": "auto"}, {"resume_from_checkpoint": "latest"}):
+        assert config_to_go_on_with(Settings(**asked)) == Path("runs/mine/config.json")
+    for place in (named, here / "runs/mine"):
+        found = config_to_go_on_with(Settings(resume_from_checkpoint=str(place)))
+        assert found == here / "runs/mine/config.json"
+    assert choose(Settings(resume_from_checkpoint="runs/mine")).resume_from_checkpoint == str(named.relative_to(here))

@@ -57,7 +57,7 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path) -> None:
     found.truncate_after(2)
     found.log({"step": 3, "loss": 9.0})
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 9.0)]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics-left.jsonl", "metrics.jsonl"]
 
 
 def test_a_fresh_folder_has_nothing_to_forget(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_the_job_for_kubernetes() -> None:
         "--rdzv-endpoint", f"{name}-0.{name}:29400", "--output-dir", "/runs/My_run",
         "--resume-from-checkpoint", "auto",
     ]  # fmt: skip
-    assert json.loads(str(job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"])) == [2, 3, 4, 5]
+    assert json.loads(str(job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"])) == [2, 3, 4, 5, 130]
 
 
 def test_the_pod_resumes(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_pod_resumes(tmp_path: Path) -> None:
     assert "resources" not in container
     script = container["args"][0].replace("exec shardwise", "echo shardwise")
     first = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert first.stdout == "shardwise train --output-dir a run --resume-from-checkpoint auto\n"
+    assert first.stdout == "shardwise train --output-dir /runs/a run --resume-from-checkpoint auto\n", "on the volume"
 
 
 def test_what_kubernetes_would_read_is_escaped() -> None:

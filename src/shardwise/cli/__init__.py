@@ -5,11 +5,12 @@ diverged, 5 a checkpoint is unusable, 130 and 143 interrupted. A mistake is told
 """
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import ShardwiseError
+from ..version import VERSION
 from .bench import bench
 from .doctor import doctor
 from .generate import generate
@@ -32,8 +33,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"shardwise {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def _verbs() -> None:
+def _verbs(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """One engine for every way of sharding data-parallel training."""
 
 

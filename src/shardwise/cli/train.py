@@ -88,11 +88,15 @@ def train(
     """
     from ..config import explain, resolve
     from ..config import schema as schema_of_settings
+    from ..train.folder import config_to_go_on_with
 
     if schema:
         print(json.dumps(schema_of_settings(), indent=1))
         return
     resolved = resolve(words or [], flags, os.environ)
+    own = None if _names_a_file(words or []) else config_to_go_on_with(resolved.settings)
+    if own is not None:  # a run that goes on is what it was, but for what is said now
+        resolved = resolve([str(own), *(words or [])], flags, os.environ)
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
@@ -104,6 +108,10 @@ def train(
         from ..train.launch import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
+
+
+def _names_a_file(words: list[str]) -> bool:
+    return any("=" not in word for word in words)
 
 
 def _parameters() -> list[inspect.Parameter]:

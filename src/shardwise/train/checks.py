@@ -11,7 +11,7 @@ from ..layout import AUTO, layout_of
 from ..mesh import require_nodes
 from .batching import Batching, batching_of
 from .data.prepare import prepare
-from .data.samples import open_samples
+from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
 from .folder import DATA, run_folder
 from .metrics import check_reporters
@@ -20,6 +20,7 @@ from .optimizers import check_optimizer
 from .settings import Settings
 
 LONGEST_BY_DEFAULT = 2048
+LOOKED_AT = 200  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
     before = set(data.glob("*"))
     try:
         prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
-        open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+        samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+        require_targets(samples, say)
     except ConfigurationError:
         # A run that never began leaves nothing behind, and takes away nothing of others.
         for store in set(data.glob("*")) - before:
@@ -54,6 +56,20 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
             for place in made:
                 place.rmdir()
         raise
+
+
+def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
+    """Refuse data in which nothing is trained on, judged by evenly spread samples, and tell how many are empty."""
+    stride = -(-samples.num_samples // LOOKED_AT)
+    numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
+    num_empty = numbers.count(0)
+    if num_empty == len(numbers):
+        raise ConfigurationError(
+            f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer than "
+            "seq_length; make it longer, or use --packing packed"
+        )
+    if num_empty:
+        say(f"{num_empty / len(numbers):.0%} of the samples hold nothing to train on: prompts longer than seq_length?")
 
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:

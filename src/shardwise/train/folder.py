@@ -42,12 +42,12 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         checkpoint = latest(folder / CHECKPOINTS)
         if checkpoint is None:
             raise CheckpointError(
-                f"resume_from_checkpoint latest: {folder / CHECKPOINTS} holds no complete checkpoint; "
-                "start without it, or name a checkpoint's folder"
+                f"resume_from_checkpoint latest: {folder / CHECKPOINTS} holds no complete checkpoint; name a "
+                "checkpoint's folder, or use auto, which begins where there is none"
             )
         return _with(settings, folder, str(checkpoint))
     if resume is not None:
-        checkpoint = Path(resume).expanduser()
+        checkpoint = _checkpoint_in(Path(resume).expanduser())
         if find(checkpoint) is None:
             raise CheckpointError(
                 f"resume_from_checkpoint {resume}: there is no complete checkpoint; give a folder like "
@@ -64,6 +64,18 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
     return _with(settings, folder, None)
+
+
+def config_to_go_on_with(settings: Settings) -> Path | None:
+    """The settings of the run that `settings` ask to go on with, if it is one: its own file counts before defaults."""
+    resume, folder = settings.resume_from_checkpoint, settings.output_dir
+    if resume is None:
+        return None
+    if resume in (LATEST, AUTO):
+        runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
+    else:
+        runs = [_checkpoint_in(Path(resume).expanduser()).absolute().parent.parent]
+    return next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
 
 
 def claim(settings: Settings) -> Path:
@@ -96,18 +108,29 @@ def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 
 
-def _newest_run() -> Path:
+def _checkpoint_in(path: Path) -> Path:
+    """A run's folder stands for its newest checkpoint."""
+    return latest(path / CHECKPOINTS) or path
+
+
+def _runs() -> list[Path]:
+    """Runs that have a complete checkpoint, the newest last."""
     runs = [path.parent for path in RUNS.glob(f"*/{CHECKPOINTS}") if latest(path) is not None]
+    return sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
+
+
+def _newest_run() -> Path:
+    runs = _runs()
     if not runs:
         raise CheckpointError(
             f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
             "--output-dir"
         )
-    return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
+    return runs[-1]
 
 
 def _taken(folder: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest), or name another "
-        "folder"
+        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest, or auto if it has no "
+        "checkpoint yet), or name another folder"
     )

@@ -71,13 +71,16 @@ class Metrics:
             reporter.log(row)
 
     def truncate_after(self, step: int) -> None:
-        """Forget the rows behind `step`, and a line that a crash has cut short."""
+        """Put the rows behind `step` aside, into metrics-left.jsonl, and drop a line that a crash has cut short."""
         if self._file is None:
             return
         if self._file.exists():
             draft = self._file.with_suffix(".draft")
-            with self._file.open() as rows, draft.open("w") as kept:
-                kept.writelines(line for line in rows if _step_of(line) <= step)
+            lines = self._file.read_text().splitlines(keepends=True)
+            draft.write_text("".join(line for line in lines if _step_of(line) <= step))
+            if left := [line for line in lines if step < _step_of(line) < math.inf]:
+                with self._file.with_name("metrics-left.jsonl").open("a") as file:
+                    file.writelines(left)
             draft.replace(self._file)
         for reporter in self._reporters:
             reporter.restart(step)

@@ -30,7 +30,7 @@ from .batching import Batching
 from .beside import Run, data_identity
 from .book import Book
 from .checkpointing import checkpoint_blocks
-from .checks import Checked, check_all
+from .checks import Checked, check_all, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
@@ -72,6 +72,10 @@ def set_up(settings: Settings) -> Run:
     first_step = extra.get("step", 0)
     first_sample = extra.get("num_samples_seen", 0) if is_same_data else 0
     num_steps = _num_steps(settings, checked.batching, samples, extra, first_sample)
+    if rank == 0 and num_steps == first_step:
+        print(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps", flush=True)
+    elif rank == 0 and settings.warmup_steps >= num_steps:
+        print(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}", flush=True)
     job = Job(settings, model, optimizer, samples, checked.batching, rank, device, num_steps, first_step, first_sample)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
     all_or_none(world, lambda: _take_folder(settings, extra) if rank == 0 else None)
@@ -152,6 +156,7 @@ def _data(settings: Settings, checked: Checked, say: Callable[[str], None]) -> t
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
     )
+    all_or_none(patient, lambda: require_targets(samples, say))
     return prepared, samples, eval_samples
 
 

@@ -16,7 +16,7 @@ from .settings import Settings
 GPUS = 8  # of a machine, where nothing is said
 SAVE_S = 120
 PORT = 29400
-REFUSALS = (2, 3, 4, 5)  # trying again would end in the same way
+REFUSALS = (2, 3, 4, 5, 130)  # trying again would end in the same way, or somebody has stopped it
 
 _SLURM = """\
 #!/bin/bash
@@ -133,7 +133,9 @@ def k8s(settings: Settings, words: Sequence[str]) -> str:
     _, nodes = num_nodes(settings.nnodes)
     name = _name(settings)
     mount = "/runs"
-    run = settings.output_dir or f"{mount}/{name}"
+    # On the volume that all machines write to, wherever the image starts its processes.
+    folder = settings.output_dir or name
+    run = folder if folder.startswith("/") else f"{mount}/{folder.removeprefix('runs/')}"
     gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {settings.nproc_per_node or GPUS}\n"
     meeting = f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:{PORT}' if nodes > 1 else ""
     # exec: the signal that ends a pod goes to its first process only.

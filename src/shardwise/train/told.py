@@ -1,5 +1,6 @@
 """What the user is told of a run: the facts of its first and of its last screen."""
 
+import math
 import os
 import time
 from pathlib import Path
@@ -84,8 +85,8 @@ def end_of(run: Run, ending: Ending, seconds: float) -> End:
         num_steps=job.num_steps,
         seconds=seconds,
         num_tokens=(ending.step - run.first_step) * book.tokens_per_step,
-        first_loss=book.first_loss,
-        last_loss=book.last_loss,
+        first_loss=None if math.isnan(book.first_loss) else book.first_loss,
+        last_loss=None if math.isnan(book.last_loss) else book.last_loss,
         eval_loss=None if run.evaluation is None else run.evaluation.loss,
         unigram_entropy=unigram_entropy(job.samples) if run.is_first else None,
         tokens_per_s=tokens_per_s,

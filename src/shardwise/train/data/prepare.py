@@ -181,7 +181,7 @@ def _write(
         return
     bad: list[str] = []
     num_bad = 0
-    is_rows = False
+    is_rows = has_chats = False
     began = said = time.monotonic()
     # As wide as the tokenizer's ids need: with the model's, the digest would depend on the model.
     with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
@@ -193,6 +193,9 @@ def _write(
                 if num_bad > settings.max_bad_rows:
                     _say_bad(given, bad, num_bad, settings.max_bad_rows, say)
                 continue
+            if isinstance(item, Chat) and tokenizer.template is None and not has_chats:
+                has_chats = True
+                say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' and their content below it")
             for ids, trained in segments:
                 writer.add(ids, trained)
             if not isinstance(item, Piece) or item.is_last:

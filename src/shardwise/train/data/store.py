@@ -32,6 +32,7 @@ from ...errors import ConfigurationError
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
 _BLOCK = 2**22
+_ENOUGH = 64  # numbers to tell by
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -130,6 +131,10 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
                 stored = tokens[first : first + _BLOCK]
                 hashed.update(stored)
                 block = _tensor(stored, dtype)
+                if first == 0 and dtype == "uint16" and block.numel() >= _ENOUGH and not bool(block[1::2].any()):
+                    raise ConfigurationError(
+                        f"{path}: every second number is 0, as in uint32 read as uint16: set --token-dtype uint32"
+                    )
                 if int(block.max()) >= vocab_size:
                     at = int((block >= vocab_size).nonzero()[0])
                     raise ConfigurationError(

@@ -6,6 +6,7 @@ if built.weights is not None:
     sw.load_full_state_dict(model, built.weights)
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,9 @@ def build(
 
 
 def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
+    # It imports torchao where that is installed, which warns of parts that nobody asked for.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
     except ImportError:

@@ -83,6 +83,7 @@ def _write(
             if built.facts.tokenizer == BYTES.name:
                 (unnamed / NOTE).write_text(json.dumps({TOKENIZER_KEY: BYTES.name}))
         for path in (*unnamed.rglob("*"), unnamed):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors' files are for one user only
             sync(path)  # a folder that has its name is complete, also after the power went
         _replace(unnamed, folder)
     finally:

@@ -173,7 +173,8 @@ def find_model(name: str, *, with_weights: bool) -> Path:
 
 def _fetched(name: str, with_weights: bool) -> Path:
     """The snapshot of a repository in Hugging Face's cache."""
-    known = f"it is no in-tree shape and no folder here; {did_you_mean(name, PRESETS)}"
+    hint = "" if "/" in name else f"; {did_you_mean(name, PRESETS)}"
+    known = f"it is no in-tree shape and no folder here{hint}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
