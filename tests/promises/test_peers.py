@@ -175,8 +175,9 @@ def test_hybrid_fully_shard(run_ranks: Pool, strategy: str) -> None:
 # DeepSpeed
 
 
-def train_deepspeed(stages: list[int]) -> list[Outcome]:
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
+def train_deepspeed(stages: list[int], built: str) -> list[Outcome]:
+    # It compiles a part of itself. In the usual place a session that was killed leaves a lock, which others wait for.
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"], TORCH_EXTENSIONS_DIR=built)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -211,11 +212,12 @@ def _deepspeed_stage(stage: int) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def deepspeed_outcomes(run_ranks: Pool) -> dict[int, Outcome]:
+def deepspeed_outcomes(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     """One run for all stages: DeepSpeed wants processes of its own, and takes long to import."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; it is in the extra 'peers'")
-    endings = run_ranks.throwaway(2, train_deepspeed, [1, 2, 3], join_group=False)
+    built = str(tmp_path_factory.mktemp("extensions"))
+    endings = run_ranks.throwaway(2, train_deepspeed, [1, 2, 3], built, join_group=False)
     for ending in endings:
         assert ending.kind == "returned", ending.detail
     return dict(zip([1, 2, 3], endings[0].value, strict=True))
