@@ -135,10 +135,14 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[Said]:
             yield _said(key, text, f"flag --{negated}{key.replace('_', '-')}")
 
 
+def files_in(words: Sequence[str]) -> list[str]:
+    """The words that are no key=value. A path may hold "=", but no key a slash; a strategy's patterns hold anything."""
+    return [word for word in words if not re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
+
+
 def _from_words(words: Sequence[str]) -> Iterator[Said]:
-    # A path may hold "=" too, but no key holds a slash; the patterns of a strategy may hold anything.
-    overrides = [word for word in words if re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
-    files = [word for word in words if word not in overrides]
+    files = files_in(words)
+    overrides = [word for word in words if word not in files]
     if len(files) > 1:
         raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
     # The last is right; parts stay in the order they were written in, which matters to a strategy.

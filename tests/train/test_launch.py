@@ -20,9 +20,9 @@ from shardwise.train import launch as launching
 from shardwise.train import notes, signals, slurm
 from shardwise.train.agent import gravest
 from shardwise.train.cause import first_failure
-from shardwise.train.launch import launch, num_nodes
+from shardwise.train.launch import launch
 from shardwise.train.notes import Ended, Started
-from shardwise.train.settings import Settings
+from shardwise.train.settings import Settings, num_nodes
 from shardwise.train.signals import Requests
 from shardwise.train.watch import Seen, Watch
 

@@ -31,7 +31,7 @@ from ..wire.collectives import exchange
 from . import folder
 from .index import Buffer, Contribution, File, Index, Piece, StateItem, buffer_key, merge, state_key, weight_key
 from .state import describe_optimizer, describe_state, group_of, own_optimizer, refuse_homeless_state, stored_row
-from .tensors import DTYPES, NAMES, Entry, write_file
+from .tensors import DTYPES, NAMES, Entry, entry_of, write_file
 from .together import together
 
 
@@ -131,7 +131,7 @@ def _write_share(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer |
                     entries += _state_entries(optimizer, name, resting, piece, here, items)
     if engine.mesh.rank == 0:
         for name, buffer in buffers_of(model, engine).items():
-            entries.append(Entry(buffer_key(name), buffer.dtype, tuple(buffer.shape), partial(_itself, buffer)))
+            entries.append(entry_of(buffer_key(name), buffer))
     return _Share(write_file(into / folder.rank_file(engine.mesh.rank), entries), written)
 
 
@@ -163,10 +163,6 @@ def _part_of(resting: Tensor, here: slice) -> Tensor:
 
 def _state_part(optimizer: ShardedOptimizer, resting: Tensor, key: str, here: slice, shape: tuple[int, ...]) -> Tensor:
     return stored_row(optimizer, resting, key)[here].reshape(shape)
-
-
-def _itself(buffer: Tensor) -> Tensor:
-    return buffer
 
 
 def _span_to_write(flat: Flat) -> Interval:

@@ -53,6 +53,11 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def entry_of(key: str, tensor: Tensor) -> Entry:
+    """A tensor that is there already."""
+    return Entry(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
 def write_file(path: Path, entries: Sequence[Entry]) -> int:
     """Write the tensors and wait until the disk has them; returns the size of the file."""
     # Widest first, so that every tensor is aligned to its own elements.

@@ -86,7 +86,7 @@ def train(
 
         shardwise train examples/pretrain-1b.yaml --nnodes 4 --print-slurm
     """
-    from ..config import explain, resolve
+    from ..config import explain, files_in, resolve
     from ..config import schema as schema_of_settings
     from ..train.folder import config_to_go_on_with
 
@@ -94,7 +94,7 @@ def train(
         print(json.dumps(schema_of_settings(), indent=1))
         return
     resolved = resolve(words or [], flags, os.environ)
-    own = None if _names_a_file(words or []) else config_to_go_on_with(resolved.settings)
+    own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
     if own is not None:  # a run that goes on is what it was, but for what is said now
         resolved = resolve([str(own), *(words or [])], flags, os.environ)
     if show_config:
@@ -108,10 +108,6 @@ def train(
         from ..train.launch import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
-
-
-def _names_a_file(words: list[str]) -> bool:
-    return any("=" not in word for word in words)
 
 
 def _parameters() -> list[inspect.Parameter]:

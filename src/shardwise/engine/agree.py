@@ -24,19 +24,26 @@ _ROW_ELEMS = 1024
 
 def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
     """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason."""
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = prepare()
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
-        failure = error
-    reports = exchange(world, None if failure is None else f"{failure}")
+    result, failure, reports = attempt(world, prepare, str)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
         if report is not None:
             raise ConfigurationError(f"rank {rank} cannot go on: {report}")
     return result  # type: ignore[return-value]
+
+
+def attempt(
+    world: Channel, do: Callable[[], T], describe: Callable[[Exception], str]
+) -> tuple[T | None, Exception | None, list[str | None]]:
+    """Run `do` on every rank, and meet: its result or failure here, and by rank what failed, None where nothing did."""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = do()
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
+        failure = error
+    return result, failure, exchange(world, None if failure is None else describe(failure))
 
 
 def require_agreement(world: Channel, facts: Facts) -> None:

@@ -6,7 +6,6 @@ with a task per node they find it in Slurm's variables.
 """
 
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from ..cgroup import cgroup_values, cpu_limit
 from ..errors import ConfigurationError, did_you_mean
 from . import signals, slurm
 from .folder import LOGS, choose, run_folder
-from .settings import Settings
+from .settings import Settings, num_nodes
 
 ENTRY = "shardwise.train.run:run_rank"
 # What a launcher decides. Where another has made the ranks, these settings would do nothing.
@@ -93,15 +92,6 @@ def _start_ranks(
     )
     task = Task(entry, settings.to_json(), str(logs), os.getpid())
     return run_agent(machines, settings.max_restarts, task, socket.gethostname())
-
-
-def num_nodes(text: str) -> tuple[int, int]:
-    """--nnodes: a number of machines, or MIN:MAX."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= low <= high:
-        raise ConfigurationError(f"nnodes: {text!r} is no number of machines; write 4, or 2:4 for two to four of them")
-    return low, high
 
 
 def ranks_here(settings: Settings) -> int:

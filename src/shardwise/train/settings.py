@@ -154,9 +154,7 @@ class Settings:
             raise ConfigurationError(
                 f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
             )
-        machines = re.fullmatch(r"(\d+)(?::(\d+))?", self.nnodes)
-        if not machines or not 1 <= int(machines[1]) <= int(machines[2] or machines[1]):
-            raise ConfigurationError(f"nnodes: {self.nnodes!r} is no number of machines; write 2, or 1:4 for 1 to 4")
+        num_nodes(self.nnodes)
         for word in self.report_to:
             if word not in ("tensorboard", "wandb"):
                 raise ConfigurationError(f"report_to: unknown {word!r}; known: tensorboard, wandb")
@@ -178,6 +176,15 @@ def _refuse_outside(entry: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigurationError(f"{entry.name}: {value} must be at most {limits['most']:g}")
     if limits["below"] is not None and value >= limits["below"]:
         raise ConfigurationError(f"{entry.name}: {value} must be below {limits['below']:g}")
+
+
+def num_nodes(text: str) -> tuple[int, int]:
+    """--nnodes: a number of machines, or MIN:MAX."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigurationError(f"nnodes: {text!r} is no number of machines; write 2, or 1:4 for 1 to 4")
+    return low, high
 
 
 def settings_from_json(text: str) -> Settings:

@@ -156,7 +156,8 @@ def _data(settings: Settings, checked: Checked, say: Callable[[str], None]) -> t
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
     )
-    all_or_none(patient, lambda: require_targets(samples, say))
+    if not has_launcher():  # which has looked
+        all_or_none(patient, lambda: require_targets(samples, say))
     return prepared, samples, eval_samples
 
 

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from .launch import num_nodes
-from .settings import Settings
+from .settings import Settings, num_nodes
 
 GPUS = 8  # of a machine, where nothing is said
 SAVE_S = 120

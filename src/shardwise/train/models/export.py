@@ -9,14 +9,13 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...checkpoint.folder import sync
-from ...checkpoint.tensors import Entry, write_file
+from ...checkpoint.tensors import entry_of, write_file
 from ...engine.guards import engine_of
 from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
@@ -108,7 +107,7 @@ def _stored_form(inner: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    write_file(path, [Entry(name, value.dtype, value.shape, partial(_same, value)) for name, value in tensors.items()])
+    write_file(path, [entry_of(name, value) for name, value in tensors.items()])
 
 
 def _save_for_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -116,10 +115,6 @@ def _save_for_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _Files:
