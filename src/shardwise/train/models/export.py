@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoint.folder import sync
-from ...checkpoint.tensors import entry_of, write_file
+from ...checkpoint.tensors import entry_of, lay_out, write_file
 from ...engine.guards import engine_of
 from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
@@ -64,8 +64,7 @@ def _write(
     is_adapted = settings.lora is not None
     inner = model.get_base_model() if is_adapted else model
     try:
-        save = _save if built.kind == "in-tree" else _save_for_transformers
-        files = _Files(unnamed / BASE if is_adapted else unnamed, save)
+        files = _Files(unnamed / BASE if is_adapted else unnamed)
         adapters: dict[str, Tensor] = {}
         for part in parts:
             adapters |= {name: value for name, value in part.items() if is_adapter(name)}
@@ -82,7 +81,7 @@ def _write(
             if built.facts.tokenizer == BYTES.name:
                 (unnamed / NOTE).write_text(json.dumps({TOKENIZER_KEY: BYTES.name}))
         for path in (*unnamed.rglob("*"), unnamed):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors' files are for one user only
+            path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
             sync(path)  # a folder that has its name is complete, also after the power went
         _replace(unnamed, folder)
     finally:
@@ -107,22 +106,16 @@ def _stored_form(inner: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    write_file(path, [entry_of(name, value) for name, value in tensors.items()])
-
-
-def _save_for_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """With a word that transformers looks for; its library is there where transformers is."""
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
+    """With a word that transformers looks for."""
+    entries = [entry_of(name, value) for name, value in tensors.items()]
+    write_file(path, lay_out(entries, metadata={"format": "pt"}))
 
 
 class _Files:
     """Safetensors files of at most `MAX_FILE_BYTES`, in Hugging Face's names, which hold the number of all files."""
 
-    def __init__(self, folder: Path, save: Callable[[Path, dict[str, Tensor]], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._save = save
         self._filling: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # in each file
         self._num_bytes = 0
@@ -151,7 +144,7 @@ class _Files:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=1))
 
     def _flush(self) -> None:
-        self._save(self._unnamed(len(self._names)), self._filling)
+        _save(self._unnamed(len(self._names)), self._filling)
         self._names.append(list(self._filling))
         self._filling = {}
 
@@ -188,7 +181,7 @@ def _write_adapter(model: Any, adapters: dict[str, Tensor], folder: Path, base: 
 
     found = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
     tensors = {name: value.contiguous() for name, value in found.items()}
-    _save_for_transformers(folder / "adapter_model.safetensors", tensors)
+    _save(folder / "adapter_model.safetensors", tensors)
     config = copy.deepcopy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if base is not None:
