@@ -10,7 +10,7 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .checkpoint.load import load
-    from .checkpoint.save import save
+    from .checkpoint.save import save, start_save
     from .engine.api import accumulate, describe, shard, traffic
     from .engine.capture import capture
     from .engine.held import Memory, memory
@@ -44,6 +44,7 @@ __all__ = [
     "memory",
     "save",
     "shard",
+    "start_save",
     "traffic",
     "whole",
 ]
@@ -52,6 +53,7 @@ __all__ = [
 _HOMES = {
     "load": ".checkpoint.load",
     "save": ".checkpoint.save",
+    "start_save": ".checkpoint.save",
     "accumulate": ".engine.api",
     "describe": ".engine.api",
     "shard": ".engine.api",

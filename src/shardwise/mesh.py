@@ -106,15 +106,16 @@ def everyone() -> Channel:
     return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
 
 
-def hosts(timeout_s: float | None = None) -> Channel:
+def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do.
 
-    With a timeout other than that of `init` for what one rank may keep the others waiting with.
+    With a timeout other than that of `init` for what one rank may keep the others waiting with; with a purpose, a
+    group that nothing else uses.
     """
     device()
     ranks = tuple(range(dist.get_world_size()))
     timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    key = (dist.group.WORLD, f"hosts {timeout}", ranks)
+    key = (dist.group.WORLD, f"hosts {timeout} {purpose}", ranks)
     if len(ranks) > 1 and key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
     return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger())

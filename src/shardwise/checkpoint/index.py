@@ -1,14 +1,15 @@
-"""What a checkpoint says about itself: `index.json` as values, pure.
+"""What a checkpoint says about itself, as values: pure, and the same whoever wrote it.
 
-Parameters go by their original names and lie in pieces, intervals of their elements in row-major order, each in the
-file of the rank that wrote it. State that is shaped like its parameter lies in the same pieces; any other tensor
-of state is whole, in the file of the first piece; plain numbers are in the index itself. Buffers are in the file of
-rank 0. What is read here may be anybody's: everything is checked before it is used.
+A checkpoint is named tensors. Each lies in pieces: intervals of its elements in row-major order, as plain bytes at a
+place in a file. So it says nothing about layouts and ranks, and what others write (see `others/`) is described with the
+same words. `index.json` is an `Index` in JSON; docs/checkpoint-format.md has every key. What is read here may be
+anybody's: everything is checked before it is used.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, field, replace
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -16,146 +17,237 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import Interval
-from ..version import VERSION
-from .tensors import DTYPES
+from .dtypes import DTYPES
 
-FORMAT, FORMAT_VERSION = "shardwise checkpoint", 1
+FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
+
+Plain = bool | int | float | str | None
+Kind = Literal["parameter", "buffer", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Some bytes of a file, and the CRC-32 (as in zlib and gzip) that they had when they were written."""
+
+    offset: int
+    num_bytes: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
 class File:
+    """A file inside the checkpoint's folder. Its checks are in order and cover it; others' files have none."""
+
     name: str
     num_bytes: int
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An interval of a parameter's elements, and the number of the file that it lies in."""
+    """The elements from `start` to `stop` of a tensor: plain little-endian bytes from `offset` on in a file."""
 
     file: int
+    offset: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
-class StateItem:
-    """One entry of the optimizer's state of a parameter: `split` like it, a `whole` tensor, or a plain `value`."""
-
-    kind: Literal["split", "whole", "value"]
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    value: int | float | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """`group` is the number of the optimizer's group that it is in, if it is in one."""
+class Stored:
+    """A tensor in files; `dtype` in the words of safetensors. The pieces are in order and cover it exactly."""
 
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    group: int | None
-    state: dict[str, StateItem]
+
+    @property
+    def num_elems(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elems * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    shape: tuple[int, ...]
-    dtype: str
+class Saved:
+    """A tensor of a model, under one of its names.
+
+    `tied`: the other names that it has in the model. `group`: the number of the optimizer's group that it is in, if it
+    is in one. `state`: what the optimizer keeps for it; a tensor that is shaped like it can be cut like it.
+    """
+
+    stored: Stored
+    kind: Kind = "unknown"
+    is_trained: bool | None = None
+    tied: tuple[str, ...] = ()
+    group: int | None = None
+    state: dict[str, Stored | Plain] = field(default_factory=dict)
+
+    def is_split(self, key: str) -> bool:
+        """Whether a tensor of state is shaped like the parameter. A count of steps never is, whatever its shape."""
+        item = self.state[key]
+        return isinstance(item, Stored) and item.shape == self.stored.shape and key != "step"
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
+    """`name`: its class, empty where whoever wrote it does not say."""
+
     name: str
     groups: tuple[dict[str, Any], ...]
-    scaler: dict[str, float] | None
+    scaler: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
+    """`origin`: who wrote it, in words for people. `extra`: what the program that saved it wanted back."""
+
     files: tuple[File, ...]
-    params: dict[str, Param]
-    buffers: dict[str, Buffer]
-    optimizer: Optimizer | None
-    extra: dict[str, Any]
+    tensors: dict[str, Saved]
+    optimizer: Optimizer | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "shardwise": VERSION, "torch": torch.__version__}
-        return json.dumps(head | asdict(self), separators=(",", ":"))
-
-
-def weight_key(name: str, start: int) -> str:
-    """What the piece of a parameter that begins at `start` is called in its file."""
-    return f"weight/{name}/{start}"
-
-
-def state_key(name: str, key: str, start: int) -> str:
-    return f"state/{key}/{name}/{start}"
+    def every_stored(self) -> Iterator[tuple[str, Stored]]:
+        """All tensors, with names for messages: the model's, then the optimizer's."""
+        for name, saved in self.tensors.items():
+            yield name, saved.stored
+        for name, saved in self.tensors.items():
+            for key, item in saved.state.items():
+                if isinstance(item, Stored):
+                    yield f"{key} of {name}", item
 
 
-def buffer_key(name: str) -> str:
-    return f"buffer/{name}"
+def to_json(index: Index) -> str:
+    body = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "origin": index.origin,
+        "files": [
+            {"name": file.name, "num_bytes": file.num_bytes, "checks": [astuple(check) for check in file.checks]}
+            for file in index.files
+        ],
+        "tensors": {name: _saved_to_json(saved) for name, saved in index.tensors.items()},
+        "optimizer": None if index.optimizer is None else asdict(index.optimizer),
+        "extra": index.extra,
+    }
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _saved_to_json(saved: Saved) -> dict[str, Any]:
+    return {
+        **_stored_to_json(saved.stored),
+        "kind": saved.kind,
+        "is_trained": saved.is_trained,
+        "tied": saved.tied,
+        "group": saved.group,
+        "state": {
+            key: _stored_to_json(item) if isinstance(item, Stored) else item for key, item in saved.state.items()
+        },
+    }
+
+
+def _stored_to_json(stored: Stored) -> dict[str, Any]:
+    return {"shape": stored.shape, "dtype": stored.dtype, "pieces": [astuple(piece) for piece in stored.pieces]}
 
 
 def from_json(text: str | bytes) -> Index:
-    """Raises CheckpointError where the text is no index, of another format, or leads out of its folder."""
+    """Raises CheckpointError where the text is no index, of another format, or leads out of its folder or files."""
     try:
         given = json.loads(text)
         if (given["format"], given["version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
                 f"the index is {given['format']!r} version {given['version']!r}, and this shardwise reads {FORMAT!r} "
-                f"version {FORMAT_VERSION}: load it with the shardwise that wrote it ({given.get('shardwise')})"
+                f"version {FORMAT_VERSION}: load it with the shardwise that wrote it"
             )
-        files = tuple(_file(entry) for entry in given["files"])
-        return Index(
-            files,
-            {name: _param(entry, len(files)) for name, entry in given["params"].items()},
-            {name: Buffer(_shape(entry["shape"]), _dtype(entry["dtype"])) for name, entry in given["buffers"].items()},
+        index = Index(
+            tuple(_file(entry) for entry in given["files"]),
+            {name: _saved(entry) for name, entry in given["tensors"].items()},
             None if given["optimizer"] is None else _optimizer(given["optimizer"]),
             dict(given["extra"]),
+            {str(key): str(value) for key, value in given["origin"].items()},
         )
+    except RecursionError:
+        raise CheckpointError("the index cannot be understood: it is nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"the index cannot be understood: {error!r}") from error
+    require_sound(index)
+    return index
+
+
+def require_sound(index: Index) -> None:
+    """Raises unless every file lies in the folder, and every piece in its file, and the pieces make up the tensors."""
+    for file in index.files:
+        path = PurePosixPath(file.name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in file.name or "\0" in file.name:
+            raise CheckpointError(f"the index names a file {file.name!r}, which is not inside the checkpoint")
+        end = 0
+        for check in file.checks:
+            if check.offset != end:
+                raise CheckpointError(f"the index has no checksum, or two, for byte {end} of {file.name!r}")
+            end += check.num_bytes
+        if file.checks and end != file.num_bytes:
+            raise CheckpointError(f"the index has checksums for {end} of the {file.num_bytes} bytes of {file.name!r}")
+    for name, stored in index.every_stored():
+        require_cover(name, stored.pieces, stored.num_elems)
+        for piece in stored.pieces:
+            if piece.file >= len(index.files):
+                raise CheckpointError(f"the index has {name!r} in file {piece.file}, of {len(index.files)}")
+            end = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
+            if end > index.files[piece.file].num_bytes:
+                raise CheckpointError(
+                    f"the index has {name!r} up to byte {end} of {index.files[piece.file].name!r}, which is "
+                    f"{index.files[piece.file].num_bytes} bytes long"
+                )
 
 
 def _file(entry: Any) -> File:
-    name = entry["name"]
-    if not isinstance(name, str) or name in ("", ".", "..") or PurePosixPath(name).name != name or "\\" in name:
-        raise CheckpointError(f"the index names a file {name!r}, which is not a plain name inside the checkpoint")
-    return File(name, _count(entry["num_bytes"]))
+    checks = tuple(Check(*(_count(number) for number in check)) for check in entry["checks"])
+    return File(_text(entry["name"]), _count(entry["num_bytes"]), checks)
 
 
-def _param(entry: Any, num_files: int) -> Param:
-    pieces = tuple(Piece(*(_count(p[key]) for key in ("file", "start", "stop"))) for p in entry["pieces"])
-    for piece in pieces:
-        if piece.file >= num_files or piece.start > piece.stop:
-            raise ValueError(f"{piece}, of {num_files} files")
-    group = None if entry["group"] is None else _count(entry["group"])
-    state = {key: _state_item(item) for key, item in entry["state"].items()}
-    return Param(_shape(entry["shape"]), _dtype(entry["dtype"]), pieces, group, state)
+def _saved(entry: Any) -> Saved:
+    kind = entry["kind"]
+    if kind not in ("parameter", "buffer", "unknown"):
+        raise ValueError(f"a tensor of kind {kind!r}")
+    return Saved(
+        _stored(entry),
+        kind,
+        None if entry["is_trained"] is None else bool(entry["is_trained"]),
+        tuple(_text(name) for name in entry["tied"]),
+        None if entry["group"] is None else _count(entry["group"]),
+        {key: _stored(item) if isinstance(item, dict) else _plain(item) for key, item in entry["state"].items()},
+    )
 
 
-def _state_item(item: Any) -> StateItem:
-    if item["kind"] == "value":
-        return StateItem("value", value=item["value"])
-    if item["kind"] not in ("split", "whole"):
-        raise ValueError(f"state of kind {item['kind']!r}")
-    return StateItem(item["kind"], _dtype(item["dtype"]), _shape(item["shape"]))
+def _stored(entry: Any) -> Stored:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r}")
+    shape = tuple(_count(length) for length in entry["shape"])
+    return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
 
 
 def _optimizer(entry: Any) -> Optimizer:
     scaler = None if entry["scaler"] is None else {key: float(value) for key, value in entry["scaler"].items()}
-    return Optimizer(str(entry["name"]), tuple(dict(group) for group in entry["groups"]), scaler)
+    return Optimizer(_text(entry["name"]), tuple(dict(group) for group in entry["groups"]), scaler)
 
 
-def _shape(shape: Any) -> tuple[int, ...]:
-    return tuple(_count(length) for length in shape)
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a name is expected")
+    return value
 
 
-def _dtype(name: Any) -> str:
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r}")
-    return str(name)
+def _plain(value: Any) -> Plain:
+    if not isinstance(value, Plain):
+        raise ValueError(f"{value!r} where a plain value is expected")
+    return value
 
 
 def _count(number: Any) -> int:
@@ -174,47 +266,73 @@ class Part:
     num_elems: int
 
 
-def parts_of(name: str, pieces: Sequence[Piece], wanted: Interval) -> list[Part]:
-    """What to read for an interval of a parameter, in order; the pieces must cover it without a gap."""
-    found: list[Part] = []
-    end = wanted.start
-    for piece in sorted(pieces, key=lambda piece: piece.start):
+def parts_of(stored: Stored, wanted: Interval) -> Iterator[Part]:
+    """What to read for an interval of a tensor whose pieces cover it, in order."""
+    for piece in stored.pieces:
         common = wanted.overlap(Interval(piece.start, piece.stop))
         if common.num_elems:
-            if common.start != end:
-                break
-            found.append(Part(piece, common.start - piece.start, common.start - wanted.start, common.num_elems))
-            end = common.stop
-    if end != wanted.stop:
-        raise CheckpointError(f"the index has no piece, or two, for element {end} of parameter {name!r}")
-    return found
+            yield Part(piece, common.start - piece.start, common.start - wanted.start, common.num_elems)
 
 
-Contribution = Mapping[str, tuple[Piece, int | None, dict[str, StateItem]]]
+def require_cover(name: str, pieces: Iterable[Piece], num_elems: int) -> None:
+    """Raises unless the pieces, in their order, are all elements of a tensor, each once."""
+    end = 0
+    for piece in pieces:
+        if piece.start != end or piece.stop < piece.start:
+            raise CheckpointError(f"the index has no piece, or two, for element {end} of {name!r}")
+        end = piece.stop
+    if end != num_elems:
+        raise CheckpointError(f"the index has pieces for {end} of the {num_elems} elements of {name!r}")
 
 
-def merge(contributions: Sequence[Contribution], shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Param]:
-    """The parameters of an index, from what each rank says that it wrote, and from their shapes and dtypes."""
-    found: dict[str, list[tuple[Piece, int | None, dict[str, StateItem]]]] = {name: [] for name in shapes}
-    for contribution in contributions:
-        for name, written in contribution.items():
-            found[name].append(written)
-    params = {}
-    for name, (shape, dtype) in shapes.items():
-        ordered = sorted(found[name], key=lambda written: written[0].start)
-        pieces = tuple(piece for piece, _, _ in ordered)
-        num_elems = torch.Size(shape).numel()
-        parts_of(name, pieces, Interval(0, num_elems))
-        group, state = (ordered[0][1], ordered[0][2]) if ordered else (None, {})
-        for piece, _, other in ordered:
-            if _kinds(other) != _kinds(state):
-                raise CheckpointError(
-                    f"the optimizer's state of parameter {name!r} is {sorted(state)} on rank {pieces[0].file} and "
-                    f"{sorted(other)} on rank {piece.file}: such state cannot be brought together"
-                )
-        params[name] = Param(shape, dtype, pieces, group, state)
-    return params
+def in_order(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    return tuple(sorted(pieces, key=lambda piece: piece.start))
 
 
-def _kinds(state: Mapping[str, StateItem]) -> dict[str, tuple[str, str]]:
-    return {key: (item.kind, item.dtype) for key, item in state.items()}
+def merge(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
+    """The tensors of an index from what each rank wrote of them. Plain values are those of the rank that comes first.
+
+    The pieces are put in order; whether they are complete is for `require_sound` to say.
+    """
+    found: dict[str, list[Saved]] = {}
+    for share in shares:
+        for name, saved in share.items():
+            found.setdefault(name, []).append(saved)
+    return {name: _merged(name, parts) for name, parts in found.items()}
+
+
+def _merged(name: str, parts: list[Saved]) -> Saved:
+    # A rank that wrote nothing of it knows no state.
+    parts = [part for part in parts if part.stored.pieces or part.state] or parts[:1]
+    parts.sort(key=lambda saved: saved.stored.pieces[0].start if saved.stored.pieces else 0)
+    first = parts[0]
+    for other in parts[1:]:
+        if _described(other.state) != _described(first.state):
+            raise CheckpointError(
+                f"the optimizer's state of parameter {name!r} is {sorted(first.state)} on one rank and "
+                f"{sorted(other.state)} on another: such state cannot be brought together"
+            )
+    state = {
+        key: _joined([part.state[key] for part in parts]) if isinstance(item, Stored) else item  # type: ignore[misc]
+        for key, item in first.state.items()
+    }
+    return Saved(_joined([part.stored for part in parts]), first.kind, first.is_trained, first.tied, first.group, state)
+
+
+def _joined(parts: list[Stored]) -> Stored:
+    """What lies side by side in one file becomes one piece."""
+    size, joined = parts[0].torch_dtype.itemsize, list[Piece]()
+    for piece in in_order(piece for part in parts for piece in part.pieces):
+        if joined and piece == _next_to(joined[-1], size, piece.stop):
+            joined[-1] = replace(joined[-1], stop=piece.stop)
+        else:
+            joined.append(piece)
+    return Stored(parts[0].shape, parts[0].dtype, tuple(joined))
+
+
+def _next_to(last: Piece, size: int, stop: int) -> Piece:
+    return Piece(last.file, last.offset + (last.stop - last.start) * size, last.stop, stop)
+
+
+def _described(state: Mapping[str, Stored | Plain]) -> dict[str, Any]:
+    return {key: (item.shape, item.dtype) if isinstance(item, Stored) else None for key, item in state.items()}

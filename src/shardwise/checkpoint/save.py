@@ -1,37 +1,40 @@
-"""Writing a checkpoint. Every rank calls it, and writes one file with the pieces that are its to write.
+"""Writing a checkpoint. Every rank calls it, and writes what is its to write.
 
     1. rank 0 makes an empty folder beside the place the checkpoint is for.
-    2. every rank writes its file. Copies of a part are the same on every rank that holds one, so each of these writes
-       a share of it: all ranks write at once, under every layout, and nothing is written twice.
-    3. the ranks tell each other what they wrote; rank 0 writes the index, then the marker, then renames.
+    2. every rank writes its parts: into a file of its own, or, where whole tensors are asked for, into its places of
+       two files that all ranks share.
+    3. rank 0 hears what was written, and writes the index, then the marker; then it renames.
 
-After each phase the ranks meet: what failed on one has failed on all, and an older checkpoint is as it was.
+After each phase the ranks meet: what failed on one has failed on all, and an older checkpoint is as it was. In the
+background (`start_save`) the same is done by a thread, over a group of its own, from copies on the host.
 """
 
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from math import prod
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..engine.agree import require_agreement
-from ..engine.guards import engine_of, own_state_dict
+from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError, SaveError
+from ..mesh import hosts
 from ..optim.sharded import ShardedOptimizer
-from ..plan.flat import Flat
-from ..shard import Interval, pieces
-from ..wire.collectives import exchange
-from . import folder
-from .index import Buffer, Contribution, File, Index, Piece, StateItem, buffer_key, merge, state_key, weight_key
-from .state import describe_optimizer, describe_state, group_of, own_optimizer, refuse_homeless_state, stored_row
-from .tensors import DTYPES, NAMES, Entry, entry_of, write_file
+from ..version import VERSION
+from ..wire.collectives import Channel, collect, exchange
+from . import folder, whole
+from .background import Saving, finish_last, host_copy_of
+from .index import FORMAT, File, Index, Optimizer, Piece, Saved, merge, require_sound, to_json
+from .share import Share, share_of
+from .state import describe_optimizer, own_optimizer
+from .tensors import lay_out, write_file
 from .together import together
 
 
@@ -41,167 +44,148 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    whole: bool = False,
 ) -> None:
     """Write the model's weights and buffers, the optimizer's state and `extra` (JSON, rank 0's) to a folder.
 
     Every rank calls it between steps, with the same path on a file system that all of them see. A checkpoint that is
-    there already is replaced once the new one is complete. Gradients are not saved.
+    there already is replaced once the new one is complete. Gradients are not saved. With `whole`, every tensor lies in
+    one piece and under its own name, in `model.safetensors` and `optimizer.safetensors`; anything loads either.
     """
+    content = _content("save", path, model, optimizer, extra, whole)
+    _write(content, engine_of(model).mesh.world)
+
+
+def start_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    whole: bool = False,
+) -> Saving:
+    """As `save`, but training goes on while a thread writes: it returns when everything is copied to the host.
+
+    The copies stay for the next time. The next save, of either kind, waits for this one. If it fails, the next
+    `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned.
+    """
+    content = _content("start_save", path, model, optimizer, extra, whole)
+    engine = engine_of(model)
+    world = engine.mesh.world
+    copied = together(world, lambda: host_copy_of(engine).take(content.share), SaveError)
+    channel = hosts(purpose="saves in the background")
+    return Saving(engine, channel, lambda: _write(replace(content, share=copied), channel))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    place: Path
+    share: Share
+    optimizer: Optimizer | None
+    extra: dict[str, Any]
+    is_whole: bool
+
+
+def _content(
+    verb: str,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    is_whole: bool,
+) -> _Content:
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
-    begin_between_steps(engine, "save", path, own)
-    world, is_first, place = engine.mesh.world, engine.mesh.rank == 0, Path(path).resolve()
-    try:
-        kept = together(world, lambda: _begin(place, extra) if is_first else {}, SaveError)
-        share = together(world, lambda: _write_share(engine, model, own, folder.partial_of(place)), SaveError)
-        shares = exchange(world, share)
-        together(world, lambda: _complete(engine, model, own, place, shares, kept) if is_first else None, SaveError)
-    except CheckpointError:
-        if is_first:
-            folder.abandon(place)
-        raise
+    begin_between_steps(engine, verb, path, own)
+    require_agreement(engine.mesh.world, [("whether they save whole tensors", str(is_whole))])
+    return together(
+        engine.mesh.world,
+        lambda: _Content(
+            Path(path).resolve(),
+            share_of(engine, model, own),
+            None if own is None else describe_optimizer(own),
+            _as_json(extra),
+            is_whole,
+        ),
+        SaveError,
+    )
 
 
 def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None
 ) -> None:
-    """Nothing under way on any rank, no update half done, and all of them mean the same."""
+    """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
     engine.refuse_after_early_update(verb)
+    finish_last(engine)
     engine.rest()
     engine.await_gradients()
     what = "the model" if optimizer is None else "the model and its optimizer"
     require_agreement(engine.mesh.world, [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)])
 
 
-def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
-    """The persistent buffers, by their keys in the state dict."""
-    resting = {param for unit in engine.units for state in unit.states for param in state.resting_params}
-    found = {}
-    for key, value in own_state_dict(model, engine).items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"the model's state dict holds {key!r}, a {type(value).__name__}, which a checkpoint cannot hold: "
-                "save what it says in extra="
-            )
-        if value not in resting:
-            found[key] = value
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a rank wrote."""
-
-    num_bytes: int
-    params: Contribution
-
-
-def _begin(place: Path, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns `extra` as JSON will give it back."""
+def _as_json(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As JSON will give it back."""
     try:
-        kept = json.loads(json.dumps(dict(extra or {})))
+        found: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"extra= must be what JSON can hold: {error}") from error
-    folder.begin(place)
-    return kept
-
-
-def _write_share(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None, into: Path) -> _Share:
-    entries: list[Entry] = []
-    written: dict[str, tuple[Piece, int | None, dict[str, StateItem]]] = {}
-    group = group_of(optimizer)
-    if optimizer is not None:
-        refuse_homeless_state(optimizer, set(group))
-    for unit in engine.units:
-        for state in unit.states:
-            flat = state.flat
-            held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
-            for part in pieces(flat.intervals, _span_to_write(flat)):
-                name, resting = flat.params[part.param].name, state.resting_params[part.param]
-                piece = Piece(engine.mesh.rank, part.in_param.start, part.in_param.stop)
-                here = part.in_param.within(held[part.param])
-                items: dict[str, StateItem] = {}
-                if optimizer is not None and resting in group:
-                    is_part = resting.numel() < flat.params[part.param].shape.numel()
-                    items = describe_state(optimizer, name, resting, is_part)
-                written[name] = (piece, group.get(resting), items)
-                row = partial(_part_of, resting, here)
-                entries.append(Entry(weight_key(name, piece.start), flat.master, (part.in_param.num_elems,), row))
-                if optimizer is not None:
-                    entries += _state_entries(optimizer, name, resting, piece, here, items)
-    if engine.mesh.rank == 0:
-        for name, buffer in buffers_of(model, engine).items():
-            entries.append(entry_of(buffer_key(name), buffer))
-    return _Share(write_file(into / folder.rank_file(engine.mesh.rank), entries), written)
-
-
-def _state_entries(
-    optimizer: ShardedOptimizer,
-    name: str,
-    resting: Tensor,
-    piece: Piece,
-    here: slice,
-    items: Mapping[str, StateItem],
-) -> list[Entry]:
-    found = []
-    for key, item in items.items():
-        if item.kind == "split":
-            shape: tuple[int, ...] = (piece.stop - piece.start,)
-            read = partial(_state_part, optimizer, resting, key, here, shape)
-        elif item.kind == "whole" and piece.start == 0:
-            shape = item.shape
-            read = partial(_state_part, optimizer, resting, key, slice(None), shape)
-        else:
-            continue
-        found.append(Entry(state_key(name, key, piece.start), DTYPES[item.dtype], shape, read))
     return found
 
 
-def _part_of(resting: Tensor, here: slice) -> Tensor:
-    return resting.detach().reshape(-1)[here]
+def _write(content: _Content, world: Channel) -> None:
+    is_first, place = world.index == 0, content.place
+    into = folder.partial_of(place)
+    try:
+        together(world, lambda: folder.begin(place) if is_first else None, SaveError)
+        if content.is_whole:
+            tensors = merge(exchange(world, content.share.tensors))
+            layouts = whole.lay_out(tensors)
+            together(world, lambda: whole.make_files(into, layouts) if is_first else None, SaveError)
+            written = together(world, lambda: whole.write_share(into, layouts, content.share, is_first), SaveError)
+        else:
+            written = together(world, lambda: _write_own_file(into, world.index, content.share), SaveError)
+        shares = collect(world, written)
+        together(world, lambda: _complete(content, shares, world.num_ranks) if is_first else None, SaveError)
+    except CheckpointError:
+        if is_first:
+            folder.abandon(place)
+        raise
 
 
-def _state_part(optimizer: ShardedOptimizer, resting: Tensor, key: str, here: slice, shape: tuple[int, ...]) -> Tensor:
-    return stored_row(optimizer, resting, key)[here].reshape(shape)
+def _write_own_file(into: Path, rank: int, share: Share) -> tuple[list[File], dict[str, Saved]]:
+    labels = [_label(portion.name, portion.key, portion.interval.start) for portion in share.portions]
+    layout = lay_out([portion.as_entry(label) for portion, label in zip(share.portions, labels, strict=True)])
+    file = write_file(into / folder.rank_file(rank), layout)
+    placed = (
+        (portion, Piece(rank, layout.offsets[label], portion.interval.start, portion.interval.stop))
+        for portion, label in zip(share.portions, labels, strict=True)
+    )
+    return [file], share.with_pieces(placed)
 
 
-def _span_to_write(flat: Flat) -> Interval:
-    """Of this rank's part, the share that it writes; the rest is written by those who hold the same part."""
-    own = flat.spans[flat.depth_of_master]
-    sizes, indices = flat.axis_sizes[flat.depth_of_master :], flat.axis_indices[flat.depth_of_master :]
-    number = 0
-    for size, index in zip(sizes, indices, strict=True):
-        number = number * size + index
-    first, last = (own.num_elems * end // prod(sizes) for end in (number, number + 1))
-    return Interval(own.start + first, own.start + last)
+def _label(name: str, key: str | None, start: int) -> str:
+    """What a piece is called in its file. The index finds it by its place; this is for people and other tools."""
+    return f"model/{name}/{start}" if key is None else f"optimizer/{key}/{name}/{start}"
 
 
-def _complete(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: ShardedOptimizer | None,
-    place: Path,
-    shares: Sequence[_Share],
-    extra: dict[str, Any],
-) -> None:
-    files = tuple(File(folder.rank_file(rank), share.num_bytes) for rank, share in enumerate(shares))
+def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Saved]]], num_ranks: int) -> None:
+    parts = [files for files, _ in shares]
+    files = whole.merge_files(parts) if content.is_whole else [file for own in parts for file in own]
+    into = folder.partial_of(content.place)
     for file in files:
-        path = folder.partial_of(place) / file.name
+        path = into / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
             raise CheckpointError(
                 f"{path} is not there as it was written, seen from rank 0: save to a file system that all ranks share"
             )
-    shapes = {
-        spec.name: (tuple(spec.shape), NAMES[state.flat.master])
-        for unit in engine.units
-        for state in unit.states
-        for spec in state.flat.params
+    origin = {
+        "format": FORMAT,
+        "shardwise": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": str(num_ranks),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    index = Index(
-        files,
-        merge([share.params for share in shares], shapes),
-        {name: Buffer(tuple(value.shape), NAMES[value.dtype]) for name, value in buffers_of(model, engine).items()},
-        None if optimizer is None else describe_optimizer(optimizer),
-        extra,
-    )
-    folder.complete(place, index.to_json())
+    index = Index(tuple(files), merge(tensors for _, tensors in shares), content.optimizer, content.extra, origin)
+    require_sound(index)
+    folder.complete(content.place, to_json(index))

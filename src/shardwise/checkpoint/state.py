@@ -16,8 +16,8 @@ from ..errors import CheckpointError, ConfigurationError
 from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
 from ..optim.sharded import ShardedOptimizer
-from .index import Optimizer, StateItem
-from .tensors import DTYPES, NAMES
+from .dtypes import NAMES
+from .index import Optimizer, Plain, Saved, Stored
 
 # How a run computes its updates, not what they are: this is the running program's to say.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -84,7 +84,8 @@ def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None)
     if saved is None:
         raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
     name = type(optimizer.inner).__name__
-    if saved.name != name:
+    # Others do not always say what it was; then its state has to fit.
+    if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
     if len(saved.groups) != len(optimizer.inner.param_groups):
         raise CheckpointError(
@@ -104,9 +105,15 @@ def refuse_homeless_state(optimizer: ShardedOptimizer, params: set[Tensor]) -> N
             )
 
 
-def describe_state(optimizer: ShardedOptimizer, name: str, resting: Tensor, is_part: bool) -> dict[str, StateItem]:
-    """What the optimizer keeps for a parameter; nothing, if it never was updated. Refuses what could not come back."""
-    found = {}
+def describe_state(
+    optimizer: ShardedOptimizer, name: str, resting: Tensor, shape: tuple[int, ...]
+) -> dict[str, Stored | Plain]:
+    """What the optimizer keeps for a parameter of this shape, of which `resting` is this rank's part.
+
+    Nothing, if it never was updated. Refuses what could not come back.
+    """
+    found: dict[str, Stored | Plain] = {}
+    is_part = resting.numel() < torch.Size(shape).numel()
     for key, value in optimizer.inner.state.get(resting, {}).items():
         what = f"the optimizer {type(optimizer.inner).__name__} keeps {key!r} of parameter {name!r}"
         if isinstance(value, Tensor):
@@ -121,10 +128,9 @@ def describe_state(optimizer: ShardedOptimizer, name: str, resting: Tensor, is_p
             dtype = NAMES.get(_stored_dtype(optimizer, value), "")
             if not dtype:
                 raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
-            shape = () if is_like_param else tuple(value.shape)
-            found[key] = StateItem("split" if is_like_param else "whole", dtype, shape)
+            found[key] = Stored(shape if is_like_param else tuple(value.shape), dtype, ())
         elif isinstance(value, _PLAIN):
-            found[key] = StateItem("value", value=value)
+            found[key] = value
         else:
             raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
     return found
@@ -151,33 +157,42 @@ def restore_state(
     optimizer: ShardedOptimizer,
     resting: Tensor,
     group: Mapping[str, Any],
-    saved: Mapping[str, StateItem],
-    read: Callable[[str, StateItem, Tensor], None],
+    saved: Saved,
+    read: Callable[[str, Tensor], None],
 ) -> None:
     """Set what the optimizer keeps for a parameter; `read` fills a row with what this rank holds of a tensor.
 
     Tensors that are there already are written into, because a recorded step reads them where they are.
     """
     kept = optimizer.inner.state[resting]
-    for key in [key for key in kept if key not in saved]:
+    for key in [key for key in kept if key not in saved.state]:
         del kept[key]
-    for key, item in saved.items():
-        if item.kind == "value":
-            kept[key] = item.value
+    for key, item in saved.state.items():
+        if not isinstance(item, Stored):
+            kept[key] = item
             continue
         target = kept.get(key)
-        shape = resting.shape if item.kind == "split" else torch.Size(item.shape)
-        if not _fits(target, shape, DTYPES[item.dtype]):
-            target = _fresh(optimizer, resting, group, key, item)
+        shape = resting.shape if saved.is_split(key) else torch.Size(item.shape)
+        dtype = dtype_of_state(saved, key, resting.dtype)
+        if not _fits(target, shape, dtype):
+            target = _fresh(optimizer, resting, group, key, saved)
         if type(target) is Tensor:
-            read(key, item, target.view(-1))
+            read(key, target.view(-1))
         else:
-            row = torch.empty(shape.numel(), dtype=DTYPES[item.dtype], device=resting.device)
-            read(key, item, row)
+            row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
+            read(key, row)
             _quantise(target, row.view(shape))
         kept[key] = target
     if not kept:
         del optimizer.inner.state[resting]
+
+
+def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
+    """What is kept in the dtype of the master weights goes with it; anything else keeps its own."""
+    item = saved.state[key]
+    assert isinstance(item, Stored)
+    follows = saved.is_split(key) and item.dtype == saved.stored.dtype
+    return master if follows else item.torch_dtype
 
 
 def _quantise(target: Any, values: Tensor) -> None:
@@ -199,13 +214,16 @@ def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
     return type(target) is Tensor and target.shape == shape and target.dtype == dtype and target.is_contiguous()
 
 
-def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], key: str, item: StateItem) -> Tensor:
-    if item.kind == "split":
+def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], key: str, saved: Saved) -> Tensor:
+    dtype = dtype_of_state(saved, key, resting.dtype)
+    if saved.is_split(key):
         if _is_low_bit(optimizer):
             # The optimizer's own word on what it quantises; its squares have no sign.
             buffer: Tensor = optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
             return buffer
-        return torch.empty(resting.shape, dtype=DTYPES[item.dtype], device=resting.device)
+        return torch.empty(resting.shape, dtype=dtype, device=resting.device)
+    item = saved.state[key]
+    assert isinstance(item, Stored)
     # As torch loads them: a count of steps is on the host, unless the update that reads it is not.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.empty(item.shape, dtype=DTYPES[item.dtype], device="cpu" if on_host else resting.device)
+    return torch.empty(item.shape, dtype=dtype, device="cpu" if on_host else resting.device)

@@ -81,6 +81,8 @@ class Engine:
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
         self.num_updates = 0
+        # Told of every step, before it is taken.
+        self.at_step: list[Callable[[], None]] = []
         # With early updates: where this step's forward began, and whether weights have changed since.
         self._forward_began: Mark = None
         self._awaits_step = False
@@ -412,6 +414,11 @@ class Engine:
 
     # Phase 6: the step.
 
+    def begin_step(self) -> None:
+        """An update is asked for: what works beside the training may have something to say."""
+        for say in tuple(self.at_step):
+            say()
+
     def finish_gradients(self) -> None:
         """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
         self._abandon_backward()
@@ -514,6 +521,7 @@ class Engine:
         What has been gathered besides, by an evaluation, counts as stale: a recording that relied on it would never
         gather it again. Nothing is gathered into memory that the step gives back and finds elsewhere the next time.
         """
+        self.begin_step()
         self._abandon_backward()
         if any(state.grad_state != "empty" for state in self.trainable_states):
             raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")

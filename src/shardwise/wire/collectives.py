@@ -112,6 +112,18 @@ def exchange(channel: Channel, value: Any) -> list[Any]:
     return found
 
 
+def collect(channel: Channel, value: Any) -> list[Any]:
+    """Every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
+    if channel.num_ranks == 1:
+        return [value]
+    found: list[Any] | None = [None] * channel.num_ranks if channel.index == 0 else None
+    try:
+        dist.gather_object(value, found, dst=0, group=channel.group)
+    except RuntimeError as error:
+        _fail("collect", channel, "what the ranks wrote", error)
+    return found or []
+
+
 def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
     length = buffer.numel() // channel.num_ranks
     return buffer.narrow(0, channel.index * length, length)

@@ -1,0 +1,134 @@
+"""Saving while training goes on: copies on the host, and a thread that writes them.
+
+A rank may notice a failure a step earlier than another, and would leave the others waiting in a collective. So the
+threads, which all know of a failure, agree on a step that no rank has begun yet, and every rank raises there.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..engine.runtime import Engine
+from ..errors import WireError
+from ..shard import round_up
+from ..wire.collectives import Channel, exchange
+from .dtypes import DTYPES
+from .share import Portion, Share
+
+_ALIGNMENT_BYTES = 64
+
+
+class HostCopy:
+    """Memory on the host for what a rank writes, made once; page-locked where it is copied from a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, share: Share) -> Share:
+        """The same share, of values that training does not change any more."""
+        sizes = [round_up(_num_bytes(portion), _ALIGNMENT_BYTES) for portion in share.portions]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        copies = []
+        for portion, place in zip(share.portions, self._memory[: sum(sizes)].split(sizes), strict=True):
+            copy = place[: _num_bytes(portion)].view(DTYPES[portion.of.dtype])
+            copy.copy_(portion.read().reshape(-1), non_blocking=True)
+            copies.append(replace(portion, read=copy.detach))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return Share(share.tensors, copies)
+
+
+def _num_bytes(portion: Portion) -> int:
+    return portion.interval.num_elems * DTYPES[portion.of.dtype].itemsize
+
+
+class Saving:
+    """A save that is under way."""
+
+    def __init__(self, engine: Engine, channel: Channel, write: Callable[[], None]) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._write = write
+        self._failure: Exception | None = None
+        self._is_told = False
+        self._num_steps = 0
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self._agreed = threading.Event()  # on the step at which a failure is raised
+        self._raise_at = 0
+        # No daemon: a program that ends waits until its checkpoint is written.
+        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+        _last[engine] = self
+        engine.at_step.append(self._at_step)
+        self._thread.start()
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete, or raise why it is not. Every rank calls it."""
+        self._thread.join()
+        self._forget()
+        if self._failure is not None and not self._is_told:
+            self._tell()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001  it is raised where the training can hear it
+            self._failure = error
+            with self._lock:
+                self._has_failed = True
+                num_steps = self._num_steps
+            with suppress(WireError):  # where the others are gone, there is nobody to agree with
+                num_steps = max(exchange(self._channel, num_steps))
+            self._raise_at = num_steps + 1
+            self._agreed.set()
+
+    def _at_step(self) -> None:
+        with self._lock:
+            self._num_steps += 1
+            has_failed = self._has_failed
+        if has_failed:
+            self._agreed.wait()
+            if self._num_steps >= self._raise_at:
+                self._forget()
+                self._tell()
+        elif self.is_finished:
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._at_step in self._engine.at_step:
+            self._engine.at_step.remove(self._at_step)
+        if _last.get(self._engine) is self:
+            del _last[self._engine]
+
+    def _tell(self) -> None:
+        self._is_told = True
+        assert self._failure is not None
+        raise self._failure
+
+
+_last: "WeakKeyDictionary[Engine, Saving]" = WeakKeyDictionary()
+_copies: "WeakKeyDictionary[Engine, HostCopy]" = WeakKeyDictionary()
+
+
+def host_copy_of(engine: Engine) -> HostCopy:
+    if engine not in _copies:
+        _copies[engine] = HostCopy(engine.mesh.device)
+    return _copies[engine]
+
+
+def finish_last(engine: Engine) -> None:
+    """Wait for the save that is under way; if it failed and nobody has heard of it, raise."""
+    last = _last.get(engine)
+    if last is not None:
+        last.finish()

@@ -1,0 +1,137 @@
+"""What a rank writes: the parts of the model's tensors and of the optimizer's state that are its to write.
+
+Copies of a part are the same on every rank that holds one, so each of these writes a share of it: all ranks write at
+once, under every layout, and nothing is written twice. Buffers are rank 0's.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+from torch import Tensor, nn
+
+from ..engine.guards import own_state_dict
+from ..engine.runtime import Engine
+from ..errors import CheckpointError
+from ..optim.sharded import ShardedOptimizer
+from ..plan.flat import Flat
+from ..shard import Interval, pieces
+from .dtypes import DTYPES, NAMES
+from .index import Piece, Plain, Saved, Stored
+from .state import describe_state, group_of, refuse_homeless_state, stored_row
+from .tensors import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """An interval of a tensor that this rank writes: of the model's, or of what the optimizer keeps under `key`."""
+
+    name: str
+    key: str | None
+    of: Stored  # without pieces
+    interval: Interval
+    read: Callable[[], Tensor]
+
+    def as_entry(self, label: str) -> Entry:
+        return Entry(label, DTYPES[self.of.dtype], (self.interval.num_elems,), lambda: self.read().reshape(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`tensors` says what this rank knows of each tensor, without pieces."""
+
+    tensors: dict[str, Saved]
+    portions: list[Portion]
+
+    def with_pieces(self, placed: Iterable[tuple[Portion, Piece]]) -> dict[str, Saved]:
+        """The tensors, with the pieces that were written."""
+        found = dict(self.tensors)
+        for portion, piece in placed:
+            saved, written = found[portion.name], replace(portion.of, pieces=(piece,))
+            if portion.key is None:
+                found[portion.name] = replace(saved, stored=written)
+            else:
+                found[portion.name] = replace(saved, state=saved.state | {portion.key: written})
+        return found
+
+
+def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Share:
+    tensors: dict[str, Saved] = {}
+    portions: list[Portion] = []
+    group = group_of(optimizer)
+    if optimizer is not None:
+        refuse_homeless_state(optimizer, set(group))
+    for unit in engine.units:
+        for state in unit.states:
+            flat = state.flat
+            # Every rank names every parameter, so that an empty one is there too.
+            for spec in flat.params:
+                tied = tuple(site.name for site in spec.sites if site.name != spec.name)
+                stored = Stored(tuple(spec.shape), NAMES[flat.master], ())
+                tensors[spec.name] = Saved(stored, "parameter", spec.trainable, tied)
+            held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
+            for part in pieces(flat.intervals, _span_to_write(flat)):
+                spec, resting = flat.params[part.param], state.resting_params[part.param]
+                here = part.in_param.within(held[part.param])
+                kept: Mapping[str, Stored | Plain] = {}
+                if optimizer is not None and resting in group:
+                    kept = describe_state(optimizer, spec.name, resting, tuple(spec.shape))
+                saved = replace(tensors[spec.name], group=group.get(resting), state=dict(kept))
+                tensors[spec.name] = saved
+                portions.append(Portion(spec.name, None, saved.stored, part.in_param, partial(_part_of, resting, here)))
+                for key, item in kept.items():
+                    if optimizer is None or not isinstance(item, Stored):
+                        continue
+                    read = partial(stored_row, optimizer, resting, key)
+                    if saved.is_split(key):
+                        portions.append(Portion(spec.name, key, item, part.in_param, partial(_slice_of, read, here)))
+                    elif part.in_param.start == 0 and item.num_elems:
+                        portions.append(Portion(spec.name, key, item, Interval(0, item.num_elems), read))
+    if engine.mesh.rank == 0:
+        for name, buffer in buffers_of(model, engine).items():
+            stored = Stored(tuple(buffer.shape), dtype_name(name, buffer), ())
+            tensors[name] = Saved(stored, "buffer")
+            if buffer.numel():
+                portions.append(Portion(name, None, stored, Interval(0, buffer.numel()), buffer.detach))
+    return Share(tensors, portions)
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(f"{name!r} is {tensor.dtype}, which a checkpoint cannot hold: {', '.join(DTYPES)}")
+    return NAMES[tensor.dtype]
+
+
+def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
+    """The persistent buffers, by their keys in the state dict."""
+    resting = {param for unit in engine.units for state in unit.states for param in state.resting_params}
+    found = {}
+    for key, value in own_state_dict(model, engine).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"the model's state dict holds {key!r}, a {type(value).__name__}, which a checkpoint cannot hold: "
+                "save what it says in extra="
+            )
+        if value not in resting:
+            found[key] = value
+    return found
+
+
+def _part_of(resting: Tensor, here: slice) -> Tensor:
+    return resting.detach().reshape(-1)[here]
+
+
+def _slice_of(read: Callable[[], Tensor], here: slice) -> Tensor:
+    return read()[here]
+
+
+def _span_to_write(flat: Flat) -> Interval:
+    """Of this rank's part, the share that it writes; the rest is written by those who hold the same part."""
+    own = flat.spans[flat.depth_of_master]
+    sizes, indices = flat.axis_sizes[flat.depth_of_master :], flat.axis_indices[flat.depth_of_master :]
+    number = 0
+    for size, index in zip(sizes, indices, strict=True):
+        number = number * size + index
+    first, last = (own.num_elems * end // prod(sizes) for end in (number, number + 1))
+    return Interval(own.start + first, own.start + last)
