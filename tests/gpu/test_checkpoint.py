@@ -30,13 +30,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
         optimizer.zero_grad()
 
 
-def go_on(path: Path, settings: dict[str, object]) -> dict[str, bool]:
+def go_on(path: Path, settings: dict[str, object], way: str = "save") -> dict[str, bool]:
     """Which weights are the same after six steps in one go, and after three and three."""
     straight = built("zero3", 0, **settings)
     train(*straight, 0, 6)
     first = built("zero3", 0, **settings)
     train(*first, 0, 3)
-    sw.save(path, *first, extra={"step": 3})
+    if way == "background":
+        saving = sw.start_save(path, *first, extra={"step": 3})
+        train(*first, 3, 6)
+        saving.finish()
+    else:
+        sw.save(path, *first, extra={"step": 3}, whole=way == "whole")
     second = built("zero3", 1, **settings)
     assert sw.load(path, *second) == {"step": 3}
     train(*second, 3, 6)
@@ -50,9 +55,15 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(run_ranks: Pool, tmp_path: Path, set
     assert all(same.values()), same
 
 
-def test_ranks_that_share_a_gpu(run_ranks: Pool, tmp_path: Path) -> None:
-    for same in run_ranks(2, go_on, tmp_path / "here", {"fused": True}):
+@pytest.mark.parametrize("way", ["save", "background", "whole"])
+def test_ranks_that_share_a_gpu(run_ranks: Pool, tmp_path: Path, way: str) -> None:
+    for same in run_ranks(2, go_on, tmp_path / "here", {"fused": True}, way):
         assert all(same.values()), same
+
+
+def test_a_save_in_the_background_sees_the_step_it_began_at(run_ranks: Pool, tmp_path: Path) -> None:
+    (same,) = run_ranks(1, go_on, tmp_path / "here", {"fused": True}, "background")
+    assert all(same.values()), same
 
 
 def go_back(path: Path) -> dict[str, bool]:

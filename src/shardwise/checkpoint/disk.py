@@ -9,9 +9,10 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -38,11 +39,10 @@ class Stream:
             self._file = os.open(path, flags, 0o666)
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]  # of whole pages, as O_DIRECT wants them
         self._rows = [torch.frombuffer(block, dtype=torch.uint8) for block in self._blocks]
-        self._writing: Future[None] | None = None
+        self._writing: _Writing | None = None
         self._filled = 0
         self.num_bytes = 0
         self.checks: list[Check] = []
-        self._writer = ThreadPoolExecutor(1, "shardwise-disk")
 
     def write(self, content: Tensor) -> None:
         """The bytes of a tensor, from whatever device it is on."""
@@ -68,7 +68,7 @@ class Stream:
         with memoryview(block) as view:
             self.checks.append(Check(self.num_bytes, num, zlib.crc32(view[:num])))
         self._wait()
-        self._writing = self._writer.submit(_write_at, self._file, block, num, self.num_bytes)
+        self._writing = _Writing(self._file, block, num, self.num_bytes)
         self.num_bytes, self._filled = self.num_bytes + num, 0
         self._blocks.reverse()
         self._rows.reverse()
@@ -76,7 +76,7 @@ class Stream:
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            writing.finish()
 
     def __enter__(self) -> "Stream":
         return self
@@ -84,8 +84,30 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.shutdown()
+        if self._writing is not None:
+            self._writing.join()
         os.close(self._file)
+
+
+class _Writing(threading.Thread):
+    """A block on its way to the disk. Not an executor's: those end with the main thread, and a save may outlive it."""
+
+    def __init__(self, file: int, block: mmap.mmap, num_bytes: int, offset: int) -> None:
+        super().__init__(name="shardwise-disk")
+        self._write = partial(_write_at, file, block, num_bytes, offset)
+        self._failure: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            self._failure = error
+
+    def finish(self) -> None:
+        self.join()
+        if self._failure is not None:
+            raise self._failure
 
 
 def _write_at(file: int, block: mmap.mmap, num_bytes: int, offset: int) -> None:
