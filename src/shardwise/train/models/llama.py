@@ -1,0 +1,87 @@
+"""The in-tree transformer as others know it: it is a Llama, so its exports carry Llama's names and config.json.
+
+The config also holds the shape under a key of ours, by which such a folder is opened again without transformers.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from ..shapes import TransformerShape
+
+SHAPE_KEY = "shardwise_shape"
+
+_OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_FROM_OUTSIDE = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+_FROM_BLOCK = {theirs: ours for ours, theirs in _IN_BLOCK.items()}
+
+
+def llama_name(name: str) -> str:
+    """Of a tensor, a module, or an adapter's part in it; what peft puts before it stays there."""
+    return _renamed(name, r"blocks\.(\d+)", "model.layers", _IN_BLOCK, _OUTSIDE)
+
+
+def in_tree_name(name: str) -> str:
+    return _renamed(name, r"model\.layers\.(\d+)", "blocks", _FROM_BLOCK, _FROM_OUTSIDE)
+
+
+def _renamed(name: str, block: str, other_block: str, inside: dict[str, str], outside: dict[str, str]) -> str:
+    parts = sorted(inside, key=len, reverse=True)
+    for pattern, found in (
+        (rf"(^|.*\.){block}\.({'|'.join(map(re.escape, parts))})(?=\.|$)", True),
+        (rf"(^|.*\.)({'|'.join(map(re.escape, outside))})(?=\.|$)", False),
+    ):
+        match = re.match(pattern, name)
+        if match:
+            before, rest = match[1], name[match.end() :]
+            new = f"{other_block}.{match[2]}.{inside[match[3]]}" if found else outside[match[2]]
+            return f"{before}{new}{rest}"
+    return name
+
+
+def leaf_name(name: str) -> str:
+    """Of a module by its last word, as the targets of adapters are given."""
+    return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}.get(name, name)
+
+
+def in_tree_leaf_name(name: str) -> str:
+    return {theirs.rpartition(".")[2]: ours.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}.get(name, name)
+
+
+def llama_config(shape: TransformerShape, dtype: str, end_id: int | None) -> dict[str, Any]:
+    """A config.json for transformers. `dtype` in torch's words, without its name before it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_seq,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+        SHAPE_KEY: dataclasses.asdict(shape),
+    }
