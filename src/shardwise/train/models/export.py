@@ -1,47 +1,74 @@
 """Trained weights as files that others open: a Hugging Face folder, a PEFT adapter, or an in-tree folder.
 
-All ranks gather, one unit after the other; rank 0 writes, and holds no more than the file that it is filling. The
-folder gets its name when it is complete, so what is there can be used. If rank 0 fails, every rank hears of it.
+What goes into which file follows from the shapes; then every file is written from its beginning to its end. At the end
+of a run (`export`) all ranks gather, one unit after the other, and rank 0 writes; if it fails, every rank hears of it.
+From a checkpoint (`from_checkpoint.py`) nothing is gathered, and the same is written. The folder gets its name when it
+is complete, so what is there can be used.
 """
 
 import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...checkpoint.folder import sync
-from ...checkpoint.tensors import entry_of, lay_out, write_file
-from ...engine.guards import engine_of
+from ...checkpoint.write import MAX_FILE_BYTES, Source, Tell, new_folder, write_note, write_sources, write_weights
+from ...engine.guards import engine_of, own_state_dict
 from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
+from ...version import VERSION
 from ...wire.collectives import exchange
-from ..data.tokenizer import BYTES
+from ..data.tokenizer import BYTES, tokenizer_for
 from ..settings import Settings
 from .build import Built
-from .facts import IN_TREE_TYPE, TOKENIZER_KEY, tokenizer_files
+from .facts import IN_TREE_TYPE, TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
+from .forms import adapter_form, base_name, is_adapter, stored_form
 from .lora import ADAPTER
+from .merge import merged
 
-MAX_FILE_BYTES = 5 * 10**9
+_GENERATION = "generation_config.json"
 BASE = "base"  # the folder of drawn weights beside the adapters that were trained on them
-NOTE = "shardwise.json"  # beside adapters: what a model has in its config.json, which they must not have
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is exported: a model, which may be on the meta device, and its tensors, once each, under its own names."""
+
+    model: Any
+    facts: ModelFacts
+    sources: Sequence[Source]
+    names: Mapping[str, Sequence[str]]  # of the tensors that are tied
+    is_adapted: bool
+    is_merged: bool = False
+    max_bytes: int = MAX_FILE_BYTES
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the note in the folder
 
 
 def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> None:
     """Write a sharded model; what was in `folder` is replaced. Every rank calls it."""
-    world, rank = engine_of(model).mesh.world, engine_of(model).mesh.rank
+    engine = engine_of(model)
+    world, rank = engine.mesh.world, engine.mesh.rank
+    engine.rest()
     is_adapted = settings.lora is not None
     # Adapters are of no use without the weights they were trained on: if those exist nowhere else, they go along.
     needs_base = not is_adapted or not built.facts.has_weights
-    parts = whole_parts(model, rank0_only=True, wants=lambda name: needs_base or is_adapter(name))
+
+    def wants(name: str) -> bool:
+        return needs_base or is_adapter(name)
+
+    parts = whole_parts(model, rank0_only=True, wants=wants)
     problem = ""
     if rank == 0:
         try:
-            _write(model, built, settings, folder, parts, needs_base)
+            sources, names = _gathered_sources(model, parts, wants)
+            write_export(Content(model, built.facts, sources, names, is_adapted, max_bytes=MAX_FILE_BYTES), folder)
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks are gathering and wait to hear
             problem = f"{type(error).__name__}: {error}"
     for _ in parts:
@@ -51,137 +78,104 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
         raise ShardwiseError(f"export to {folder} failed: {problem}")
 
 
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
+def _gathered_sources(
+    model: nn.Module, parts: Iterator[dict[str, Tensor]], wants: Callable[[str], bool]
+) -> tuple[list[Source], dict[str, list[str]]]:
+    """In the order in which they are gathered, so that none is held for long."""
+    engine = engine_of(model)
+    names: dict[Tensor, list[str]] = {}
+    for name, value in own_state_dict(model, engine).items():
+        if isinstance(value, Tensor) and wants(name):
+            names.setdefault(value, []).append(name)
+    held: dict[str, Tensor] = {}
+    firsts = {tied[0]: tied for tied in names.values()}
+
+    def take(name: str) -> list[Tensor]:
+        while name not in held:
+            held.update({key: value for key, value in next(parts).items() if key in firsts})
+        return [held.pop(name)]
+
+    sources = []
+    for unit in engine.units:
+        for state in unit.states:
+            for resting, spec in zip(state.resting_params, state.flat.params, strict=True):
+                if resting in names:
+                    name = names.pop(resting)[0]
+                    sources.append(Source(name, spec.dtype, tuple(spec.shape), partial(take, name)))
+    for buffer, (name, *_) in names.items():
+        sources.append(Source(name, buffer.dtype, tuple(buffer.shape), partial(take, name)))
+    return sources, firsts
 
 
-def _write(
-    model: Any, built: Built, settings: Settings, folder: Path, parts: Iterator[dict[str, Tensor]], needs_base: bool
-) -> None:
-    unnamed = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(unnamed, ignore_errors=True)
-    unnamed.mkdir(parents=True)
-    is_adapted = settings.lora is not None
-    inner = model.get_base_model() if is_adapted else model
-    try:
-        files = _Files(unnamed / BASE if is_adapted else unnamed)
-        adapters: dict[str, Tensor] = {}
-        for part in parts:
-            adapters |= {name: value for name, value in part.items() if is_adapter(name)}
-            base = {_base_name(name): value for name, value in part.items() if not is_adapter(name)}
-            if base:
-                files.add(_stored_form(inner, base))
-        files.finish()
-        if needs_base:
-            _write_config(inner, built, files.folder)
-            _write_tokenizer(built, files.folder)
-        if is_adapted:
-            _write_adapter(model, adapters, unnamed, str(folder.resolve() / BASE) if needs_base else None)
-            _write_tokenizer(built, unnamed)
-            if built.facts.tokenizer == BYTES.name:
-                (unnamed / NOTE).write_text(json.dumps({TOKENIZER_KEY: BYTES.name}))
-        for path in (*unnamed.rglob("*"), unnamed):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
-            sync(path)  # a folder that has its name is complete, also after the power went
-        _replace(unnamed, folder)
-    finally:
-        shutil.rmtree(unnamed, ignore_errors=True)
+def write_export(content: Content, folder: Path, tell: Tell = lambda num_bytes: None) -> None:
+    """Replaces what is there, when everything is written."""
+    model, facts = content.model, content.facts
+    inner = model.get_base_model() if content.is_adapted else model
+    if content.is_merged:
+        base = merged(model, content.sources)
+    else:
+        base = [dataclasses.replace(s, name=base_name(s.name)) for s in content.sources if not is_adapter(s.name)]
+    adapters = [] if content.is_merged else [source for source in content.sources if is_adapter(source.name)]
+    names = {base_name(first): [base_name(name) for name in tied] for first, tied in content.names.items()}
+    note = {"format": "shardwise export", "shardwise": VERSION, **content.about}
+    with new_folder(folder) as into:
+        if base:
+            place = into / BASE if adapters else into
+            place.mkdir(exist_ok=True)
+            stored = stored_form(inner, base, names)
+            write_weights(place, stored, content.max_bytes, tell)
+            _write_config(inner, facts, place, _float_dtype(stored))
+            _write_tokenizer(facts, place)
+        if adapters:
+            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), tell, {"format": "pt"})
+            _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
+            _write_tokenizer(facts, into)
+            # A model has it in its config.json; that of adapters must not have what peft does not know.
+            note |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
+        write_note(into, note)
 
 
-def _base_name(name: str) -> str:
-    """What peft has put around a name is taken away; other names are as they are."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
+    """That of most numbers."""
+    counts: dict[torch.dtype, int] = {torch.float32: 0}
+    for source in sources:
+        if source.dtype.is_floating_point:
+            counts[source.dtype] = counts.get(source.dtype, 0) + source.num_bytes // source.dtype.itemsize
+    return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _stored_form(inner: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One copy of tied weights, under the names that the architecture has in files."""
-    if callable(getattr(inner, "save_pretrained", None)):
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-        part = revert_weight_conversion(inner, remove_tied_weights_from_state_dict(part, inner))
-    seen: dict[int, str] = {}
-    kept = {name: value for name, value in part.items() if seen.setdefault(id(value), name) == name}
-    return {name: value.contiguous() for name, value in kept.items()}
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """With a word that transformers looks for."""
-    entries = [entry_of(name, value) for name, value in tensors.items()]
-    write_file(path, lay_out(entries, metadata={"format": "pt"}))
-
-
-class _Files:
-    """Safetensors files of at most `MAX_FILE_BYTES`, in Hugging Face's names, which hold the number of all files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._filling: dict[str, Tensor] = {}
-        self._names: list[list[str]] = []  # in each file
-        self._num_bytes = 0
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        for name, tensor in tensors.items():
-            if self._filling and sum(t.nbytes for t in self._filling.values()) + tensor.nbytes > MAX_FILE_BYTES:
-                self._flush()
-            self._filling[name] = tensor
-            self._num_bytes += tensor.nbytes
-
-    def finish(self) -> None:
-        if self._filling:
-            self._flush()
-        if len(self._names) < 2:
-            for index, _ in enumerate(self._names):
-                self._unnamed(index).rename(self.folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for index, names in enumerate(self._names):
-            file_name = f"model-{index + 1:05d}-of-{len(self._names):05d}.safetensors"
-            self._unnamed(index).rename(self.folder / file_name)
-            weight_map |= dict.fromkeys(names, file_name)
-        about = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=1))
-
-    def _flush(self) -> None:
-        _save(self._unnamed(len(self._names)), self._filling)
-        self._names.append(list(self._filling))
-        self._filling = {}
-
-    def _unnamed(self, index: int) -> Path:
-        return self.folder / f"part-{index}"
-
-
-def _write_config(inner: Any, built: Built, folder: Path) -> None:
-    facts = built.facts
+def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
     if facts.kind == "in-tree":
-        about = {
-            "model_type": IN_TREE_TYPE,
-            "shape": dataclasses.asdict(inner.shape),
-            TOKENIZER_KEY: facts.tokenizer,
-        }
+        about = {"model_type": IN_TREE_TYPE, "shape": dataclasses.asdict(inner.shape), TOKENIZER_KEY: facts.tokenizer}
         (folder / "config.json").write_text(json.dumps(about, indent=1))
         return
     config = copy.deepcopy(inner.config)
     config.use_cache = facts.config.get("use_cache", True)  # a matter of training only
     config.architectures = [type(inner).__name__]
-    config.dtype = inner.dtype
+    config.dtype = dtype
     if facts.tokenizer == BYTES.name:
         setattr(config, TOKENIZER_KEY, BYTES.name)
+    # A tokenizer that is not the model's own has other special tokens: a document begins and ends with its end.
+    is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
+    ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
+    _set(config.get_text_config(), {**ends, "pad_token_id": None} if ends else {})
     config.save_pretrained(folder)
-    given = facts.folder / "generation_config.json" if facts.folder is not None else None
+    given = facts.folder / _GENERATION if facts.folder is not None else None
     if given is not None and given.is_file():
-        shutil.copyfile(given, folder / given.name)
+        about = read_json(given)
+        (folder / _GENERATION).write_text(json.dumps({**about, **ends}, indent=2) + "\n")
     elif inner.can_generate():
-        inner.generation_config.save_pretrained(folder)
+        generation = copy.deepcopy(inner.generation_config)
+        _set(generation, ends)
+        generation.save_pretrained(folder)
 
 
-def _write_adapter(model: Any, adapters: dict[str, Tensor], folder: Path, base: str | None) -> None:
-    from peft import get_peft_model_state_dict
+def _set(target: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(target, name, value)
 
-    found = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
-    tensors = {name: value.contiguous() for name, value in found.items()}
-    _save(folder / "adapter_model.safetensors", tensors)
+
+def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
     config = copy.deepcopy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if base is not None:
@@ -189,8 +183,8 @@ def _write_adapter(model: Any, adapters: dict[str, Tensor], folder: Path, base: 
     config.save_pretrained(folder)
 
 
-def _write_tokenizer(built: Built, folder: Path) -> None:
-    name = built.facts.tokenizer
+def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
+    name = facts.tokenizer
     if name == BYTES.name:
         return
     source = Path(name).expanduser()
@@ -202,13 +196,3 @@ def _write_tokenizer(built: Built, folder: Path) -> None:
     for path in tokenizer_files(source):
         copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
         copy_one(path, folder / path.name)
-
-
-def _replace(unnamed: Path, folder: Path) -> None:
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    unnamed.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...checkpoint.folder import find, latest
 from ...checkpoint.load import load
+from ...checkpoint.write import NOTE
 from ...engine.api import shard
 from ...engine.whole import load_full_state_dict
 from ...errors import ConfigurationError
@@ -22,8 +23,9 @@ from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..folder import CHECKPOINTS, CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
-from .export import BASE, NOTE, is_adapter
+from .export import BASE
 from .facts import check, own_tokenizer, read_json
+from .forms import is_adapter
 from .lora import ADAPTER
 from .weights import LazyWeights, StoredTensors
 

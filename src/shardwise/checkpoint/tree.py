@@ -1,0 +1,154 @@
+"""What is in a checkpoint, as values for people and programs: totals by class, and a tree by module. Pure.
+
+In the tree, modules that are alike and differ in their number alone are one line: `layers.0-31`. Two are alike when all
+that is under them has the same names, shapes, dtypes and state.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .index import Index, Saved, Stored
+
+_MAX_DEPTH = 32  # deeper is nobody's model
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes by class, and counts. What a reader of others' files does not know is counted as a weight."""
+
+    num_tensors: int
+    num_params: int
+    num_trained: int
+    num_frozen: int
+    num_buffers: int
+    weights_bytes: int
+    buffers_bytes: int
+    state_bytes: int
+    dtypes: dict[str, int]  # of the model: elements by dtype
+    state_dtypes: dict[str, int]
+
+
+def totals_of(index: Index) -> Totals:
+    params = [saved for saved in index.tensors.values() if saved.kind != "buffer"]
+    buffers = [saved for saved in index.tensors.values() if saved.kind == "buffer"]
+    state = [item for saved in index.tensors.values() for item in stored_state(saved).values()]
+    return Totals(
+        num_tensors=len(index.tensors),
+        num_params=sum(saved.stored.num_elems for saved in params),
+        num_trained=sum(saved.stored.num_elems for saved in params if saved.is_trained),
+        num_frozen=sum(saved.stored.num_elems for saved in params if saved.is_trained is False),
+        num_buffers=len(buffers),
+        weights_bytes=sum(saved.stored.num_bytes for saved in params),
+        buffers_bytes=sum(saved.stored.num_bytes for saved in buffers),
+        state_bytes=sum(item.num_bytes for item in state),
+        dtypes=_by_dtype([saved.stored for saved in index.tensors.values()]),
+        state_dtypes=_by_dtype(state),
+    )
+
+
+def stored_state(saved: Saved) -> dict[str, Stored]:
+    return {key: item for key, item in saved.state.items() if isinstance(item, Stored)}
+
+
+def _by_dtype(tensors: list[Stored]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stored in tensors:
+        found[stored.dtype] = found.get(stored.dtype, 0) + stored.num_elems
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+@dataclass(slots=True)
+class Node:
+    """A module, or a tensor where `saved` is there. `times`: how many alike modules it stands for."""
+
+    name: str
+    children: list["Node"] = field(default_factory=list)
+    saved: Saved | None = None
+    times: int = 1
+
+    @property
+    def num_elems(self) -> int:
+        """Of one of the alike."""
+        own = 0 if self.saved is None else self.saved.stored.num_elems
+        return own + sum(child.times * child.num_elems for child in self.children)
+
+    @property
+    def num_bytes(self) -> int:
+        own = 0 if self.saved is None else self.saved.stored.num_bytes
+        return own + sum(child.times * child.num_bytes for child in self.children)
+
+    @property
+    def state_bytes(self) -> int:
+        own = 0 if self.saved is None else sum(item.num_bytes for item in stored_state(self.saved).values())
+        return own + sum(child.times * child.state_bytes for child in self.children)
+
+
+def tree_of(tensors: Mapping[str, Saved]) -> Node:
+    """Modules that hold one thing alone are on the line of what they hold: `model.norm.weight`."""
+    root: dict[str, Any] = {}
+    for name, saved in tensors.items():
+        place = root
+        *path, last = name.split(".", _MAX_DEPTH)
+        for part in path:
+            below = place.setdefault(part, {})
+            # A name may also be the beginning of another.
+            place = below if isinstance(below, dict) else place.setdefault(f"{part}.", {})
+        place[f"{last} " if isinstance(place.get(last), dict) else last] = saved
+    return _collapsed(_node("", root))
+
+
+def _node(name: str, content: dict[str, Any] | Saved) -> Node:
+    if isinstance(content, Saved):
+        return Node(name, saved=content)
+    children = [_node(key.strip(" ."), value) for key, value in content.items()]
+    if len(children) == 1 and name:
+        return Node(f"{name}.{children[0].name}", children[0].children, children[0].saved)
+    return Node(name, children)
+
+
+def _collapsed(node: Node) -> Node:
+    """The same, from the leaves up, with alike neighbours made one."""
+    found: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
+    last_form: Any = None
+    for child in map(_collapsed, node.children):
+        number = re.match(r"\d+", child.name)
+        form = (child.name[number.end() :], _form(child)) if number else None
+        if number and form == last_form and int(number[0]) == found[-1][2] + 1:
+            found[-1] = (found[-1][0], found[-1][1], int(number[0]))
+        else:
+            first = int(number[0]) if number else 0
+            found.append((child, first, first))
+        last_form = form
+    children = []
+    for child, first, last in found:
+        name = re.sub(r"^\d+", f"{first}-{last}", child.name) if last > first else child.name
+        children.append(Node(name, child.children, child.saved, last - first + 1))
+    # `layers` with one line under it is that line.
+    if len(children) == 1 and node.name:
+        return Node(f"{node.name}.{children[0].name}", children[0].children, children[0].saved, children[0].times)
+    return Node(node.name, children, node.saved)
+
+
+def _form(node: Node) -> Any:
+    """What two alike modules have in common."""
+    saved = node.saved
+    own = saved and (
+        saved.stored.shape,
+        saved.stored.dtype,
+        saved.kind,
+        saved.is_trained,
+        bool(saved.tied),
+        saved.group,
+    )
+    state = saved and [(key, item.shape, item.dtype) for key, item in sorted(stored_state(saved).items())]
+    return own, state, [(child.name, child.times, _form(child)) for child in node.children]
+
+
+def walk(node: Node, depth: int | None = None, level: int = 0) -> Iterator[tuple[int, Node]]:
+    """The lines below a node, each with its level; no deeper than `depth`."""
+    for child in node.children:
+        yield level, child
+        if depth is None or level + 1 < depth:
+            yield from walk(child, depth, level + 1)

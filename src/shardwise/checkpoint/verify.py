@@ -1,0 +1,213 @@
+"""Whether a checkpoint is what was written: complete, every byte, every number finite. All that is wrong is told.
+
+Each file is read once, from its beginning to its end, a block at a time: its checksum is compared, and the numbers in
+it are looked at. Files of others have no checksums; their lengths, places and numbers are looked at all the same.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from . import folder
+from .disk import BLOCK_BYTES
+from .index import File, Index, Piece, Stored, from_json, require_sound
+from .opened import Opened, open_checkpoint
+from .write import Tell
+
+_STEP = re.compile(r"step-\d{6,}")
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found; `problems` is empty where all is well. What is not complete was not finished, or not yet."""
+
+    path: Path
+    origin: dict[str, str] = field(default_factory=dict)
+    is_complete: bool = True
+    num_tensors: int = 0
+    num_files: int = 0
+    num_bytes: int = 0
+    num_checksums: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_complete and not self.problems
+
+
+def look_at(path: Path) -> tuple[Report, Opened | None]:
+    """What can be said without reading tensors; None where there is nothing to go on with."""
+    report = Report(path, is_complete=folder.find(path) is not None or not _is_begun(path))
+    try:
+        opened = _open_own(path, report) if _is_own(path) else open_checkpoint(path)
+        require_sound(opened.index)
+    except CheckpointError as error:
+        report.problems.append(str(error))
+        return report, None
+    index = opened.index
+    report.origin = index.origin
+    report.num_tensors = sum(1 for _ in index.every_stored())
+    report.num_files, report.num_bytes = len(index.files), sum(file.num_bytes for file in index.files)
+    report.num_checksums = sum(len(file.checks) for file in index.files)
+    return report, opened
+
+
+def _is_own(path: Path) -> bool:
+    return any((place / folder.INDEX).is_file() for place in (path, folder.partial_of(path)))
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether it is one of ours, or would have become one."""
+    return _is_own(path) or folder.partial_of(path).is_dir() or _STEP.fullmatch(path.name) is not None
+
+
+def _open_own(path: Path, report: Report) -> Opened:
+    """As `open_checkpoint`, but an index without its marker, or another than the marker's, is looked at as well."""
+    place = folder.find(path)
+    if place is None:
+        place = next(p for p in (path, folder.partial_of(path)) if (p / folder.INDEX).is_file())
+        report.problems.append(f"{place} is incomplete: its save did not finish (no file {folder.MARKER!r})")
+    try:
+        text = (place / folder.INDEX).read_bytes()
+        if report.is_complete:
+            digest = (place / folder.MARKER).read_text(errors="replace").strip()
+            if hashlib.sha256(text).hexdigest() != digest:
+                report.problems.append(
+                    f"{place / folder.INDEX} is not what was written: its digest is not the marker's"
+                )
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
+    return Opened(place, from_json(text))
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """Of a run folder, or of its `checkpoints/`: oldest first, unfinished ones too. None where it is neither."""
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not root.is_dir() or _is_own(root):
+        return []
+    names = {entry.name.removesuffix(".partial") for entry in root.iterdir() if entry.is_dir()}
+    return [root / name for name in sorted(names, key=lambda name: (len(name), name)) if _STEP.fullmatch(name)]
+
+
+def verify(report: Report, opened: Opened, tell: Tell) -> None:
+    """Read everything, and add what is wrong to the report."""
+    index, numbers = opened.index, _Numbers()
+    for name, saved in index.tensors.items():
+        for key, item in saved.state.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                report.problems.append(f"{key} of {name!r} is {item}")
+    places = _places(index)
+    with opened.reader() as reader:
+        for number, file in enumerate(index.files):
+            try:
+                reader.require_length(number)
+            except CheckpointError as error:
+                report.problems.append(str(error))
+                tell(file.num_bytes)
+                continue
+            row = torch.empty(min(BLOCK_BYTES, file.num_bytes), dtype=torch.uint8)
+            for block in _blocks(file, places[number]):
+                content = row[: block.stop - block.offset]
+                try:
+                    reader.read(_bytes(number, block), 0, content)
+                    for place in block.places:
+                        numbers.look(place, block, content)
+                except CheckpointError as error:
+                    report.problems.append(str(error))
+                tell(content.numel())
+    report.problems += numbers.told()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Elements of a tensor in a file, from the element `start` on."""
+
+    offset: int
+    stop: int
+    start: int
+    name: str
+    stored: Stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of a file, and the places that lie in it, whole or in part."""
+
+    offset: int
+    stop: int
+    places: list[_Place]
+
+
+def _places(index: Index) -> list[list[_Place]]:
+    """By file, in order; of tensors whose numbers may be none."""
+    places: list[list[_Place]] = [[] for _ in index.files]
+    for name, stored in index.every_stored():
+        if stored.torch_dtype.is_floating_point:
+            for piece in stored.pieces:
+                stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
+                places[piece.file].append(_Place(piece.offset, stop, piece.start, name, stored))
+    for found in places:
+        found.sort(key=lambda place: place.offset)
+    return places
+
+
+def _blocks(file: File, places: list[_Place]) -> Iterator[_Block]:
+    """Those of the checksums; without them, what there is to look at, in parts that end between elements."""
+    if not file.checks:
+        for place in places:
+            for offset in range(place.offset, place.stop, BLOCK_BYTES):
+                yield _Block(offset, min(place.stop, offset + BLOCK_BYTES), [place])
+        return
+    first = 0
+    for check in file.checks:
+        stop = check.offset + check.num_bytes
+        while first < len(places) and places[first].stop <= check.offset:
+            first += 1
+        found = takewhile(lambda place, stop=stop: place.offset < stop, places[first:])  # type: ignore[misc]
+        yield _Block(check.offset, stop, [place for place in found if place.stop > check.offset])
+
+
+def _bytes(number: int, block: _Block) -> Stored:
+    num_bytes = block.stop - block.offset
+    return Stored((num_bytes,), "U8", (Piece(number, block.offset, 0, num_bytes),))
+
+
+class _Numbers:
+    """Which tensors hold numbers that are not finite: how many, and the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Stored, int, int, float]] = {}
+
+    def look(self, place: _Place, block: _Block, content: Tensor) -> None:
+        first, last = max(place.offset, block.offset), min(place.stop, block.stop)
+        part, dtype = content[first - block.offset : last - block.offset], place.stored.torch_dtype
+        if (first - place.offset) % dtype.itemsize or part.numel() % dtype.itemsize:
+            raise CheckpointError(f"a checksum ends inside an element of {place.name!r}, at byte {first} or {last}")
+        values = (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
+        if dtype.itemsize == 1:
+            values = values.float()
+        # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
+        if not math.isfinite(values.sum(dtype=torch.float64 if dtype == torch.float64 else torch.float32)):
+            wrong = (~values.isfinite()).nonzero()
+            if len(wrong):
+                at = place.start + (first - place.offset) // dtype.itemsize + int(wrong[0])
+                self._add(place, len(wrong), at, float(values[wrong[0]]))
+
+    def _add(self, place: _Place, num: int, at: int, value: float) -> None:
+        _, before, first, first_value = self._found.get(place.name, (None, 0, at, value))
+        at, value = min((at, value), (first, first_value), key=lambda pair: pair[0])
+        self._found[place.name] = (place.stored, before + num, at, value)
+
+    def told(self) -> Iterator[str]:
+        for name, (stored, num, at, value) in self._found.items():
+            index = [int(number) for number in torch.unravel_index(torch.tensor(at), stored.shape)]
+            how_many = f"{num:,} of {stored.num_elems:,} numbers are not finite"
+            yield f"{name!r}: {how_many}; the first is element {at}, at {index}: {value}"
