@@ -20,6 +20,8 @@ from ..shard import Interval
 from .dtypes import DTYPES
 
 FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
+# More of either is nobody's tensor.
+_MAX_DIMS, _MAX_COUNT = 64, (1 << 63) - 1
 
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
@@ -168,14 +170,14 @@ def from_json(text: str | bytes) -> Index:
             )
         index = Index(
             tuple(_file(entry) for entry in given["files"]),
-            {name: _saved(entry) for name, entry in given["tensors"].items()},
+            {_text(name): _saved(entry) for name, entry in given["tensors"].items()},
             None if given["optimizer"] is None else _optimizer(given["optimizer"]),
             dict(given["extra"]),
             {str(key): str(value) for key, value in given["origin"].items()},
         )
     except RecursionError:
         raise CheckpointError("the index cannot be understood: it is nested too deeply") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"the index cannot be understood: {error!r}") from error
     require_sound(index)
     return index
@@ -222,7 +224,7 @@ def _saved(entry: Any) -> Saved:
         None if entry["is_trained"] is None else bool(entry["is_trained"]),
         tuple(_text(name) for name in entry["tied"]),
         None if entry["group"] is None else _count(entry["group"]),
-        {key: _stored(item) if isinstance(item, dict) else _plain(item) for key, item in entry["state"].items()},
+        {_text(key): _stored(item) if isinstance(item, dict) else _plain(item) for key, item in entry["state"].items()},
     )
 
 
@@ -230,6 +232,8 @@ def _stored(entry: Any) -> Stored:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
     shape = tuple(_count(length) for length in entry["shape"])
+    if len(shape) > _MAX_DIMS or prod(shape) > _MAX_COUNT:
+        raise ValueError(f"a tensor of {len(shape)} dimensions, of a size that no tensor has")
     return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
 
 
@@ -241,6 +245,7 @@ def _optimizer(entry: Any) -> Optimizer:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} where a name is expected")
+    value.encode()  # JSON can hold halves of characters, which no file's name and no terminal can
     return value
 
 
@@ -251,7 +256,7 @@ def _plain(value: Any) -> Plain:
 
 
 def _count(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MAX_COUNT:
         raise ValueError(f"{number!r} where a number of things is expected")
     return number
 

@@ -120,8 +120,8 @@ def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
 
 def _stored(entry: Any, file: int, data: int, num_bytes: int) -> Stored:
     shape, size = tuple(entry["shape"]), DTYPES[entry["dtype"]].itemsize
-    if not all(isinstance(length, int) and length >= 0 for length in shape):
-        raise ValueError(f"shape {shape}")
+    if not all(type(number) is int and number >= 0 for number in (*shape, *entry["data_offsets"])):
+        raise ValueError(f"shape {shape}, offsets {entry['data_offsets']}")
     start, stop = (data + offset for offset in entry["data_offsets"])
     if not data <= start <= stop <= num_bytes or stop - start != prod(shape) * size:
         raise ValueError(f"bytes {start} to {stop} are no {entry['dtype']} {shape}")
