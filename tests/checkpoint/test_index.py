@@ -1,7 +1,7 @@
 """The index is a pure value: it comes back from JSON as it was, and anything else is refused with a reason."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,48 +9,104 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.index import (
-    Buffer,
+    Check,
     File,
     Index,
     Optimizer,
-    Param,
     Piece,
-    StateItem,
+    Saved,
+    Stored,
     from_json,
     merge,
     parts_of,
+    require_sound,
+    to_json,
 )
 from shardwise.errors import CheckpointError
 from shardwise.shard import Interval
 
-STATE = {
-    "exp_avg": StateItem("split", "F32"),
-    "step": StateItem("whole", "F32", ()),
-    "count": StateItem("value", value=3),
-    "nothing": StateItem("value"),
-}
-INDEX = Index(
-    (File("rank-00000.safetensors", 100), File("rank-00001.safetensors", 90)),
-    {
-        "w": Param((2, 3), "F32", (Piece(0, 0, 4), Piece(1, 4, 6)), 0, STATE),
-        "frozen": Param((0,), "BF16", (), None, {}),
+W = Saved(
+    Stored((2, 3), "F32", (Piece(0, 8, 0, 4), Piece(1, 16, 4, 6))),
+    "parameter",
+    is_trained=True,
+    tied=("head.weight",),
+    group=0,
+    state={
+        "exp_avg": Stored((2, 3), "BF16", (Piece(0, 24, 0, 4), Piece(1, 24, 4, 6))),
+        "step": Stored((), "F32", (Piece(0, 32, 0, 1),)),
+        "count": 3,
+        "nothing": None,
     },
-    {"mean": Buffer((), "I64")},
+)
+INDEX = Index(
+    (
+        File("rank-00000.safetensors", 100, (Check(0, 60, 1), Check(60, 40, 2))),
+        File("deeper/rank-00001.safetensors", 90),
+    ),
+    {
+        "w": W,
+        "frozen": Saved(Stored((0, 4), "BF16", ()), "parameter", is_trained=False),
+        "mean": Saved(Stored((), "I64", (Piece(1, 80, 0, 1),)), "buffer"),
+        "theirs": Saved(Stored((2,), "F8_E4M3", (Piece(1, 88, 0, 2),))),
+    },
     Optimizer("AdamW", ({"lr": 1e-3, "betas": [0.9, 0.95]},), {"scale": 65536.0}),
     {"step": 7, "nested": {"list": [1, "a", None]}},
+    {"shardwise": "1.2.3"},
 )
 
 
 def test_the_index_comes_back_from_json() -> None:
-    assert from_json(INDEX.to_json()) == INDEX
-    assert from_json(INDEX.to_json().encode()) == INDEX
-    without = Index((), {}, {}, None, {})
-    assert from_json(without.to_json()) == without
+    require_sound(INDEX)
+    assert from_json(to_json(INDEX)) == INDEX
+    assert from_json(to_json(INDEX).encode()) == INDEX
+    without = Index((), {})
+    assert from_json(to_json(without)) == without
+
+
+def test_the_text_is_plain_json() -> None:
+    given = json.loads(to_json(INDEX))
+    assert (given["format"], given["version"]) == ("shardwise checkpoint", 2)
+    assert given["extra"] == INDEX.extra
+    assert given["tensors"]["w"]["pieces"] == [[0, 8, 0, 4], [1, 16, 4, 6]]
+
+
+counts = st.integers(0, 1 << 48)
+names = st.text(min_size=1).filter(lambda name: not any("\ud800" <= c <= "\udfff" for c in name))
+
+
+@st.composite
+def whole_tensors(draw: st.DrawFn) -> Stored:
+    """Any tensor, in any number of pieces, somewhere in the one file."""
+    shape = tuple(draw(st.lists(st.integers(0, 30), max_size=3)))
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    num_elems = Stored(shape, dtype, ()).num_elems
+    inner = draw(st.sets(st.integers(1, num_elems - 1), max_size=4)) if num_elems > 1 else set()
+    ends = [0, *sorted(inner), num_elems] if num_elems else [0]
+    return Stored(shape, dtype, tuple(Piece(0, draw(counts), a, b) for a, b in pairwise(ends)))
+
+
+plain_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | names
+saved_tensors = st.builds(
+    Saved,
+    whole_tensors(),
+    st.sampled_from(["parameter", "buffer", "unknown"]),
+    st.none() | st.booleans(),
+    st.lists(names, max_size=2).map(tuple),
+    st.none() | counts,
+    st.dictionaries(names, whole_tensors() | plain_values, max_size=2),
+)
+
+
+@given(st.dictionaries(names, saved_tensors, max_size=3))
+def test_any_index_comes_back_from_json(tensors: dict[str, Saved]) -> None:
+    index = Index((File("all", 1 << 62),), tensors)
+    assert from_json(to_json(index)) == index
 
 
 def changed(path: list[str | int], value: Any) -> str:
-    found = json.loads(INDEX.to_json())
+    found = json.loads(to_json(INDEX))
     inner = found
     for step in path[:-1]:
         inner = inner[step]
@@ -58,9 +114,9 @@ def changed(path: list[str | int], value: Any) -> str:
     return json.dumps(found)
 
 
-@pytest.mark.parametrize("name", ["../rank-0", "/etc/passwd", "a/b", "..", ".", "", "a\\b", 3, None])
-def test_files_lie_in_the_folder(name: object) -> None:
-    with pytest.raises(CheckpointError, match="not a plain name"):
+@pytest.mark.parametrize("name", ["../rank-0", "/etc/passwd", "a/../../b", "..", ".", "", "a\\b", "a\0b"])
+def test_files_lie_in_the_folder(name: str) -> None:
+    with pytest.raises(CheckpointError, match="which is not inside the checkpoint"):
         from_json(changed(["files", 0, "name"], name))
 
 
@@ -68,40 +124,89 @@ def test_files_lie_in_the_folder(name: object) -> None:
     ("path", "value"),
     [
         (["files"], None),
+        (["files", 0, "name"], 3),
+        (["files", 0, "name"], None),
+        (["files", 0, "name"], "\ud800"),
         (["files", 0, "num_bytes"], -1),
         (["files", 0, "num_bytes"], 1.5),
-        (["params"], []),
-        (["params", "w"], None),
-        (["params", "w", "dtype"], "F31"),
-        (["params", "w", "dtype"], {}),
-        (["params", "w", "shape"], ["a"]),
-        (["params", "w", "shape"], 6),
-        (["params", "w", "group"], "first"),
-        (["params", "w", "pieces", 0, "file"], 2),
-        (["params", "w", "pieces", 0, "start"], 5),
-        (["params", "w", "pieces", 0, "stop"], True),
-        (["params", "w", "state", "step", "kind"], "function"),
-        (["params", "w", "state"], [1]),
-        (["buffers", "mean"], {}),
+        (["files", 0, "checks"], 3),
+        (["files", 0, "checks", 0], [0, 60]),
+        (["files", 0, "checks", 0], [0, 60, -1]),
+        (["tensors"], []),
+        (["tensors", "w"], None),
+        (["tensors", "\udfff"], json.loads(to_json(INDEX))["tensors"]["w"]),
+        (["tensors", "w", "dtype"], "F31"),
+        (["tensors", "w", "dtype"], {}),
+        (["tensors", "w", "shape"], ["a"]),
+        (["tensors", "w", "shape"], [-2, -3]),
+        (["tensors", "w", "shape"], [1 << 40, 1 << 40]),
+        (["tensors", "w", "shape"], [1] * 65),
+        (["tensors", "w", "shape"], 6),
+        (["tensors", "w", "kind"], "function"),
+        (["tensors", "w", "kind"], []),
+        (["tensors", "w", "tied"], [3]),
+        (["tensors", "w", "group"], "first"),
+        (["tensors", "w", "pieces", 0], [0, 8, 0]),
+        (["tensors", "w", "pieces", 0], [0, 8, 0, True]),
+        (["tensors", "w", "pieces", 0], [-1, 8, 0, 4]),
+        (["tensors", "w", "pieces", 0, 1], 1 << 63),
+        (["tensors", "w", "pieces", 0, 3], float("inf")),
+        (["tensors", "w", "state"], [1]),
+        (["tensors", "w", "state", "step"], [1]),
+        (["tensors", "w", "state", "step"], {"dtype": "F32"}),
+        (["tensors", "mean"], {}),
         (["optimizer"], "AdamW"),
+        (["optimizer", "name"], None),
         (["optimizer", "groups"], [3]),
+        (["optimizer", "scaler", "scale"], "large"),
+        (["optimizer", "scaler", "scale"], 10**400),
         (["extra"], 3),
+        (["origin"], None),
     ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_nonsense_is_refused(path: list[str | int], value: object) -> None:
     with pytest.raises(CheckpointError, match="cannot be understood"):
         from_json(changed(path, value))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"format": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"format": 1}', b"\xff", "[" * 100_000, "9" * 10_000], ids=range(8)
+)
 def test_other_json_is_refused(text: str | bytes) -> None:
     with pytest.raises(CheckpointError, match="cannot be understood"):
         from_json(text)
 
 
 def test_other_versions_are_refused_by_number() -> None:
-    with pytest.raises(CheckpointError, match="version 2, and this shardwise reads 'shardwise checkpoint' version 1"):
-        from_json(changed(["version"], 2))
+    with pytest.raises(CheckpointError, match="version 3, and this shardwise reads 'shardwise checkpoint' version 2"):
+        from_json(changed(["version"], 3))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["tensors", "w", "pieces", 0, 0], 2, "has 'w' in file 2, of 2"),
+        (["tensors", "w", "pieces", 0, 1], 1 << 62, "has 'w' up to byte .* which is 100 bytes long"),
+        (["tensors", "w", "pieces", 1, 1], 83, "has 'w' up to byte 91 of 'deeper/rank-00001.safetensors'"),
+        (["tensors", "w", "pieces"], [[0, 8, 0, 4], [1, 16, 5, 6]], "for element 4 of 'w'"),
+        (["tensors", "w", "pieces"], [[0, 8, 0, 4], [1, 16, 3, 6]], "for element 4 of 'w'"),
+        (["tensors", "w", "pieces"], [[0, 8, 4, 6], [1, 16, 0, 4]], "for element 0 of 'w'"),
+        (["tensors", "w", "pieces"], [[0, 8, 0, 7], [1, 16, 7, 6]], "for element 7 of 'w'"),
+        (["tensors", "w", "pieces"], [[0, 8, 0, 4]], "for 4 of the 6 elements of 'w'"),
+        (["tensors", "w", "pieces"], [], "for 0 of the 6 elements of 'w'"),
+        (["tensors", "w", "shape"], [1 << 31, 1 << 31], "for 6 of the 4611686018427387904 elements of 'w'"),
+        (["tensors", "w", "state", "exp_avg", "pieces"], [], "elements of 'exp_avg of w'"),
+        (["tensors", "mean", "pieces", 0, 1], 86, "has 'mean' up to byte 94"),
+        (["files", 0, "num_bytes"], 10, "checksums for 100 of the 10 bytes"),
+        (["files", 0, "checks"], [[0, 60, 1], [61, 39, 2]], "no checksum, or two, for byte 60"),
+        (["files", 0, "checks"], [[0, 60, 1], [59, 41, 2]], "no checksum, or two, for byte 60"),
+        (["files", 0, "checks"], [[0, 60, 1]], "checksums for 60 of the 100 bytes"),
+    ],
+)
+def test_what_leads_astray_is_refused(path: list[str | int], value: object, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        from_json(changed(path, value))
 
 
 cut_points = st.lists(st.integers(1, 99), unique=True).map(lambda points: [0, *sorted(points), 100])
@@ -109,35 +214,61 @@ cut_points = st.lists(st.integers(1, 99), unique=True).map(lambda points: [0, *s
 
 @given(cut_points, cut_points)
 def test_any_cut_is_read_from_any_other(saved: list[int], wanted: list[int]) -> None:
-    pieces = [Piece(number, a, b) for number, (a, b) in enumerate(pairwise(saved))]
+    stored = Stored((100,), "F32", tuple(Piece(number, 0, a, b) for number, (a, b) in enumerate(pairwise(saved))))
     for a, b in pairwise(wanted):
         read = []
-        for part in parts_of("w", pieces[::-1], Interval(a, b)):
+        for part in parts_of(stored, Interval(a, b)):
             assert part.at == len(read)
             start = part.piece.start + part.first
             read += range(start, start + part.num_elems)
         assert read == list(range(a, b))
 
 
-@pytest.mark.parametrize(
-    "pieces", [[], [(0, 4)], [(0, 4), (5, 10)], [(0, 6), (4, 10)], [(1, 10)], [(0, 4), (0, 4), (4, 10)]]
-)
-def test_gaps_and_overlaps_are_refused(pieces: list[tuple[int, int]]) -> None:
-    with pytest.raises(CheckpointError, match=r"for element . of parameter 'w'"):
-        parts_of("w", [Piece(0, *piece) for piece in pieces], Interval(0, 10))
+def by_rank(stored: Stored, number: int) -> Stored:
+    return replace(stored, pieces=tuple(piece for piece in stored.pieces if piece.file == number))
+
+
+def share(number: int) -> dict[str, Saved]:
+    state = {key: by_rank(item, number) if isinstance(item, Stored) else item for key, item in W.state.items()}
+    return {"w": replace(W, stored=by_rank(W.stored, number), state=state)}
 
 
 def test_what_the_ranks_wrote_comes_together() -> None:
-    mine = {"w": (Piece(0, 0, 4), 0, STATE)}
-    other = {"w": (Piece(1, 4, 6), 0, STATE)}
-    shapes = {"w": ((2, 3), "F32"), "frozen": ((0,), "BF16")}
-    assert merge([other, mine], shapes) == INDEX.params
-    with pytest.raises(CheckpointError, match="for element 4 of parameter 'w'"):
-        merge([mine, {}], shapes)
-    without = {"w": (Piece(1, 4, 6), 0, {})}
-    with pytest.raises(CheckpointError, match=r"state of parameter 'w' is .* on rank 0 and .* on rank 1"):
-        merge([mine, without], shapes)
+    frozen = {"frozen": INDEX.tensors["frozen"]}
+    expected = {"w": W, **frozen}
+    assert merge([share(1) | frozen, share(0) | frozen]) == expected
+    # A rank that holds nothing of a parameter knows its shape, and no state.
+    idle = {"w": replace(W, stored=replace(W.stored, pieces=()), state={})}
+    assert merge([idle, share(0) | frozen, share(1)]) == expected
+    # What is missing is for `require_sound` to find.
+    with pytest.raises(CheckpointError, match="for 4 of the 6 elements of 'w'"):
+        require_sound(replace(INDEX, tensors=merge([share(0), frozen])))
+    without = {"w": replace(share(1)["w"], state={"exp_avg": share(1)["w"].state["exp_avg"]})}
+    with pytest.raises(CheckpointError, match=r"state of parameter 'w' is .* such state cannot be brought together"):
+        merge([share(0), without])
 
 
-def test_the_text_is_plain_json() -> None:
-    assert json.loads(INDEX.to_json())["extra"] == asdict(INDEX)["extra"]
+def test_plain_values_are_those_of_the_rank_that_comes_first() -> None:
+    other = replace(share(1)["w"], state=share(1)["w"].state | {"count": 4})
+    assert merge([{"w": other}, share(0)])["w"].state["count"] == 3
+
+
+@given(cut_points, st.integers(1, 3))
+def test_pieces_side_by_side_become_one(ends: list[int], num_files: int) -> None:
+    """However many ranks wrote into few files, each file's part of a tensor is one piece if it lies in one stretch."""
+    pieces = [Piece(a * num_files // 100, 1000 + 4 * a, a, b) for a, b in pairwise(ends)]
+    shares = [{"w": Saved(Stored((100,), "F32", (piece,)), "parameter")} for piece in reversed(pieces)]
+    merged = merge(shares)["w"].stored.pieces
+    assert len(merged) == len({piece.file for piece in pieces})
+    assert (merged[0].start, merged[-1].stop) == (0, 100)
+    assert all(piece.offset == 1000 + 4 * piece.start for piece in merged)
+    apart = [{"w": Saved(Stored((100,), "F32", (replace(p, offset=p.offset + 8 * n),)))} for n, p in enumerate(pieces)]
+    assert merge(apart)["w"].stored.pieces == tuple(replace(p, offset=p.offset + 8 * n) for n, p in enumerate(pieces))
+
+
+def test_state_is_cut_like_its_parameter_where_it_is_shaped_like_it() -> None:
+    assert W.is_split("exp_avg")
+    assert not W.is_split("step")
+    assert not W.is_split("count")
+    number = replace(W, stored=Stored((), "F32", (Piece(0, 0, 0, 1),)))
+    assert not number.is_split("step"), "a count of steps is none of a number's moments"

@@ -181,27 +181,42 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 4)
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def lead_out(index: dict[str, Any]) -> None:
     index["files"][1]["name"] = "../rank-00001.safetensors"
 
 
 def leave_a_gap(index: dict[str, Any]) -> None:
-    del index["params"]["first.weight"]["pieces"][1]
+    del index["tensors"]["first.weight"]["pieces"][0]
 
 
-def name_another_tensor(index: dict[str, Any]) -> None:
-    index["params"]["first.weight"]["state"]["other"] = index["params"]["first.weight"]["state"]["exp_avg"]
+def lead_too_far(index: dict[str, Any]) -> None:
+    index["tensors"]["first.weight"]["pieces"][0][1] = 1 << 40
 
 
+def claim_everything(index: dict[str, Any]) -> None:
+    index["tensors"]["first.weight"]["shape"] = [1 << 20, 1 << 20]
+
+
+# What is found before anything is changed, and what only reading finds.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "there is no checkpoint"),
     "no marker": (lambda path: (path / folder.MARKER).unlink(), "its save did not finish"),
-    "truncated": (lambda path: truncate(path / folder.rank_file(1)), "rank-00001.safetensors is .* truncated"),
+    "truncated": (lambda path: truncate(path / folder.rank_file(1)), "bytes long, and was written with"),
     "a file is gone": (lambda path: (path / folder.rank_file(1)).unlink(), "rank-00001.safetensors: No such file"),
     "index changed": (lambda path: (path / folder.INDEX).write_text("{}"), "its digest differs"),
-    "leads out": (lambda path: edit(path, lead_out), "'../rank-00001.safetensors', which is not a plain name"),
-    "a gap": (lambda path: edit(path, leave_a_gap), "for element .* of parameter 'first.weight'"),
-    "another tensor": (lambda path: edit(path, name_another_tensor), "has no tensor 'state/other/.*load again"),
+    "leads out": (lambda path: edit(path, lead_out), "'../rank-00001.safetensors', which is not inside"),
+    "a gap": (lambda path: edit(path, leave_a_gap), "for element 0 of 'first.weight'"),
+    "too far": (lambda path: edit(path, lead_too_far), "'first.weight' up to byte .* bytes long"),
+    "everything": (lambda path: edit(path, claim_everything), "of the 1099511627776 elements of 'first.weight'"),
+}
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a byte": (lambda path: flip(path / folder.rank_file(1)), "is damaged: bytes 0 to .*a mixture .* load another"),
 }
 
 
@@ -209,14 +224,14 @@ def load_broken(root: Path) -> None:
     save_one(root / "good")
     model, optimizer = built("ddp", seed=1)
     before = sw.full_state_dict(model)
-    for name, (spoil, words) in BROKEN.items():
+    for name, (spoil, words) in (BROKEN | DAMAGED).items():
         path = root / name
         if dist.get_rank() == 0:
             shutil.copytree(root / "good", path)
             spoil(path)
         dist.barrier()
         refused(lambda path=path: sw.load(path, model, optimizer), words)
-        if "load again" not in words:
+        if name in BROKEN:
             after = sw.full_state_dict(model)
             assert all(torch.equal(after[key], value) for key, value in before.items()), name
     assert sw.load(root / "good", model, optimizer) == {"step": 1}
@@ -231,14 +246,17 @@ def two_groups(params: list[nn.Parameter], first: int = 1) -> torch.optim.Optimi
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "fewer parameters": (
-        {"net": partial(Net, bias=False)},
-        "has 1 parameters that this one has not, first 'first.bias'",
+    "fewer parameters": ({"net": partial(Net, bias=False)}, "1 difference: 'first.bias' is in it, not in the model"),
+    "more parameters": (
+        {"net": partial(Net, layers=2)},
+        "2 differences: 'more.1.weight' is in the model, not in it; 'more.1.bias' is in the model, not in it",
     ),
-    "more parameters": ({"net": partial(Net, layers=2)}, "lacks 2 parameters, first 'more.1.bias'"),
-    "other shapes": ({"net": partial(Net, width=601)}, r"'first.weight' is \(600, 16\) in it and \(601, 16\) in"),
-    "more buffers": ({"net": partial(Net, buffer=True)}, "lacks 1 buffers, first 'seen'"),
-    "other masters": ({"precision": "pure-bf16"}, "are F32, the model's are BF16"),
+    "other shapes": (
+        {"net": partial(Net, width=601)},
+        r"3 differences: .*'first.weight' is \(600, 16\) in it, \(601, 16\) in the model",
+    ),
+    "more buffers": ({"net": partial(Net, buffer=True)}, "1 difference: 'seen' is in the model, not in it"),
+    "many more": ({"net": partial(Net, layers=20)}, "38 differences: .*; and 18 more"),
     "another optimizer": ({"make": partial(torch.optim.SGD, lr=1.0)}, "optimizer is AdamW, this one is SGD"),
     "more groups": ({"make": two_groups}, "has 1 groups, this one has 2"),
 }

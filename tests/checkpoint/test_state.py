@@ -1,6 +1,5 @@
 """What else goes on: every kind of optimizer state, settings of groups, buffers, frozen and never used parameters."""
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.opened import open_checkpoint
 from tests.harness import Pool
 from tests.support.trainee import features
 
@@ -219,12 +219,14 @@ def test_weights_load_without_an_optimizer_and_in_another_precision(run_ranks: P
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "hsdp"])
 def test_every_element_is_written_once_and_by_all_ranks(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     run_ranks(4, save_once, strategy, tmp_path / "here")
-    index = json.loads((tmp_path / "here" / "index.json").read_text())
+    index = open_checkpoint(tmp_path / "here").index
     num_elems = [0] * 4
-    for param in index["params"].values():
-        for piece in param["pieces"]:
-            num_elems[piece["file"]] += piece["stop"] - piece["start"]
-    assert sum(num_elems) == sum(param.numel() for param in Odd().parameters())
+    for _, stored in index.every_stored():
+        for piece in stored.pieces:
+            num_elems[piece.file] += piece.stop - piece.start
+    params = [saved for saved in index.tensors.values() if saved.kind == "parameter"]
+    assert sum(saved.stored.num_elems for saved in params) == sum(param.numel() for param in Odd().parameters())
+    assert sum(num_elems) == sum(stored.num_elems for _, stored in index.every_stored())
     assert max(num_elems) <= 2 * sum(num_elems) / 4
 
 

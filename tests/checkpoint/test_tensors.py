@@ -1,60 +1,97 @@
 """The files are safetensors, as everybody else reads and writes them; broken ones are found before they are read."""
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.checkpoint import tensors
-from shardwise.checkpoint.tensors import Entry, open_file, write_file
+from shardwise.checkpoint import disk
+from shardwise.checkpoint.dtypes import NAMES
+from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.tensors import Entry, entry_of, lay_out, read_header, write_file
 from shardwise.errors import CheckpointError
+
+BLOCK = 4096
 
 
 def some_of_each() -> dict[str, Tensor]:
-    found = {f"{name}/0": torch.arange(-3, 40).to(dtype) for dtype, name in tensors.NAMES.items()}
-    return found | {"scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "matrix": torch.rand(5, 7).t()}
+    found = {f"{name}/0": torch.arange(-3, 4000).to(dtype) for dtype, name in NAMES.items()}
+    return found | {"scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "matrix": torch.rand(50, 70).t()}
 
 
 def entries(given: dict[str, Tensor]) -> list[Entry]:
-    return [Entry(key, value.dtype, tuple(value.shape), lambda value=value: value) for key, value in given.items()]
+    return [entry_of(key, value) for key, value in given.items()]
 
 
 def same(seen: Tensor, expected: Tensor) -> bool:
-    return seen.dtype == expected.dtype and torch.equal(seen.double(), expected.double())
+    return (seen.dtype, seen.shape) == (expected.dtype, expected.shape) and torch.equal(
+        seen.double(), expected.double()
+    )
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
     given, path = some_of_each(), tmp_path / "file"
-    num_bytes = write_file(path, entries(given))
-    assert path.stat().st_size == num_bytes
+    layout = lay_out(entries(given), {"by": "us"})
+    file = write_file(path, layout)
+    assert path.stat().st_size == file.num_bytes == layout.num_bytes
     seen = load_file(path)
     assert set(seen) == set(given)
     assert all(same(seen[key], value) for key, value in given.items())
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"by": "us"}
 
 
-def test_we_read_what_the_library_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "CHUNK_BYTES", 16)
+def test_every_block_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
+    file = write_file(tmp_path / "file", lay_out(entries(some_of_each())))
+    content = (tmp_path / "file").read_bytes()
+    assert [check.offset for check in file.checks] == list(range(0, len(content), BLOCK))
+    for check in file.checks:
+        assert check.crc32 == zlib.crc32(content[check.offset : check.offset + check.num_bytes])
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     given, path = some_of_each(), tmp_path / "file"
     given["matrix"] = given["matrix"].contiguous()
     save_file(given, path, metadata={"by": "the library"})
-    file = open_file(path, path.stat().st_size)
+    num_bytes, found = read_header(path, 3)
+    assert num_bytes == path.stat().st_size
+    assert set(found) == set(given)
     for key, value in given.items():
-        for first in (0, value.numel() // 2):
-            row = torch.empty(value.numel() - first, dtype=value.dtype)
-            file.read(key, first, row)
-            assert same(row, value.reshape(-1)[first:]), key
-    row = torch.empty(5, dtype=torch.float64)
-    file.read("BF16/0", 1, row)
-    assert row.tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0]
+        assert (found[key].shape, found[key].torch_dtype) == (tuple(value.shape), value.dtype)
+        assert all(piece.file == 3 for piece in found[key].pieces)
+
+
+def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
+    odd = {f"{name}/{n}": torch.zeros(n).to(dtype) for dtype, name in NAMES.items() for n in (1, 3)}
+    layout = lay_out(entries(odd))
+    for entry in layout.entries:
+        assert layout.offsets[entry.key] % entry.dtype.itemsize == 0
+    write_file(tmp_path / "file", layout)
+    assert {key: stored.pieces[0].offset for key, stored in read_header(tmp_path / "file")[1].items()} == layout.offsets
+
+
+def test_tensors_are_made_when_their_turn_comes(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def entry(key: str) -> Entry:
+        return Entry(key, torch.float32, (2,), lambda: asked.append(key) or torch.ones(2))  # type: ignore[func-returns-value]
+
+    layout = lay_out([entry("a"), entry("b")])
+    assert asked == []
+    write_file(tmp_path / "file", layout)
+    assert asked == ["a", "b"]
 
 
 def test_empty_files_are_files(tmp_path: Path) -> None:
-    num_bytes = write_file(tmp_path / "file", [])
-    assert open_file(tmp_path / "file", num_bytes).places == {}
+    write_file(tmp_path / "file", lay_out([]))
+    assert read_header(tmp_path / "file")[1] == {}
     assert load_file(tmp_path / "file") == {}
 
 
@@ -74,38 +111,53 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (1 << 62).to_bytes(8, "little") + b"{}",
         broken(b"no json"),
         broken(b"\xff\xfe"),
+        broken(b"[" * 50_000),
         broken([1]),
         broken({"a": 1}),
         broken({"a": ONE | {"dtype": "F31"}}),
+        broken({"a": ONE | {"dtype": ["F32"]}}),
         broken({"a": ONE | {"data_offsets": [0, 9]}}),
+        broken({"a": ONE | {"data_offsets": [0, 8, 16]}}),
+        broken({"a": ONE | {"data_offsets": [0.0, 8.0]}}),
         broken({"a": ONE | {"data_offsets": [-8, 0]}}),
         broken({"a": ONE | {"data_offsets": [8, 16]}}),
         broken({"a": ONE | {"shape": [3]}}),
+        broken({"a": ONE | {"shape": [-1, -2]}}),
+        broken({"a": ONE | {"shape": [1 << 62, 1 << 62]}}),
         broken({"a": ONE | {"shape": "2"}}),
         broken({"a": {"dtype": "F32"}}),
     ],
+    ids=range(20),
 )
 def test_broken_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="is no safetensors file"):
-        open_file(path, len(content))
+        read_header(path)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    num_bytes = write_file(path, entries({"a": torch.zeros(4)}))
-    with pytest.raises(CheckpointError, match="was written with"):
-        open_file(path, num_bytes + 1)
-    with pytest.raises(CheckpointError, match="No such file"):
-        open_file(tmp_path / "other", 8)
-    file = open_file(path, num_bytes)
-    with pytest.raises(CheckpointError, match="no tensor 'b'"):
-        file.read("b", 0, torch.empty(1))
-    with pytest.raises(CheckpointError, match="holds 4 elements"):
-        file.read("a", 2, torch.empty(3))
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="truncated"):
-        file.read("a", 0, torch.empty(4))
-    with pytest.raises(CheckpointError, match=r"complex64, which a checkpoint cannot hold"):
-        write_file(path, entries({"a": torch.zeros(1, dtype=torch.complex64)}))
+    with pytest.raises(CheckpointError, match=r"cannot read .*other: No such file"):
+        read_header(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"cannot write .*deeper/file: No such file"):
+        write_file(tmp_path / "deeper" / "file", lay_out([]))
+
+
+def test_what_a_file_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'a' is torch.complex64, which a file cannot hold"):
+        lay_out([entry_of("a", torch.zeros(1, dtype=torch.complex64))])
+    with pytest.raises(CheckpointError, match="two tensors would be called 'a'"):
+        lay_out([entry_of("a", torch.zeros(1)), entry_of("a", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match="two tensors would be called '__metadata__'"):
+        lay_out([entry_of("__metadata__", torch.zeros(1))], {"a": "b"})
+    for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
+        with pytest.raises(CheckpointError, match=r"'a' was announced as torch.float32 \(2,\) and is"):
+            write_file(tmp_path / "file", lay_out([Entry("a", torch.float32, (2,), lambda wrong=wrong: wrong)]))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    given = some_of_each()
+    file = write_file(tmp_path / "file", lay_out(entries(given)))
+    _, found = read_header(tmp_path / "file")
+    with Reader(tmp_path, [file]) as reader:
+        assert all(same(reader.read_whole(found[key]), value) for key, value in given.items())
