@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ...checkpoint.folder import find, latest
+from ...checkpoint.folder import find
 from ...checkpoint.load import load
+from ...checkpoint.steps import latest
 from ...checkpoint.write import NOTE
 from ...engine.api import shard
 from ...engine.whole import load_full_state_dict
@@ -73,16 +74,26 @@ def find_restorable(path: Path) -> Path:
     return newest
 
 
-def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
-    config = place.resolve().parent.parent / CONFIG
+def settings_of(place: Path) -> Settings:
+    """Of the run that a checkpoint belongs to."""
+    config = config_of(place)
     if not config.is_file():
         raise ConfigurationError(
             f"checkpoint {place}: which model it belongs to is in the run's {CONFIG}, and {config} is not there"
         )
     try:
-        settings = settings_from_json(config.read_text())
-    except (TypeError, KeyError, ValueError) as error:
+        return settings_from_json(config.read_text())
+    except (TypeError, KeyError, ValueError, OSError) as error:
         raise ConfigurationError(f"{config} does not hold the settings of a run: {error}") from None
+
+
+def config_of(place: Path) -> Path:
+    """Where the settings of a checkpoint's run lie, if it is in its run folder."""
+    return place.resolve().parent.parent / CONFIG
+
+
+def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
+    settings = settings_of(place)
     built, words = _build(dataclasses.replace(settings, tokenizer=tokenizer or settings.tokenizer))
     # Masters must be what they were; what is computed in need not.
     pure = "pure-bf16"
@@ -93,11 +104,19 @@ def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> 
 
 
 def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
+    base, config = adapter_in(place)
+    built, words = _build(Settings(model=base, tokenizer=tokenizer or adapter_tokenizer(place)), config)
+    _compute_only(built, weights_with_adapter(built, place), strategy)
+    return Restored(built.model, words, built.max_seq, place)
+
+
+def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
+    """The model that the adapters of a folder belong to, unless `base` says it, and peft's configuration of them."""
     about = read_json(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
     own_base = place / BASE
-    base = str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path")
+    base = base or (str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path"))
     if not base:
         raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
     try:
@@ -105,9 +124,16 @@ def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Res
     except ImportError:
         raise ConfigurationError(f"{place} holds adapters, which need peft: install shardwise[hf]") from None
     loader: Any = peft.PeftConfig
-    note = read_json(place / NOTE) if (place / NOTE).is_file() else {}
-    tokenizer = tokenizer or own_tokenizer(place, note)
-    built, words = _build(Settings(model=base, tokenizer=tokenizer), loader.from_pretrained(str(place)))
+    return base, loader.from_pretrained(str(place))
+
+
+def adapter_tokenizer(place: Path) -> str | None:
+    """The one that adapters were trained with, where their folder says it."""
+    return own_tokenizer(place, read_json(place / NOTE) if (place / NOTE).is_file() else {})
+
+
+def weights_with_adapter(built: Built, place: Path) -> LazyWeights:
+    """Those of the base, and the adapters of the folder."""
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
     # In files an adapter has no name; in a model it stands before the last word.
     names = {name.replace(f".{ADAPTER}", ""): name for name in built.model.state_dict() if is_adapter(name)}
@@ -115,10 +141,8 @@ def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Res
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
     if not isinstance(built.weights, LazyWeights):
-        raise ConfigurationError(f"{place}: the weights of its base model {base!r} are nowhere, they were drawn")
-    adapters = {names[name]: stored.read(name) for name in stored.names}
-    _compute_only(built, built.weights.with_tensors(adapters), strategy)
-    return Restored(built.model, words, built.max_seq, place)
+        raise ConfigurationError(f"{place}: the weights of its base model are nowhere, they were drawn")
+    return built.weights.with_tensors({names[name]: stored.read(name) for name in stored.names})
 
 
 def _build(settings: Settings, adapters: Any = None) -> tuple[Built, Tokenizer]:

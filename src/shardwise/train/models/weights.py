@@ -20,7 +20,7 @@ from ...errors import ConfigurationError
 from .facts import weight_files
 
 # Tables and masks that old versions saved with the weights; models compute them.
-_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
+COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -121,7 +121,7 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
             conversion = conversions.setdefault(own, _Conversion(converter_of[pattern], own, model))
             conversion.parts.append((pattern, name))
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
-    unknown = [name for name in unknown if not _COMPUTED.search(name) and not any(re.search(p, name) for p in ignored)]
+    unknown = [name for name in unknown if not COMPUTED.search(name) and not any(re.search(p, name) for p in ignored)]
     makers: dict[str, Callable[[], Tensor]] = {own: partial(stored.read, name) for own, name in names.items()}
     for conversion in conversions.values():
         makers |= {target: partial(conversion.make, stored, target) for target in conversion.targets}
