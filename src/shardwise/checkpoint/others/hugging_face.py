@@ -1,0 +1,80 @@
+"""Folders of weights as Hugging Face's libraries write them: safetensors, or pickles of torch.save in older ones.
+
+A model in one file or in several with an index, or a PEFT adapter; and what Accelerate writes of a model that it
+gathered on one rank, with the optimizer beside it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..index import Index
+from ..tensors import read_header
+from . import archives
+from .described import Described, add_model, add_optimizer, index_of
+from .sources import Sources
+
+# In this order, because a folder may hold several.
+NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_GATHERED = "pytorch_model_fsdp.bin"
+_OPTIMIZER = "optimizer.bin"
+_INDEX = ".index.json"
+_MAX_INDEX_BYTES = 256 << 20
+
+
+def file_of(folder: Path) -> str | None:
+    """The file of weights, or the index of several, that a folder is to be read from."""
+    names = [name for plain in NAMES for name in (f"{plain}{_INDEX}", plain)]
+    return next((name for name in (_GATHERED, *names) if (folder / name).is_file()), None)
+
+
+def read(folder: Path, name: str) -> Index:
+    """`name`: the file that the weights are in, or their index."""
+    what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
+    with Sources(folder) as sources:
+        found = Described(sources)
+        try:
+            if name.endswith(_INDEX):
+                _add_shards(found, name)
+            else:
+                _add(found, name)
+            if name == _GATHERED and (folder / _OPTIMIZER).is_file():
+                given = archives.load(sources.source(_OPTIMIZER))
+                add_optimizer(found, given["param_groups"], given["state"])
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / name} cannot be understood: {error!r}") from error
+        return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
+
+
+def read_file(path: Path) -> Index:
+    """One file by itself."""
+    with Sources(path.parent) as sources:
+        found = Described(sources)
+        _add(found, path.name)
+        return index_of(found, {"format": "safetensors" if path.suffix == ".safetensors" else "torch.save"})
+
+
+def _add_shards(found: Described, name: str) -> None:
+    source = found.sources.source(name)
+    if source.num_bytes > _MAX_INDEX_BYTES:
+        raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {_MAX_INDEX_BYTES}")
+    shards: dict[str, Any] = json.loads(source.read(0, source.num_bytes))["weight_map"]
+    for shard in sorted({str(shard) for shard in shards.values()}):
+        _add(found, shard)
+    if missing := sorted(set(shards) - set(found.tensors)):
+        raise CheckpointError(f"{source.path} names {missing[0]!r}, which is not in its file")
+
+
+def _add(found: Described, name: str) -> None:
+    source = found.sources.source(name)
+    if name.endswith(".safetensors"):
+        _, tensors = read_header(source.path, source.number)
+        twice = set(tensors) & set(found.tensors)
+        found.tensors |= tensors
+    else:
+        given = archives.load(source)
+        twice = set(given) & set(found.tensors)
+        add_model(found, given)
+    if twice:
+        raise CheckpointError(f"{source.path} holds {min(twice)!r}, which another file holds as well")

@@ -1,0 +1,286 @@
+"""Pickles, read without executing anything.
+
+A pickle is a program for a small machine with a stack. This one has the machine's words for plain values and containers
+and nothing else: no module is imported, no object is made by its own class, and nothing that the pickle names is ever
+called. A name stands for what `find` returns for it. Where that is a `Maker`, the pickle may ask for one of its
+values, which are inert and ours; everything else is refused. Bytes, counts and depths are bounded by the pickle's own
+length, so a small file cannot become a large one in memory.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError
+
+MAX_PICKLE_BYTES = 512 << 20
+# Whole numbers are sizes and counts; a longer one is nobody's.
+_MAX_INT_BYTES = 16
+_MAX_KEY_DEPTH = 4
+
+Find = Callable[[str, str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What a pickle's name stands for where values of it are made: `make` takes the arguments as they were written."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object that is only described: what it was made of, and the state that it was given."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = field(default=None)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An attribute, where its state is a mapping."""
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+class _Machine:
+    __slots__ = ("data", "find", "is_done", "marks", "memo", "position", "stack", "storage")
+
+    def __init__(self, data: bytes, find: Find, storage: Callable[[Any], Any]) -> None:
+        self.data, self.position = data, 0
+        self.find, self.storage = find, storage
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.is_done = False
+
+    def take(self, num_bytes: int) -> bytes:
+        end = self.position + num_bytes
+        if end > len(self.data):
+            raise ValueError("it ends too early")
+        taken = self.data[self.position : end]
+        self.position = end
+        return taken
+
+    def number(self, num_bytes: int) -> int:
+        return int.from_bytes(self.take(num_bytes), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.position)
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
+        return text
+
+    def since_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def run(self) -> Any:
+        data, words = self.data, _WORDS
+        while not self.is_done:
+            word = words.get(data[self.position])
+            if word is None:
+                raise ValueError(f"byte {self.position} is no word for a plain value")
+            self.position += 1
+            word(self)
+        return self.stack.pop()
+
+
+def read(data: bytes, find: Find, storage: Callable[[Any], Any]) -> Any:
+    """The value that a pickle describes. `storage` is asked for what lies outside of it, by its id."""
+    if len(data) > MAX_PICKLE_BYTES:
+        raise CheckpointError(f"a pickle of {len(data)} bytes, of at most {MAX_PICKLE_BYTES}: it is not loaded")
+    try:
+        return _Machine(data, find, storage).run()
+    except RecursionError:
+        raise CheckpointError("a pickle cannot be understood: it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"a pickle cannot be understood: {error}") from error
+
+
+def require_key(key: Any, depth: int = 0) -> Any:
+    """Keys are hashed, which a tuple of tuples of tuples could make endless."""
+    if isinstance(key, tuple) and depth < _MAX_KEY_DEPTH:
+        for part in key:
+            require_key(part, depth + 1)
+    elif not isinstance(key, (str, int, float, bytes, Record, type(None))):
+        raise ValueError(f"a {type(key).__name__} as a key")
+    return key
+
+
+def _make(maker: Any, args: Any) -> Any:
+    if not isinstance(maker, Maker):
+        what = maker.name if isinstance(maker, Record) else type(maker).__name__
+        raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
+    if type(args) is not tuple:
+        raise ValueError(f"{maker.name} of a {type(args).__name__}")
+    return maker.make(*args)
+
+
+def _build(machine: _Machine) -> None:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Record:
+        target.state = state
+    # An ordered dict has attributes of its own, which say nothing about what is in it.
+    elif type(target) is not dict:
+        raise ValueError(f"state for a {type(target).__name__}")
+
+
+def _name(machine: _Machine, module: Any, name: Any) -> None:
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("a name that is no text")
+    machine.stack.append(machine.find(module, name))
+
+
+def _int(machine: _Machine, num_bytes: int) -> None:
+    if num_bytes > _MAX_INT_BYTES:
+        raise ValueError(f"a number of {num_bytes} bytes")
+    machine.stack.append(int.from_bytes(machine.take(num_bytes), "little", signed=True))
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    if type(target) is not dict or len(items) % 2:
+        raise ValueError(f"items for a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[require_key(key)] = value
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise ValueError(f"elements for a {type(target).__name__}")
+    target.extend(items)
+
+
+def _add(target: Any, items: list[Any]) -> None:
+    if type(target) is not set:
+        raise ValueError(f"members for a {type(target).__name__}")
+    target.update(require_key(item) for item in items)
+
+
+def _pop_tuple(machine: _Machine, length: int) -> None:
+    if length > len(machine.stack):
+        raise ValueError("a tuple of more than there is")
+    items = tuple(machine.stack[len(machine.stack) - length :])
+    del machine.stack[len(machine.stack) - length :]
+    machine.stack.append(items)
+
+
+def _put(machine: _Machine, key: int) -> None:
+    machine.memo[key] = machine.stack[-1]
+
+
+def _proto(machine: _Machine) -> None:
+    if machine.number(1) > 5:
+        raise ValueError("a newer protocol than 5")
+
+
+def _new_with_names(machine: _Machine) -> None:
+    names = machine.stack.pop()
+    if names != {}:
+        raise ValueError("arguments by name")
+    _new(machine)
+
+
+def _new(machine: _Machine) -> None:
+    args, maker = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(_make(maker, args))
+
+
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    _name(machine, module, name)
+
+
+def _stop(machine: _Machine) -> None:
+    machine.is_done = True
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set_items(machine.stack[-1], [key, value])
+
+
+def _set_many(machine: _Machine) -> None:
+    items = machine.since_mark()
+    _set_items(machine.stack[-1], items)
+
+
+def _append(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    _extend(machine.stack[-1], [value])
+
+
+def _append_many(machine: _Machine) -> None:
+    items = machine.since_mark()
+    _extend(machine.stack[-1], items)
+
+
+def _add_many(machine: _Machine) -> None:
+    items = machine.since_mark()
+    _add(machine.stack[-1], items)
+
+
+def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    def word(machine: _Machine) -> None:
+        machine.stack.append(make(machine))
+
+    return word
+
+
+_WORDS: dict[int, Callable[[_Machine], object]] = {
+    ord("."): _stop,
+    0x80: _proto,
+    0x95: lambda m: m.take(8),
+    ord("("): lambda m: m.marks.append(len(m.stack)),
+    ord("0"): lambda m: m.stack.pop(),
+    ord("1"): lambda m: m.since_mark(),
+    # plain values
+    ord("N"): _push(lambda m: None),
+    0x88: _push(lambda m: True),
+    0x89: _push(lambda m: False),
+    ord("J"): lambda m: _int(m, 4),
+    ord("K"): _push(lambda m: m.number(1)),
+    ord("M"): _push(lambda m: m.number(2)),
+    0x8A: lambda m: _int(m, m.number(1)),
+    0x8B: lambda m: _int(m, m.number(4)),
+    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    ord("X"): _push(lambda m: str(m.take(m.number(4)), "utf-8")),
+    0x8C: _push(lambda m: str(m.take(m.number(1)), "utf-8")),
+    0x8D: _push(lambda m: str(m.take(m.number(8)), "utf-8")),
+    ord("B"): _push(lambda m: m.take(m.number(4))),
+    ord("C"): _push(lambda m: m.take(m.number(1))),
+    0x8E: _push(lambda m: m.take(m.number(8))),
+    0x96: _push(lambda m: m.take(m.number(8))),
+    # containers
+    ord(")"): _push(lambda m: ()),
+    0x85: lambda m: _pop_tuple(m, 1),
+    0x86: lambda m: _pop_tuple(m, 2),
+    0x87: lambda m: _pop_tuple(m, 3),
+    ord("t"): _push(lambda m: tuple(m.since_mark())),
+    ord("]"): _push(lambda m: []),
+    ord("a"): _append,
+    ord("e"): _append_many,
+    ord("}"): _push(lambda m: {}),
+    ord("s"): _set_item,
+    ord("u"): _set_many,
+    0x8F: _push(lambda m: set()),
+    0x90: _add_many,
+    0x91: _push(lambda m: frozenset(require_key(item) for item in m.since_mark())),
+    # what was said before
+    ord("q"): lambda m: _put(m, m.number(1)),
+    ord("r"): lambda m: _put(m, m.number(4)),
+    0x94: lambda m: _put(m, len(m.memo)),
+    ord("h"): _push(lambda m: m.memo[m.number(1)]),
+    ord("j"): _push(lambda m: m.memo[m.number(4)]),
+    # names, and what is made of them
+    ord("c"): lambda m: _name(m, m.line(), m.line()),
+    0x93: _stack_global,
+    ord("R"): _new,
+    0x81: _new,
+    0x92: _new_with_names,
+    ord("b"): _build,
+    ord("Q"): _push(lambda m: m.storage(m.stack.pop())),
+}
