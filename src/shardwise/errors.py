@@ -46,6 +46,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
     exit_code = 5
 
 
+class DamageError(CheckpointError):
+    """A checkpoint is incomplete, or is not what was written any more; an older one may be good."""
+
+
 class SaveError(CheckpointError):
     """A checkpoint could not be written; what was saved before is as it was. Another try may do."""
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: which are complete, which is the newest, which go; and that one is always there."""
+"""A checkpoint on disk: whether it is complete, and that there is always one."""
 
 from pathlib import Path
 
@@ -15,44 +15,6 @@ def write(path: Path, text: str = "{}") -> None:
 
 def names(root: Path) -> set[str]:
     return {entry.name for entry in root.iterdir()}
-
-
-def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    assert folder.latest(tmp_path / "nothing") is None
-    for step in (5, 100, 20):
-        write(folder.step_folder(tmp_path, step))
-    write(folder.step_folder(tmp_path, 1_000_000))
-    folder.begin(folder.step_folder(tmp_path, 200))
-    (tmp_path / "step-000300").mkdir()
-    (tmp_path / "step-x").mkdir()
-    (tmp_path / "step-000400").write_text("a file")
-    assert folder.complete_steps(tmp_path) == [5, 20, 100, 1_000_000]
-    assert folder.latest(tmp_path) == tmp_path / "step-1000000"
-    assert folder.step_folder(tmp_path, 100) == tmp_path / "step-000100"
-
-
-def test_a_branch_that_is_left_is_out_of_the_way(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    for step in (1, 2, 3):
-        write(folder.step_folder(root, step))
-    assert folder.set_aside(root, 3) is None
-    assert folder.set_aside(root, 2) == tmp_path / "checkpoints-left-1"
-    assert folder.set_aside(root, 1) == tmp_path / "checkpoints-left-2"
-    assert names(root) == {"step-000001"}
-    assert folder.complete_steps(tmp_path / "checkpoints-left-1") == [3]
-
-
-def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        write(folder.step_folder(tmp_path, step))
-    for step in (2, 9):
-        folder.begin(folder.step_folder(tmp_path, step))
-    (tmp_path / "notes").write_text("mine")
-    folder.prune(tmp_path, 2)
-    assert names(tmp_path) == {"step-000003", "step-000004", "step-000009.partial", "notes"}
-    folder.prune(tmp_path / "nothing", 1)
-    with pytest.raises(ValueError, match="keep at least 1"):
-        folder.prune(tmp_path, 0)
 
 
 def test_a_checkpoint_is_replaced_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -84,7 +46,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
             write(path, "new")
     assert not path.exists()
     assert folder.read_index(path)[1] == b"new"
-    assert folder.latest(tmp_path) == path
+    assert folder.find(path) == folder.partial_of(path)
     folder.abandon(path)  # the next save failed before it began
     assert folder.read_index(path)[1] == b"new"
     folder.begin(path)  # the next save, which may fail: the checkpoint is put in its place first

@@ -5,6 +5,7 @@ threads, which all know of a failure, agree on a step that no rank has begun yet
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -57,6 +58,7 @@ class Saving:
         self._channel = channel
         self._write = write
         self._failure: Exception | None = None
+        self._began = self._ended = time.perf_counter()
         self._is_told = False
         self._num_steps = 0
         self._lock = threading.Lock()
@@ -72,6 +74,16 @@ class Saving:
     @property
     def is_finished(self) -> bool:
         return not self._thread.is_alive()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint is there. A failure is heard elsewhere, by all ranks at once."""
+        return self.is_finished and self._failure is None
+
+    @property
+    def seconds(self) -> float:
+        """From the copy to the end of the writing."""
+        return self._ended - self._began
 
     def finish(self) -> None:
         """Wait until the checkpoint is complete, or raise why it is not. Every rank calls it."""
@@ -92,6 +104,8 @@ class Saving:
                 num_steps = max(exchange(self._channel, num_steps))
             self._raise_at = num_steps + 1
             self._agreed.set()
+        finally:
+            self._ended = time.perf_counter()
 
     def _at_step(self) -> None:
         with self._lock:

@@ -17,33 +17,42 @@ def require_same_model(
     engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool
 ) -> dict[str, str]:
     """Raises unless the model is the one that was saved; returns the saved name of each of its parameters."""
-    specs = {
-        spec.name: (spec, state.flat.master)
-        for unit in engine.units
-        for state in unit.states
-        for spec in state.flat.params
-    }
-    names = {name: _saved_name(spec, index) for name, (spec, _) in specs.items()}
-    expected = {names[name]: (tuple(spec.shape), dtype) for name, (spec, dtype) in specs.items()}
+    specs = _specs(engine)
+    names = {spec.name: _saved_name(spec, index) for spec, _ in specs}
+    expected = {names[spec.name]: (tuple(spec.shape), dtype) for spec, dtype in specs}
     expected |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
-    known = set(expected) | {site.name for spec, _ in specs.values() for site in spec.sites}
+    known = set(expected) | {site.name for spec, _ in specs for site in spec.sites}
     found = [
         *_differences(expected, index),
         *(f"{name!r} is in it, not in the model" for name in index.tensors if name not in known),
     ]
     if found:
         raise CheckpointError(f"it is of another model ({_list(found)})")
-    lossy = [
-        f"{name!r} is {index.tensors[name].stored.dtype} in it, {dtype} in the model"
-        for name, (_, dtype) in expected.items()
-        if not allow_rounding and _loses(index.tensors[name].stored.torch_dtype, dtype)
-    ]
-    if lossy:
+    lossy = _rounded(((name, dtype) for name, (_, dtype) in expected.items()), index)
+    if lossy and not allow_rounding:
         raise CheckpointError(
             f"weights would lose digits ({_list(lossy)}): choose a precision= whose master weights hold them, or load "
             "with allow_rounding=True"
         )
     return names
+
+
+def rounded(engine: Engine, index: Index) -> list[str]:
+    """The model's parameters that lose digits when they are loaded, in words."""
+    return _rounded(((_saved_name(spec, index), dtype) for spec, dtype in _specs(engine)), index)
+
+
+def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[str]:
+    return [
+        f"{name!r} is {index.tensors[name].stored.dtype} in it, {dtype} in the model"
+        for name, dtype in expected
+        if name in index.tensors and torch.promote_types(index.tensors[name].stored.torch_dtype, dtype) != dtype
+    ]
+
+
+def _specs(engine: Engine) -> list[tuple[Spec, torch.dtype]]:
+    """Every parameter, with the dtype in which it rests."""
+    return [(spec, state.flat.master) for unit in engine.units for state in unit.states for spec in state.flat.params]
 
 
 def _saved_name(spec: Spec, index: Index) -> str:
@@ -63,10 +72,6 @@ def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], in
             yield f"{name!r} is {stored.dtype} in it, {dtype} in the model"
 
 
-def _loses(saved: torch.dtype, own: torch.dtype) -> bool:
-    return torch.promote_types(saved, own) != own
-
-
 def _list(differences: list[str]) -> str:
     more = len(differences) - _MOST_TOLD
     text = "; ".join(differences[:_MOST_TOLD])
@@ -74,14 +79,20 @@ def _list(differences: list[str]) -> str:
     return count + text + (f"; and {more} more" if more > 0 else "")
 
 
-def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]]) -> None:
-    """`held`: name, what was saved, this rank's part, and its group, of every parameter that this rank holds."""
+def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], keep_groups: bool) -> None:
+    """`held`: name, what was saved, this rank's part, and its group, of every parameter that this rank holds.
+
+    With `keep_groups` the groups may differ, but nothing that its optimizer has kept may be lost.
+    """
     found = []
     for name, saved, resting, group in held:
-        if saved.group != group:
+        if saved.group != group and not keep_groups:
             found.append(
                 f"parameter {name!r} is in group {saved.group} of its optimizer and in group {group} of this one"
             )
+            continue
+        if saved.state and group is None:
+            found.append(f"parameter {name!r} was trained by its optimizer, and is in no group of this one")
             continue
         is_part = resting.numel() < saved.stored.num_elems
         for key, item in saved.state.items():

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder, and the folders of a run's checkpoints. Pure but for the file system; one rank calls these.
+"""A checkpoint as a folder. Pure but for the file system; one rank calls these.
 
 A checkpoint is written beside its place, into `<path>.partial`. Its marker comes last, when the disk has everything
 else, and only then is it renamed. The marker holds the digest of the index, so whoever finds it finds the checkpoint as
@@ -7,17 +7,14 @@ and is found there.
 """
 
 import hashlib
-import itertools
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamageError
 
 INDEX, MARKER = "index.json", "complete"
-_STEP = re.compile(r"step-(\d{6,})")
 
 
 def rank_file(rank: int) -> str:
@@ -28,7 +25,7 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def _replaced_of(path: Path) -> Path:
+def replaced_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
 
 
@@ -41,22 +38,24 @@ def read_index(path: Path) -> tuple[Path, bytes]:
     """The folder of a complete checkpoint and the text of its index."""
     folder = find(path)
     if folder is None:
-        raise CheckpointError(_why_not(path))
+        raise _why_not(path)
     try:
         text, digest = (folder / INDEX).read_bytes(), (folder / MARKER).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
+        raise DamageError(f"cannot read the checkpoint {folder}: {error}") from error
     if hashlib.sha256(text).hexdigest() != digest:
-        raise CheckpointError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
+        raise DamageError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
     return folder, text
 
 
-def _why_not(path: Path) -> str:
+def _why_not(path: Path) -> CheckpointError:
     if (path / INDEX).is_file() or partial_of(path).is_dir():
-        return f"the checkpoint {path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one"
+        return DamageError(
+            f"the checkpoint {path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one"
+        )
     if not path.exists():
-        return f"there is no checkpoint {path}"
-    return f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}"
+        return CheckpointError(f"there is no checkpoint {path}")
+    return DamageError(f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}")
 
 
 def begin(path: Path) -> Path:
@@ -65,14 +64,20 @@ def begin(path: Path) -> Path:
         raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
     partial = partial_of(path)
     try:
-        if find(path) == partial:
-            # Somebody died between two renames; the checkpoint is there, and must outlive this save's failure.
-            _put_in_place(path)
-        remove(partial)
+        settle(path)
         partial.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"cannot make {partial}: {error.strerror or error}") from error
     return partial
+
+
+def settle(path: Path) -> None:
+    """What a save that died has left is removed; where it died between two renames, the checkpoint is put in place."""
+    if find(path) == partial_of(path):
+        _put_in_place(path)
+    remove(partial_of(path))
+    if find(path) is not None:
+        remove(replaced_of(path))
 
 
 def abandon(path: Path) -> None:
@@ -96,7 +101,7 @@ def complete(path: Path, index: str) -> None:
 
 
 def _put_in_place(path: Path) -> None:
-    replaced = _replaced_of(path)
+    replaced = replaced_of(path)
     remove(replaced)
     if path.exists():
         path.rename(replaced)
@@ -131,56 +136,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def step_folder(root: Path, step: int) -> Path:
-    return root / f"step-{step:06d}"
-
-
-def complete_steps(root: Path) -> list[int]:
-    """The steps of a run's complete checkpoints, oldest first."""
-    return [step for step in _steps(root) if find(step_folder(root, step)) is not None]
-
-
-def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
-    steps = complete_steps(root)
-    return step_folder(root, steps[-1]) if steps else None
-
-
-def set_aside(root: Path, step: int) -> Path | None:
-    """Checkpoints behind `step`, of a run that goes on from there, are on another branch: they move out of the way.
-
-    Returns where they are now, if there are any.
-    """
-    newer = [number for number in _steps(root) if number > step]
-    if not newer:
-        return None
-    names = (root.with_name(f"{root.name}-left-{number}") for number in itertools.count(1))
-    place = next(name for name in names if not name.exists())
-    place.mkdir()
-    for number in newer:
-        path = step_folder(root, number)
-        for folder in (path, partial_of(path), _replaced_of(path)):
-            if folder.exists():
-                folder.rename(place / folder.name)
-    return place
-
-
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and what older saves left unfinished."""
-    if keep < 1:
-        raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")
-    kept = complete_steps(root)[-keep:]
-    for step in _steps(root):
-        if kept and step < kept[-1] and step not in kept:
-            path = step_folder(root, step)
-            for folder in (partial_of(path), _replaced_of(path), path):
-                remove(folder)
-
-
-def _steps(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    names = (_STEP.match(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted({int(name[1]) for name in names if name is not None})

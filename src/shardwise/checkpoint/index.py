@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamageError
 from ..shard import Interval
 from .dtypes import DTYPES
 
@@ -176,10 +176,13 @@ def from_json(text: str | bytes) -> Index:
             {str(key): str(value) for key, value in given["origin"].items()},
         )
     except RecursionError:
-        raise CheckpointError("the index cannot be understood: it is nested too deeply") from None
+        raise DamageError("the index cannot be understood: it is nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"the index cannot be understood: {error!r}") from error
-    require_sound(index)
+        raise DamageError(f"the index cannot be understood: {error!r}") from error
+    try:
+        require_sound(index)
+    except CheckpointError as error:
+        raise DamageError(str(error)) from error
     return index
 
 

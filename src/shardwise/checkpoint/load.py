@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamageError
 from ..optim.sharded import ShardedOptimizer
 from ..shard import Interval, pieces
 from ..unit import FlatState
@@ -36,21 +36,24 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     allow_rounding: bool = False,
+    keep_groups: bool = False,
 ) -> dict[str, Any]:
     """Set weights and buffers of a sharded model, and its optimizer's state, from a checkpoint; returns its `extra`.
 
     Every rank calls it. The layout, the world, the mesh and the precision may be others than those that saved, and so
     may be the program: what torch's DCP, Accelerate, DeepSpeed and Hugging Face write is read as well. The model, and
     the optimizer's class and groups, must be the same. Weights that would lose digits in the dtype of this model's
-    masters are refused, unless `allow_rounding`. Without an optimizer, the weights alone are loaded.
+    masters are refused, unless `allow_rounding`. With `keep_groups`, the optimizer's groups and their settings stay as
+    they are, and may be others; what it keeps for each parameter is loaded all the same. Without an optimizer, the
+    weights alone are loaded.
     """
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
     begin_between_steps(engine, "load", path, own)
     world, place = engine.mesh.world, Path(path).resolve()
-    job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding))
+    job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
     try:
-        together(world, lambda: _read(job, own))
+        together(world, lambda: _read(job, own, keep_groups))
     finally:
         engine.was_rewritten()
     return job.opened.index.extra
@@ -79,7 +82,12 @@ class _Job:
 
 
 def _prepare(
-    place: Path, engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None, allow_rounding: bool
+    place: Path,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    allow_rounding: bool,
+    keep_groups: bool,
 ) -> _Job:
     opened = open_checkpoint(place)
     index = opened.index
@@ -94,9 +102,10 @@ def _prepare(
             for spec in (state.flat.params[piece.param],)
         ]
         if optimizer is not None:
-            require_same_optimizer(optimizer, index.optimizer)
+            require_same_optimizer(optimizer, index.optimizer, keep_groups)
             group = group_of(optimizer)
-            require_same_groups([(want.name, want.saved, want.resting, group.get(want.resting)) for want in wanted])
+            held = [(want.name, want.saved, want.resting, group.get(want.resting)) for want in wanted]
+            require_same_groups(held, keep_groups)
         job = _Job(opened, wanted, [(value, index.tensors[name].stored) for name, value in buffers.items()])
         # Every rank sees that those files are there that it reads, and one looks at all.
         numbers = {part.piece.file for want in wanted for part in parts_of(want.saved.stored, want.interval)}
@@ -104,11 +113,11 @@ def _prepare(
             for number in range(len(index.files)) if engine.mesh.rank == 0 else sorted(numbers):
                 reader.require_length(number)
     except CheckpointError as error:
-        raise CheckpointError(f"cannot load {place}: {error}") from error
+        raise type(error)(f"cannot load {place}: {error}") from error
     return job
 
 
-def _read(job: _Job, optimizer: ShardedOptimizer | None) -> None:
+def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> None:
     group = group_of(optimizer)
     try:
         with job.opened.reader() as reader:
@@ -123,9 +132,10 @@ def _read(job: _Job, optimizer: ShardedOptimizer | None) -> None:
                 reader.read(stored, 0, row)
                 buffer.copy_(row.view(buffer.shape))
         if optimizer is not None and job.opened.index.optimizer is not None:
-            restore_optimizer(optimizer, job.opened.index.optimizer)
+            restore_optimizer(optimizer, job.opened.index.optimizer, keep_groups)
     except (CheckpointError, OSError) as error:
-        raise CheckpointError(
+        kind = type(error) if isinstance(error, CheckpointError) else DamageError
+        raise kind(
             f"{error}; the model is a mixture of what it was and of what was read until then: load another"
         ) from error
 

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import DamageError
 from ..shard import Interval
 from .disk import BLOCK_BYTES
 from .index import Check, File, Stored, parts_of
@@ -44,7 +44,7 @@ class Reader:
                 part.piece.file, part.piece.offset + part.first * dtype.itemsize, part.num_elems * dtype.itemsize
             ):
                 if content.numel() % dtype.itemsize:
-                    raise CheckpointError(f"{self._path(part.piece.file)}: a checksum ends inside an element")
+                    raise DamageError(f"{self._path(part.piece.file)}: a checksum ends inside an element")
                 values = content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
                 row[at : at + values.numel()].copy_(values)
                 at += values.numel()
@@ -64,7 +64,7 @@ class Reader:
         try:
             self._compare_length(number, self._path(number).stat().st_size)
         except OSError as error:
-            raise CheckpointError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
+            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
 
     def _bytes(self, number: int, offset: int, num_bytes: int) -> Iterator[Tensor]:
         """Bytes of a file, a block or a part of one at a time; each is gone when the next is asked for."""
@@ -87,7 +87,7 @@ class Reader:
         if self._held != (number, block):
             self._held = None
             if zlib.crc32(self._stage(number, block)) != block.crc32:
-                raise CheckpointError(
+                raise DamageError(
                     f"{self._path(number)} is damaged: bytes {block.offset} to {block.offset + block.num_bytes} are "
                     "not those that were written"
                 )
@@ -96,9 +96,7 @@ class Reader:
 
     def _stage(self, number: int, block: Check) -> memoryview:
         if block.num_bytes > len(self._staged):
-            raise CheckpointError(
-                f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
-            )
+            raise DamageError(f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}")
         view = memoryview(self._staged)[: block.num_bytes]
         done = 0
         try:
@@ -106,10 +104,10 @@ class Reader:
             while done < len(view):
                 num = os.preadv(file, [view[done:]], block.offset + done)
                 if num == 0:
-                    raise CheckpointError(f"{self._path(number)} ends at byte {block.offset + done}: it was truncated")
+                    raise DamageError(f"{self._path(number)} ends at byte {block.offset + done}: it was truncated")
                 done += num
         except OSError as error:
-            raise CheckpointError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
+            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
         return view
 
     def _opened(self, number: int) -> int:
@@ -125,7 +123,7 @@ class Reader:
 
     def _compare_length(self, number: int, seen: int) -> None:
         if seen != self._files[number].num_bytes:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self._path(number)} is {seen} bytes long, and was written with {self._files[number].num_bytes}"
             )
 

@@ -64,8 +64,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer) -> None:
-    for group, settings in zip(optimizer.inner.param_groups, saved.groups, strict=True):
+def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer, keep_groups: bool) -> None:
+    for group, settings in () if keep_groups else zip(optimizer.inner.param_groups, saved.groups, strict=True):
         for key, value in settings.items():
             now = group.get(key)
             if key in _HOW:
@@ -80,14 +80,14 @@ def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer) -> None:
         scaler.restore(saved.scaler)
 
 
-def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None) -> None:
+def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None, keep_groups: bool) -> None:
     if saved is None:
         raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
     name = type(optimizer.inner).__name__
     # Others do not always say what it was; then its state has to fit.
     if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
-    if len(saved.groups) != len(optimizer.inner.param_groups):
+    if not keep_groups and len(saved.groups) != len(optimizer.inner.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has "
             f"{len(optimizer.inner.param_groups)}: build the same groups"

@@ -10,15 +10,21 @@ from ..wire.collectives import Channel
 T = TypeVar("T")
 
 
-def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] = CheckpointError) -> T:
-    """Run `do` on every rank, and meet. Where it failed, an `error` on every rank, with the first one's reason."""
-    result, failure, reports = attempt(world, do, _reason)
-    reason = next((report for report in reports if report is not None), None)
-    if reason is not None:
-        alike = all(report == reason for report in reports)
-        raise error(reason if alike else f"rank {reports.index(reason)}: {reason}") from failure
+def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:
+    """Run `do` on every rank, and meet. Where it failed, an error on every rank, with the first one's reason.
+
+    It is an `error`; without one, the CheckpointError that it was on that rank.
+    """
+    result, failure, reports = attempt(world, do, _report)
+    first = next((report for report in reports if report is not None), None)
+    if first is not None:
+        kind, reason = first
+        alike = all(report == first for report in reports)
+        raise (error or kind)(reason if alike else f"rank {reports.index(first)}: {reason}") from failure
     return result  # type: ignore[return-value]
 
 
-def _reason(failure: Exception) -> str:
-    return f"{failure}" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+def _report(failure: Exception) -> tuple[type[CheckpointError], str]:
+    if isinstance(failure, CheckpointError):
+        return type(failure), str(failure)
+    return CheckpointError, f"{type(failure).__name__}: {failure}"

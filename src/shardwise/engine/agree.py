@@ -15,6 +15,7 @@ from ..wire.collectives import Channel, exchange
 from .schedule import UnitPlan
 
 T = TypeVar("T")
+Report = TypeVar("Report")
 Facts = list[tuple[str, str]]
 
 # Bits are added as integers: exact in any order, so equal weights give equal sums on every machine.
@@ -34,8 +35,8 @@ def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
 
 
 def attempt(
-    world: Channel, do: Callable[[], T], describe: Callable[[Exception], str]
-) -> tuple[T | None, Exception | None, list[str | None]]:
+    world: Channel, do: Callable[[], T], describe: Callable[[Exception], Report]
+) -> tuple[T | None, Exception | None, list[Report | None]]:
     """Run `do` on every rank, and meet: its result or failure here, and by rank what failed, None where nothing did."""
     result: T | None = None
     failure: Exception | None = None

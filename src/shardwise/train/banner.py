@@ -48,6 +48,7 @@ class Start:
     checkpoint_bytes: int | None = None  # of one checkpoint, all ranks together
     expected_save_s: float | None = None
     save_steps: int = 0  # 0: at the end only
+    async_save: bool = False
     first_step: int = 0
     resumed_from: str = ""
 
@@ -159,7 +160,13 @@ def _saving(facts: Start) -> str:
     when = f"every {plural(facts.save_steps, 'step')}" if facts.save_steps else "at the end"
     large = "" if facts.checkpoint_bytes is None else f", {size(facts.checkpoint_bytes)}"
     time_s = "" if facts.expected_save_s is None else f", {_about(facts.expected_save_s)} each"
-    return when + large + time_s
+    beside = ""
+    if facts.async_save:
+        copied = (
+            "" if facts.checkpoint_bytes is None else f" of {size(facts.checkpoint_bytes / facts.world_size)} a rank"
+        )
+        beside = f", in the background from a copy{copied} on the host"
+    return when + large + time_s + beside
 
 
 def _about(seconds: float) -> str:

@@ -1,14 +1,17 @@
 """A run on one rank, and what it does beside its steps: evaluate, save, finish. All ranks do it together."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import prune, step_folder
-from ..checkpoint.save import save
+from ..checkpoint.background import Saving
+from ..checkpoint.opened import open_checkpoint
+from ..checkpoint.save import save, start_save
+from ..checkpoint.steps import point_to, prune, step_folder
 from ..engine.guards import engine_of
 from ..engine.held import Memory, memory
+from ..errors import CheckpointError
 from ..wire.collectives import Channel
 from .book import Book, Row
 from .checks import Checked
@@ -26,6 +29,10 @@ from .rounds import Rounds
 from .settings import Settings
 
 DEFAULT_PROMPT = "The "
+RNG_POLICY = (
+    "nothing is kept between steps: dropout of a step is seeded from the seed, the step and the rank, the order of "
+    "samples from the seed and their number, weights from the seed and their names"
+)
 
 
 @dataclass(slots=True)
@@ -45,7 +52,8 @@ class Run:
     book: Book = field(init=False)
     rounds: Rounds = field(init=False)
     between: Between = field(init=False)
-    saved_step: int | None = None
+    saved_step: int | None = None  # also while it is being written
+    saving: Saving | None = None  # in the background, of that step
     evaluation: Evaluation | None = None
     generated: str = ""
     exported: str = ""
@@ -80,27 +88,60 @@ class Run:
     def save(self, step: int) -> None:
         if self.saved_step == step:
             return
-        root = self.folder / CHECKPOINTS
+        self.finish_saving()
+        path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.job.model, self.job.optimizer
         began = time.perf_counter()
-        save(step_folder(root, step), self.job.model, self.job.optimizer, extra=self.extra(step))
-        self.saved_step = step
-        if self.is_first and self.settings.save_total_limit is not None:
-            prune(root, self.settings.save_total_limit)
-        self.progress.say(f"saved {step_folder(root, step)} in {time.perf_counter() - began:.1f} s")
+        if self.settings.async_save:
+            self.saving = start_save(path, model, optimizer, extra=self.extra(step))
+            self.saved_step = step
+        else:
+            save(path, model, optimizer, extra=self.extra(step))
+            self.saved_step = step
+            self._is_saved(f"in {time.perf_counter() - began:.1f} s")
+
+    def show(self, step: int) -> None:
+        """So many steps are done. A save in the background that is complete by now is told of, on each rank alone."""
+        self.progress.advance(step)
+        if self.saving is not None and self.saving.is_complete:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the save in the background, if there is one."""
+        if self.saving is not None:
+            self.saving.finish()
+            seconds, self.saving = self.saving.seconds, None
+            self._is_saved(f"in {seconds:.1f} s, in the background")
+
+    def _is_saved(self, how: str) -> None:
+        """The checkpoint of `saved_step` is complete: now older ones may go."""
+        assert self.saved_step is not None
+        root, limit = self.folder / CHECKPOINTS, self.settings.save_total_limit
+        self.progress.say(f"saved {step_folder(root, self.saved_step)} {how}")
+        if self.is_first:
+            point_to(root, self.saved_step)
+            try:
+                if limit is not None:
+                    prune(root, limit, _looks_whole)
+            except OSError as error:
+                self.progress.say(f"older checkpoints cannot be removed: {error}")
 
     def extra(self, step: int) -> dict[str, Any]:
         """What a checkpoint of the trainer says beside weights and optimizer."""
         return {
             "step": step,
+            "num_tokens_seen": self.book.num_tokens_after(step),
             "num_samples_seen": self.job.num_samples_before(step),
             "global_batch_size": self.job.batching.global_size,
+            "rng": {"seed": self.settings.seed, "policy": RNG_POLICY},
             "data": data_identity(self.settings, self.prepared, self.checked),
             "book": self.book.to_extra(),
+            "configuration": asdict(self.settings),
         }
 
     def finish(self, step: int) -> None:
         """The run is complete."""
         self.save(step)
+        self.finish_saving()
         self.evaluate(step)
         settings, job = self.settings, self.job
         if settings.sample_tokens:
@@ -121,7 +162,24 @@ class Run:
         return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
 
 
-def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> list[Any]:
+def _looks_whole(checkpoint: Path) -> bool:
+    """Whether it opens, and its files are as long as they were written; what is in them is not read."""
+    try:
+        opened = open_checkpoint(checkpoint)
+        with opened.reader() as reader:
+            for number in range(len(opened.index.files)):
+                reader.require_length(number)
+    except CheckpointError:
+        return False
+    return True
+
+
+def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
     """Of the samples and their order: a run that finds the same goes on in them, any other begins with them."""
-    split = None if settings.eval_file else settings.eval_fraction
-    return [prepared.digest, checked.seq_length, settings.packing, settings.seed, split]
+    return {
+        "digest": prepared.digest,
+        "seq_length": checked.seq_length,
+        "packing": settings.packing,
+        "seed": settings.seed,
+        "eval_fraction": None if settings.eval_file else settings.eval_fraction,
+    }

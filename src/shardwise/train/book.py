@@ -88,7 +88,7 @@ class Book:
             "loss": self.last_loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens": self.first_tokens + (result.step - self.first_step) * self.tokens_per_step,
+            "tokens": self.num_tokens_after(result.step),
         }
         if self._row_steps:  # none where the numbers of several steps came at once
             row["tokens_per_s"] = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
@@ -101,6 +101,9 @@ class Book:
         self._has_rows = True
         self._row_seconds, self._row_steps = 0.0, 0
         self.loss_sum, self.num_targets = 0.0, 0
+
+    def num_tokens_after(self, step: int) -> int:
+        return self.first_tokens + (step - self.first_step) * self.tokens_per_step
 
     @property
     def tokens_per_s(self) -> float | None:

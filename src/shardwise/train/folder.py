@@ -12,7 +12,8 @@ import dataclasses
 from datetime import datetime
 from pathlib import Path
 
-from ..checkpoint.folder import find, latest
+from ..checkpoint.folder import find
+from ..checkpoint.steps import all_steps, latest, step_folder
 from ..errors import CheckpointError, ConfigurationError
 from .settings import Settings
 
@@ -27,16 +28,13 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     resume = settings.resume_from_checkpoint
     if num_restarts and folder is not None:
         # Ranks that are started again go on with their own run, whatever it went on from.
-        own = latest(folder / CHECKPOINTS)
-        if own is not None or resume in (None, LATEST, AUTO):
-            return _with(settings, folder, None if own is None else str(own))
-        return _with(settings, folder, resume)
+        own = _own(folder)
+        return _with(settings, folder, own if own is not None or resume in (None, LATEST, AUTO) else resume)
     if resume == AUTO:
         # A job that is started again and again with the same words: the first start has nothing to go on from.
         if folder is None:
             raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
-        own = latest(folder / CHECKPOINTS)
-        return _with(settings, folder, None if own is None else str(own))
+        return _with(settings, folder, _own(folder))
     if resume == LATEST:
         folder = folder or _newest_run()
         checkpoint = latest(folder / CHECKPOINTS)
@@ -48,14 +46,11 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         return _with(settings, folder, str(checkpoint))
     if resume is not None:
         checkpoint = _checkpoint_in(Path(resume).expanduser())
-        if find(checkpoint) is None:
-            raise CheckpointError(
-                f"resume_from_checkpoint {resume}: there is no complete checkpoint; give a folder like "
-                "runs/NAME/checkpoints/step-000100, or 'latest'"
-            )
-        belongs_to = checkpoint.absolute().parent.parent.resolve()  # checkpoints/ itself may be a link
-        folder = folder or (belongs_to if (belongs_to / CONFIG).is_file() else new_folder(settings))
-        if (folder / CONFIG).is_file() and folder.resolve() != belongs_to:
+        belongs_to = _run_of(checkpoint)
+        if belongs_to is None:
+            _require_readable(resume, checkpoint)
+        folder = folder or belongs_to or new_folder(settings)
+        if (folder / CONFIG).is_file() and (belongs_to is None or folder.resolve() != belongs_to.resolve()):
             raise _taken(folder)
         return _with(settings, folder, str(checkpoint))
     folder = folder or new_folder(settings)
@@ -66,6 +61,20 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     return _with(settings, folder, None)
 
 
+def to_try(asked: Settings, chosen: Settings) -> list[str]:
+    """The checkpoint to go on from. If it was not named itself, all those of its run, the newest first.
+
+    One may turn out to be damaged; what did not finish is among them so that it can be told of.
+    """
+    checkpoint, named = chosen.resume_from_checkpoint, asked.resume_from_checkpoint
+    if checkpoint is None:
+        return []
+    if named not in (None, LATEST, AUTO) and Path(named).expanduser() == Path(checkpoint):
+        return [checkpoint]
+    root = Path(checkpoint).parent
+    return [str(step_folder(root, step)) for step in reversed(all_steps(root))]
+
+
 def config_to_go_on_with(settings: Settings) -> Path | None:
     """The settings of the run that `settings` ask to go on with, if it is one: its own file counts before defaults."""
     resume, folder = settings.resume_from_checkpoint, settings.output_dir
@@ -74,7 +83,8 @@ def config_to_go_on_with(settings: Settings) -> Path | None:
     if resume in (LATEST, AUTO):
         runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
     else:
-        runs = [_checkpoint_in(Path(resume).expanduser()).absolute().parent.parent]
+        named = _run_of(_checkpoint_in(Path(resume).expanduser()))
+        runs = [] if named is None else [named]
     return next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
 
 
@@ -106,6 +116,38 @@ def new_folder(settings: Settings) -> Path:
 
 def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
+
+
+def _own(folder: Path) -> str | None:
+    """The newest complete checkpoint of this run; None where no save has ever finished."""
+    root = folder / CHECKPOINTS
+    own = latest(root)
+    broken = [path.name for path in (step_folder(root, step) for step in all_steps(root)) if path.is_dir()]
+    if own is None and broken:
+        raise CheckpointError(
+            f"{root} holds no complete checkpoint, but what is left of {', '.join(broken)}: name a checkpoint to go on "
+            "from, or move that folder away to begin anew"
+        )
+    return None if own is None else str(own)
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The run that a checkpoint of ours lies in, if it does."""
+    run = checkpoint.absolute().parent.parent  # checkpoints/ itself may be a link
+    return run if find(checkpoint) is not None and (run / CONFIG).is_file() else None
+
+
+def _require_readable(resume: str, checkpoint: Path) -> None:
+    """A checkpoint of anybody's: ours outside of a run, or one that another program wrote."""
+    from ..checkpoint.opened import open_checkpoint  # with torch
+
+    try:
+        open_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint {resume}: {error}; give a folder like runs/NAME/checkpoints/step-000100, or "
+            "'latest'"
+        ) from error
 
 
 def _checkpoint_in(path: Path) -> Path:

@@ -57,6 +57,7 @@ def _run(settings: Settings) -> int:
             Profile(run.folder, settings.profile and run.is_first, job.device.type, run.wait) as profile,
         ):
             ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
+            run.finish_saving()
             if ending.complaint:
                 place = write_postmortem(run.folder, ending, job, run.book, run.hosts, run.extra(ending.step))
                 raise DivergenceError(f"{ending.complaint}; what is needed to look into it is in {place}")

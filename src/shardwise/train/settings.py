@@ -115,6 +115,7 @@ class Settings:
     output_dir: str | None = setting(RUN, None, "The run folder. Default: runs/MODEL-DATE-TIME.")
     resume_from_checkpoint: str | None = setting(RUN, None, "'latest', 'auto' (latest if there is one), or a checkpoint's folder; ranks and strategy may differ from those that saved it.")
     save_steps: int = setting(RUN, 0, "Save every so many steps; 0: at the end only.", least=0)
+    async_save: bool = setting(RUN, False, "Save in the background: training waits for a copy on the host only.")
     save_total_limit: int | None = setting(RUN, None, "Keep only the last so many checkpoints.", least=1)
     logging_steps: int = setting(RUN, 10, "Steps between two lines.", least=1)
     report_to: tuple[str, ...] = setting(RUN, (), "tensorboard, wandb; several with commas.")

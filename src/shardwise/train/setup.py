@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ from typing import Any
 from torch import nn
 
 from .. import mesh
-from ..checkpoint.folder import set_aside
-from ..checkpoint.load import load
+from ..checkpoint.steps import go_on_from
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
 from ..engine.guards import engine_of
 from ..engine.whole import load_full_state_dict
-from ..errors import CheckpointError, ConfigurationError
-from ..optim.sharded import plain_settings
+from ..errors import ConfigurationError
 from ..plan.flops import peak_flops
 from ..plan.model import find_blocks
 from ..precision import precision_of
@@ -34,12 +32,13 @@ from .checks import Checked, check_all, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
-from .folder import CHECKPOINTS, DATA, choose, claim, run_folder
+from .folder import CHECKPOINTS, DATA, choose, claim, run_folder, to_try
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
 from .optimizers import optimizer_for
 from .progress import Progress
+from .resume import Resumed, resume
 from .rounds import Rounds
 from .settings import Settings
 from .signals import Requests, has_launcher
@@ -56,8 +55,9 @@ def set_up(settings: Settings) -> Run:
     say: Callable[[str], None] = partial(print, flush=True) if speaks else _silent
     # The first rank chooses, because a folder's name may hold the time. Machines that joined late were started once.
     num_restarts = max(exchange(world, mesh.restarts()))
-    chosen = all_or_none(world, lambda: choose(settings, num_restarts) if rank == 0 else settings)
-    settings = exchange(world, chosen)[0]
+    asked = settings
+    chosen = all_or_none(world, lambda: choose(asked, num_restarts) if rank == 0 else asked)
+    settings, candidates = exchange(world, (chosen, to_try(asked, chosen)))[0]
     folder = run_folder(settings)
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
     prepared, samples, eval_samples = _data(settings, checked, say)
@@ -65,62 +65,46 @@ def set_up(settings: Settings) -> Run:
     built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
     all_or_none(world, lambda: _require_isolation(built, samples))
     model, optimizer = _sharded(built, settings)
-    extra = _resumed(settings, model, optimizer)
-    is_same_data = not extra or extra["data"] == data_identity(settings, prepared, checked)
-    if rank == 0 and not is_same_data:
-        print("the data is not what the checkpoint was trained on: it is read from its beginning", flush=True)
-    first_step = extra.get("step", 0)
-    first_sample = extra.get("num_samples_seen", 0) if is_same_data else 0
-    num_steps = _num_steps(settings, checked.batching, samples, extra, first_sample)
-    if rank == 0 and num_steps == first_step:
-        print(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps", flush=True)
-    elif rank == 0 and settings.warmup_steps >= num_steps:
-        print(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}", flush=True)
+    tell: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
+    begun = resume(candidates, model, optimizer, tell)
+    settings = replace(settings, resume_from_checkpoint=begun.checkpoint)
+    is_same_data = begun.data is None or begun.data == data_identity(settings, prepared, checked)
+    if not is_same_data:
+        tell("the data is not what the checkpoint was trained on: it is read from its beginning")
+    first_step = begun.step
+    first_sample = begun.num_samples_seen if is_same_data else 0
+    num_steps = _num_steps(settings, checked.batching, samples, begun, first_sample)
+    if num_steps == first_step:
+        tell(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
+    elif settings.warmup_steps >= num_steps:
+        tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}")
     job = Job(settings, model, optimizer, samples, checked.batching, rank, device, num_steps, first_step, first_sample)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
-    all_or_none(world, lambda: _take_folder(settings, extra) if rank == 0 else None)
+    all_or_none(world, lambda: _take_folder(settings, begun) if rank == 0 else None)
     metrics.truncate_after(first_step)
     hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress
     )
-    if extra and Path(str(settings.resume_from_checkpoint)).resolve().parent == (folder / CHECKPOINTS).resolve():
+    if _is_own(folder, begun):
         run.saved_step = first_step
     run.book = _book(run, num_ranks)
-    if extra:
-        run.book.from_extra(extra["book"], is_same_data)
+    if begun.book:
+        run.book.from_extra(begun.book, is_same_data)
     run.rounds = Rounds(hosts, Requests(folder if rank == 0 else None))
-    run.between = Between(run.evaluate, run.save, progress.advance)
+    run.between = Between(run.evaluate, run.save, run.show)
     return run
 
 
-def _resumed(settings: Settings, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The checkpoint's extra, after loading it; empty for a run that begins. Hyper-parameters stay those asked for."""
-    if settings.resume_from_checkpoint is None:
-        return {}
-    asked = plain_settings(optimizer)
-    extra = load(settings.resume_from_checkpoint, model, optimizer)
-    for group, values in zip(optimizer.param_groups, asked, strict=True):
-        group.update(values)
-    if not {"step", "num_samples_seen", "global_batch_size", "data", "book"} <= set(extra):
-        raise CheckpointError(
-            f"{settings.resume_from_checkpoint} was not saved by shardwise train: it does not say at which step it is; "
-            "export its weights, and train from those"
-        )
-    return extra
-
-
-def _num_steps(
-    settings: Settings, batching: Batching, samples: Samples, extra: dict[str, Any], first_sample: int
-) -> int:
-    before = extra.get("global_batch_size", batching.global_size)
+def _num_steps(settings: Settings, batching: Batching, samples: Samples, begun: Resumed, first_sample: int) -> int:
+    before = begun.global_batch_size or batching.global_size
     if settings.global_batch_size is None and before != batching.global_size:
         raise ConfigurationError(
             f"the checkpoint was trained with a global batch of {before} samples, now it would be {batching}: say "
             "which with --global-batch-size"
         )
-    first_step: int = extra.get("step", 0)
+    first_step = begun.step
     num_steps = settings.max_steps
     if num_steps is None:
         epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
@@ -134,9 +118,18 @@ def _num_steps(
     return num_steps
 
 
-def _take_folder(settings: Settings, extra: dict[str, Any]) -> None:
+def _is_own(folder: Path, begun: Resumed) -> bool:
+    """Whether the run goes on from a checkpoint in its own folder."""
+    place = begun.checkpoint
+    return place is not None and Path(place).resolve().parent == (folder / CHECKPOINTS).resolve()
+
+
+def _take_folder(settings: Settings, begun: Resumed) -> None:
     folder = claim(settings)
-    left = set_aside(folder / CHECKPOINTS, extra["step"]) if extra else None
+    try:
+        left = go_on_from(folder / CHECKPOINTS, begun.step)
+    except OSError as error:
+        raise ConfigurationError(f"{folder / CHECKPOINTS}: cannot be written: {error.strerror or error}") from error
     if left is not None:
         print(f"later checkpoints of this run are not on its way any more: they are in {left} now", flush=True)
 

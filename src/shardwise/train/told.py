@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.folder import step_folder
+from ..checkpoint.steps import step_folder
 from ..engine.guards import engine_of
 from ..engine.held import memory
 from ..wire.collectives import exchange
@@ -64,6 +64,7 @@ def start_of(run: Run) -> Start:
         checkpoint_bytes=num_bytes,
         expected_save_s=_expected_save_s(run.folder, num_bytes),
         save_steps=settings.save_steps,
+        async_save=settings.async_save,
         first_step=run.first_step,
         resumed_from=settings.resume_from_checkpoint or "",
     )

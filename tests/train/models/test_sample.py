@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.folder import step_folder
+from shardwise.checkpoint.steps import step_folder
 from shardwise.train.data.tokenizer import tokenizer_for
 from shardwise.train.model import Transformer
 from shardwise.train.models.build import build

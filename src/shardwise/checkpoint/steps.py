@@ -1,0 +1,87 @@
+"""The checkpoints of a run: `step-000100` and so on, side by side in one folder. One rank calls these.
+
+Markers alone say which of them are complete. `latest` is a link to the newest, which moves when another is complete: it
+is for people and other tools, and nothing here goes by it.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from .folder import find, partial_of, remove, replaced_of, settle
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{6,})(\.partial|\.replaced)?")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def all_steps(root: Path) -> list[int]:
+    """Oldest first, also those of saves that did not finish."""
+    if not root.is_dir():
+        return []
+    names = (_NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted({int(name[1]) for name in names if name is not None})
+
+
+def complete_steps(root: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    return [step for step in all_steps(root) if find(step_folder(root, step)) is not None]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    steps = complete_steps(root)
+    return step_folder(root, steps[-1]) if steps else None
+
+
+def point_to(root: Path, step: int) -> None:
+    """Let `latest` lead to a checkpoint that is complete; where the file system has no links, there is none."""
+    draft = root / f".{LATEST}"
+    with suppress(OSError):
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(step_folder(root, step).name)
+        draft.replace(root / LATEST)
+
+
+def go_on_from(root: Path, step: int) -> Path | None:
+    """A run goes on from this checkpoint. What dead saves have left is removed.
+
+    Later checkpoints, also damaged ones, are on another branch: they move out of the way. Returns where they are now,
+    if there are any.
+    """
+    for number in all_steps(root):
+        settle(step_folder(root, number))
+    newer = [number for number in all_steps(root) if number > step]
+    place = None
+    if newer:
+        names = (root.with_name(f"{root.name}-left-{number}") for number in itertools.count(1))
+        place = next(name for name in names if not name.exists())
+        place.mkdir()
+    for path in (step_folder(root, number) for number in newer):
+        for folder in (path, replaced_of(path)):
+            if place is not None and folder.exists():
+                folder.rename(place / folder.name)
+    if find(step_folder(root, step)) is not None:
+        point_to(root, step)
+    return place
+
+
+def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and what older saves left unfinished.
+
+    The newest one that `is_good` stays too, and so does everything where none is.
+    """
+    if keep < 1:
+        raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")
+    complete = complete_steps(root)
+    kept = complete[-keep:]
+    gone = [step for step in all_steps(root) if kept and step < kept[-1] and step not in kept]
+    good = next((step for step in reversed(complete) if gone and is_good(step_folder(root, step))), None)
+    for path in (step_folder(root, step) for step in gone if good is not None and step != good):
+        for folder in (partial_of(path), replaced_of(path), path):
+            remove(folder)
