@@ -124,7 +124,7 @@ def _collapsed(node: Node) -> Node:
     children = []
     for child, first, last in found:
         name = re.sub(r"^\d+", f"{first}-{last}", child.name) if last > first else child.name
-        children.append(Node(name, child.children, child.saved, last - first + 1))
+        children.append(Node(name, child.children, child.saved, child.times * (last - first + 1)))
     # `layers` with one line under it is that line.
     if len(children) == 1 and node.name:
         return Node(f"{node.name}.{children[0].name}", children[0].children, children[0].saved, children[0].times)

@@ -6,7 +6,6 @@ it are looked at. Files of others have no checksums; their lengths, places and n
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -20,14 +19,16 @@ from . import folder
 from .disk import BLOCK_BYTES
 from .index import File, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
+from .steps import all_steps, step_folder
 from .write import Tell
-
-_STEP = re.compile(r"step-\d{6,}")
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found; `problems` is empty where all is well. What is not complete was not finished, or not yet."""
+    """What was found. What is not complete was not finished, or not yet.
+
+    `damage` is what stands in the way of loading it; `not_finite` is what was written, but is no number to go on with.
+    """
 
     path: Path
     origin: dict[str, str] = field(default_factory=dict)
@@ -36,11 +37,16 @@ class Report:
     num_files: int = 0
     num_bytes: int = 0
     num_checksums: int = 0
-    problems: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
 
     @property
-    def is_good(self) -> bool:
-        return self.is_complete and not self.problems
+    def is_usable(self) -> bool:
+        return self.is_complete and not self.damage
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.damage, *self.not_finite]
 
 
 def look_at(path: Path) -> tuple[Report, Opened | None]:
@@ -50,7 +56,7 @@ def look_at(path: Path) -> tuple[Report, Opened | None]:
         opened = _open_own(path, report) if _is_own(path) else open_checkpoint(path)
         require_sound(opened.index)
     except CheckpointError as error:
-        report.problems.append(str(error))
+        report.damage.append(str(error))
         return report, None
     index = opened.index
     report.origin = index.origin
@@ -66,7 +72,8 @@ def _is_own(path: Path) -> bool:
 
 def _is_begun(path: Path) -> bool:
     """Whether it is one of ours, or would have become one."""
-    return _is_own(path) or folder.partial_of(path).is_dir() or _STEP.fullmatch(path.name) is not None
+    siblings = (step_folder(path.parent, step) for step in all_steps(path.parent))
+    return _is_own(path) or folder.partial_of(path).is_dir() or path in siblings
 
 
 def _open_own(path: Path, report: Report) -> Opened:
@@ -74,15 +81,13 @@ def _open_own(path: Path, report: Report) -> Opened:
     place = folder.find(path)
     if place is None:
         place = next(p for p in (path, folder.partial_of(path)) if (p / folder.INDEX).is_file())
-        report.problems.append(f"{place} is incomplete: its save did not finish (no file {folder.MARKER!r})")
+        report.damage.append(f"{place} is incomplete: its save did not finish (no file {folder.MARKER!r})")
     try:
         text = (place / folder.INDEX).read_bytes()
         if report.is_complete:
             digest = (place / folder.MARKER).read_text(errors="replace").strip()
             if hashlib.sha256(text).hexdigest() != digest:
-                report.problems.append(
-                    f"{place / folder.INDEX} is not what was written: its digest is not the marker's"
-                )
+                report.damage.append(f"{place / folder.INDEX} is not what was written: its digest is not the marker's")
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
     return Opened(place, from_json(text))
@@ -90,11 +95,10 @@ def _open_own(path: Path, report: Report) -> Opened:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """Of a run folder, or of its `checkpoints/`: oldest first, unfinished ones too. None where it is neither."""
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not root.is_dir() or _is_own(root):
+    if _is_begun(path):
         return []
-    names = {entry.name.removesuffix(".partial") for entry in root.iterdir() if entry.is_dir()}
-    return [root / name for name in sorted(names, key=lambda name: (len(name), name)) if _STEP.fullmatch(name)]
+    roots = (path / "checkpoints", path)
+    return next(([step_folder(root, step) for step in steps] for root in roots if (steps := all_steps(root))), [])
 
 
 def verify(report: Report, opened: Opened, tell: Tell) -> None:
@@ -103,14 +107,14 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
     for name, saved in index.tensors.items():
         for key, item in saved.state.items():
             if isinstance(item, float) and not math.isfinite(item):
-                report.problems.append(f"{key} of {name!r} is {item}")
+                report.not_finite.append(f"{key} of {name!r} is {item}")
     places = _places(index)
     with opened.reader() as reader:
         for number, file in enumerate(index.files):
             try:
                 reader.require_length(number)
             except CheckpointError as error:
-                report.problems.append(str(error))
+                report.damage.append(str(error))
                 tell(file.num_bytes)
                 continue
             row = torch.empty(min(BLOCK_BYTES, file.num_bytes), dtype=torch.uint8)
@@ -121,9 +125,9 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
                     for place in block.places:
                         numbers.look(place, block, content)
                 except CheckpointError as error:
-                    report.problems.append(str(error))
+                    report.damage.append(str(error))
                 tell(content.numel())
-    report.problems += numbers.told()
+    report.not_finite += numbers.told()
 
 
 @dataclass(frozen=True, slots=True)

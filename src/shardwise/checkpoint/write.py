@@ -67,6 +67,8 @@ def _stored_rows(reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator
     for start in range(0, stored.num_elems, step):
         part = row[: min(step, stored.num_elems - start)]
         reader.read(stored, start, part)
+        if dtype is torch.float16 and stored.torch_dtype is not dtype and not part.isfinite().all():
+            raise CheckpointError("numbers beyond those that fp16 can hold: use bf16 or fp32")
         yield part
 
 

@@ -12,9 +12,13 @@ import typer
 from ..errors import ShardwiseError
 from ..version import VERSION
 from .bench import bench
+from .convert import convert
 from .doctor import doctor
+from .export import export
 from .generate import generate
+from .inspect import inspect
 from .train import TrainCommand, train
+from .verify import verify
 
 # What the parser raises. Newer typers bring a click of their own; this name leads to either.
 UsageError: Any = typer.BadParameter.__base__
@@ -51,6 +55,10 @@ def _verbs(
 app.command(cls=TrainCommand)(train)
 app.command()(bench)
 app.command()(generate)
+app.command()(inspect)
+app.command()(verify)
+app.command()(export)
+app.command()(convert)
 app.command()(doctor)
 
 

@@ -50,6 +50,11 @@ class Content:
     max_bytes: int = MAX_FILE_BYTES
     about: Mapping[str, Any] = field(default_factory=dict)  # for the note in the folder
 
+    @property
+    def num_bytes(self) -> int:
+        """That are written; adapters that are merged are not."""
+        return sum(s.num_bytes for s in self.sources if not self.is_merged or not is_adapter(s.name))
+
 
 def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> None:
     """Write a sharded model; what was in `folder` is replaced. Every rank calls it."""

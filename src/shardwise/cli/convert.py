@@ -1,0 +1,79 @@
+"""`shardwise convert`: a checkpoint in another form."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigurationError, did_you_mean
+from .files import bar, checkpoint_at, num_bytes_in
+
+FORM, WHAT, PLACE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Its form", "What of it", "Where to"))
+FORMATS = ("shardwise", "dcp", "hugging-face")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, whoever wrote it, or a run folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[
+        str, FORM(help="shardwise; dcp: as torch.distributed.checkpoint has it; hugging-face: weights alone.")
+    ] = "shardwise",
+    whole: Annotated[bool, FORM("--whole", help="One file of weights under plain names, and one of state.")] = False,
+    max_shard_size: Annotated[str, FORM(help="Of a file otherwise: 5GB, 500MB, 2GiB, or bytes.")] = "5GB",
+    model_only: Annotated[
+        bool, WHAT("--model-only", help="Without the optimizer, and what the trainer noted.")
+    ] = False,
+    overwrite: Annotated[
+        bool, PLACE("--overwrite", help="For hugging-face: replace a folder that shardwise did not export.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in another form: ours, torch's, or bare weights.
+
+    Read are checkpoints of shardwise, torch DCP, Accelerate, DeepSpeed and
+    Hugging Face folders. Weights, buffers and the optimizer's state stay
+    what they are, to the bit; checksums are compared on the way. The folder
+    is there when it is complete.
+
+    One file that every safetensors reader opens:
+
+        shardwise convert runs/tiny/checkpoints/step-000200 whole --whole
+
+    A DeepSpeed run, to go on with here:
+
+        shardwise convert ds-run/global_step500 runs/mine-from-ds
+
+    For a trainer that loads torch DCP:
+
+        shardwise convert runs/tiny as-dcp --to dcp
+    """
+    form = to.replace("_", "-")
+    if form not in FORMATS:
+        raise ConfigurationError(f"--to: unknown {to!r}; {did_you_mean(form, FORMATS)}")
+    if whole and form != "shardwise":
+        raise ConfigurationError(f"--whole is a form of our own checkpoints, and --to {form} is not: leave it out")
+    max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
+    place = checkpoint_at(source)
+    from ..checkpoint import convert as converting
+    from ..checkpoint.opened import open_checkpoint
+    from ..checkpoint.write import require_free
+    from ..train.figures import size
+
+    opened = open_checkpoint(place)
+    if model_only or form == "hugging-face":
+        opened = converting.without_optimizer(opened)
+    if form != "shardwise":
+        require_free(target, overwrite, place)
+    num_bytes = converting.num_bytes_of(opened)
+    began = time.perf_counter()
+    with bar(target.name, num_bytes) as tell:
+        if form == "shardwise":
+            converting.write_own(opened, target.resolve(), None if whole else max_bytes, tell)
+        elif form == "dcp":
+            from ..checkpoint.others.dcp_write import write_dcp
+
+            write_dcp(opened, target.resolve())
+        else:
+            converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
+    print(f"{target}: {place} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")

@@ -1,0 +1,53 @@
+"""What the verbs about checkpoints share: which one is meant, sizes as people write them, and a bar for the patient."""
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def checkpoint_at(path: Path) -> Path:
+    """What is there; a run's folder, or the folder of its checkpoints, stands for the newest complete one."""
+    from ..train.models.from_checkpoint import find_checkpoint
+
+    if not path.exists() and not path.with_name(f"{path.name}.partial").exists():
+        raise ConfigurationError(f"{path}: there is no such folder")
+    return find_checkpoint(path)
+
+
+def num_bytes_in(option: str, text: str) -> int:
+    """5GB, 500MB, 1.5GiB, or a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
+    num_bytes = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if num_bytes < 1:
+        raise ConfigurationError(f"{option}: {text!r} is no size; write 5GB, 500MB, 2GiB or a number of bytes")
+    return num_bytes
+
+
+@contextmanager
+def bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """On a terminal, how many bytes are done and when all will be; elsewhere nothing. SIGTERM ends it as Ctrl-C does."""
+    from rich import progress
+    from rich.console import Console
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda num: None
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as shown:
+        yield partial(shown.advance, shown.add_task(what, total=num_bytes))

@@ -1,0 +1,179 @@
+"""`shardwise inspect`: what is in a checkpoint, and who wrote it. Reads no tensors."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .files import checkpoint_at
+
+if TYPE_CHECKING:
+    from ..checkpoint.index import Index
+    from ..checkpoint.opened import Opened
+    from ..checkpoint.tree import Node
+
+MAX_NAMED = 4  # files, tied names and the like; more are counted
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, whoever wrote it, or a run folder: its newest one.")],
+    depth: Annotated[int | None, typer.Option(help="Levels of the tree. Default: all.", min=0)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output: every tensor.")] = False,
+) -> None:
+    """Show what wrote a checkpoint, and the tree of its tensors with their sizes.
+
+    Blocks that are alike are one line. Tensors are not read. Known are
+    checkpoints of shardwise, torch DCP, Accelerate, DeepSpeed and Hugging
+    Face folders.
+
+        shardwise inspect runs/tiny
+
+        shardwise inspect runs/tiny/checkpoints/step-000200 --depth 1
+
+        shardwise inspect somewhere/global_step500 --json
+    """
+    from ..checkpoint.opened import open_checkpoint
+
+    opened = open_checkpoint(checkpoint_at(path))
+    if as_json:
+        print(json.dumps(_as_json(opened), indent=1))
+        return
+    from rich.console import Console
+
+    facts, lines = list(_facts(opened.index)), list(_lines(opened.index, depth))
+    if Console().is_terminal:
+        _show(opened.folder, facts, lines)
+    else:
+        print(opened.folder)
+        for name, text in facts:
+            print(f"  {name:<12}{text}")
+        widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
+        for line in lines:
+            name, *numbers, last = line
+            cells = [
+                name.ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)),
+            ]
+            print("  ".join([*cells, last]).rstrip())
+
+
+def _show(folder: Path, facts: list[tuple[str, str]], lines: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(str(folder), style="bold"))
+    table = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        table.add_row(Text(f"  {name}", style="cyan"), Text(text))
+    console.print(table)
+    tree = Table(box=None, padding=(0, 1), header_style="dim")
+    for title in ("", "shape", "elements", "weights", "state"):
+        tree.add_column(title, justify="left" if not title else "right", no_wrap=True)
+    tree.add_column("", style="dim")
+    for line in lines:
+        tree.add_row(*(Text(cell) for cell in line))
+    console.print(tree)
+
+
+def _facts(index: "Index") -> Iterator[tuple[str, str]]:
+    from ..checkpoint.tree import totals_of
+    from ..train.figures import count, plural, size
+
+    totals = totals_of(index)
+    if index.origin:
+        yield "written by", ", ".join(f"{key} {value}" for key, value in index.origin.items())
+    known = {key: value for key, value in index.extra.items() if isinstance(value, str | int | float | bool)}
+    if known:
+        yield "notes", ", ".join(f"{key} {value}" for key, value in known.items())
+    told = f", {count(totals.num_trained)} trained, {count(totals.num_frozen)} frozen"
+    knows = any(saved.is_trained is not None for saved in index.tensors.values())
+    yield (
+        "parameters",
+        f"{totals.num_params:,} in {plural(totals.num_tensors - totals.num_buffers, 'tensor')}"
+        + (told if knows else ""),
+    )
+    if totals.num_buffers:
+        yield "buffers", f"{plural(totals.num_buffers, 'tensor')}"
+    tied = [" = ".join((name, *saved.tied)) for name, saved in index.tensors.items() if saved.tied]
+    if tied:
+        yield "tied", _named(tied)
+    yield "dtypes", ", ".join(f"{dtype} {count(number)}" for dtype, number in totals.dtypes.items())
+    yield (
+        "bytes",
+        f"weights {size(totals.weights_bytes)}, optimizer state {size(totals.state_bytes)}, "
+        f"buffers {size(totals.buffers_bytes)}",
+    )
+    if index.optimizer is not None:
+        yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
+        for number, group in enumerate(index.optimizer.groups):
+            members = sum(saved.group == number for saved in index.tensors.values())
+            words = ", ".join(f"{key}={value}" for key, value in group.items() if value not in (None, False))
+            yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
+    yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
+
+
+def _named(words: list[str]) -> str:
+    more = [f"{len(words) - MAX_NAMED:,} more"] if len(words) > MAX_NAMED else []
+    return ", ".join([*words[:MAX_NAMED], *more])
+
+
+def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
+    """Name, shape and dtype, elements, bytes, bytes of state, and what else there is to say."""
+    from ..checkpoint.tree import tree_of, walk
+
+    if depth != 0:
+        for level, node in walk(tree_of(index.tensors), depth):
+            yield _line(level, node)
+
+
+def _line(level: int, node: "Node") -> tuple[str, ...]:
+    from ..train.figures import count, size
+
+    words = []
+    if node.times > 1:
+        words.append(f"{node.times} alike, {size(node.times * node.num_bytes)}")
+    shape = ""
+    if node.saved is not None:
+        stored = node.saved.stored
+        shape = f"{'x'.join(map(str, stored.shape)) or 'scalar'} {stored.dtype}"
+        words += ["buffer"] if node.saved.kind == "buffer" else ["frozen"] if node.saved.is_trained is False else []
+        words += ["tied"] if node.saved.tied else []
+    state = size(node.state_bytes) if node.state_bytes else ""
+    return "  " * (level + 1) + node.name, shape, count(node.num_elems), size(node.num_bytes), state, ", ".join(words)
+
+
+def _as_json(opened: "Opened") -> dict[str, Any]:
+    from ..checkpoint.index import Stored
+    from ..checkpoint.tree import totals_of
+
+    def described(stored: Stored) -> dict[str, Any]:
+        about = {"shape": stored.shape, "dtype": stored.dtype, "num_bytes": stored.num_bytes}
+        return {**about, "num_pieces": len(stored.pieces)}
+
+    index = opened.index
+    return {
+        "path": str(opened.folder),
+        "origin": index.origin,
+        "extra": index.extra,
+        "totals": dataclasses.asdict(totals_of(index)),
+        "optimizer": None if index.optimizer is None else dataclasses.asdict(index.optimizer),
+        "files": [
+            {"name": file.name, "num_bytes": file.num_bytes, "num_checksums": len(file.checks)} for file in index.files
+        ],
+        "tensors": {
+            name: {
+                **described(saved.stored),
+                "kind": saved.kind,
+                "is_trained": saved.is_trained,
+                "tied": saved.tied,
+                "group": saved.group,
+                "state": {k: described(item) if isinstance(item, Stored) else item for k, item in saved.state.items()},
+            }
+            for name, saved in index.tensors.items()
+        },
+    }

@@ -1,0 +1,88 @@
+"""`shardwise verify`: whether a checkpoint can be relied on."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConfigurationError
+from .files import bar
+
+if TYPE_CHECKING:
+    from ..checkpoint.verify import Report
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, a run folder, or its checkpoints/; anybody's.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output.")] = False,
+) -> None:
+    """Read a checkpoint to its end: complete, every checksum, every number finite.
+
+    All that is wrong is listed, and the exit code is 5; it is 0 where all
+    is well. Files of others have no checksums: their structure and their
+    numbers are looked at. Of a run, every checkpoint is verified, and the
+    one is named that `train --resume-from-checkpoint latest` would take;
+    a save that did not finish is passed over there, and is no fault here.
+
+        shardwise verify runs/tiny/checkpoints/step-000200
+
+        shardwise verify runs/tiny --json
+    """
+    from ..checkpoint import verify as verifying
+
+    if not path.exists() and not path.with_name(f"{path.name}.partial").exists():
+        raise ConfigurationError(f"{path}: there is no such folder")
+    places = verifying.checkpoints_in(path)
+    reports = [_verified(place) for place in places or [path]]
+    usable = [report for report in reports if report.is_usable]
+    resumed = usable[-1] if places and usable else None
+    # Of a run's checkpoints, what did not finish is left alone; but one of them must be there to go on from.
+    counted = [report for report in reports if report.is_complete] if places else reports
+    is_good = bool(counted) and not any(report.problems for report in counted)
+    if as_json:
+        about: dict[str, Any] = {
+            "is_good": is_good,
+            "checkpoints": [_as_json(report) for report in reports],
+            "resumes_from": None if resumed is None else str(resumed.path),
+        }
+        print(json.dumps(about, indent=1))
+    else:
+        for report in reports:
+            _tell(report)
+        if places:
+            print(f"train --resume-from-checkpoint latest would take {resumed.path if resumed else 'none of them'}")
+    raise typer.Exit(0 if is_good else 5)
+
+
+def _verified(place: Path) -> "Report":
+    from ..checkpoint import verify as verifying
+
+    report, opened = verifying.look_at(place)
+    if opened is not None:
+        with bar(place.name, report.num_bytes) as tell:
+            verifying.verify(report, opened, tell)
+    return report
+
+
+def _as_json(report: "Report") -> dict[str, Any]:
+    return {**dataclasses.asdict(report), "path": str(report.path), "is_usable": report.is_usable}
+
+
+def _tell(report: "Report") -> None:
+    from ..train.figures import plural, size
+
+    if not report.problems:
+        checked = (
+            f"{plural(report.num_checksums, 'checksum')} right"
+            if report.num_checksums
+            else "no checksums, as whoever wrote it makes none"
+        )
+        what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
+        print(f"{report.path}: good. {what}; {checked}, every number finite")
+        return
+    word = "incomplete" if not report.is_complete else "damaged" if report.damage else "not finite"
+    print(f"{report.path}: {word}, {plural(len(report.problems), 'problem')}")
+    for problem in report.problems:
+        print(f"  {problem}")
