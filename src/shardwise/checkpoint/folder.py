@@ -93,7 +93,10 @@ def complete(path: Path, index: str) -> None:
     try:
         _write(partial / INDEX, text)
         sync(partial)
-        _write(partial / MARKER, hashlib.sha256(text).hexdigest().encode())
+        # Whoever sees the marker sees all of it, also on a disk that is full, or after a death.
+        draft = partial / f"{MARKER}.draft"
+        _write(draft, hashlib.sha256(text).hexdigest().encode())
+        draft.rename(partial / MARKER)
         sync(partial)
         _put_in_place(path)
     except OSError as error:
