@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.harness import Pool
+from tests.support.deepspeed import DeepSpeed
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,14 @@ def run_ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def on_deepspeed() -> Iterator[DeepSpeed]:
+    """Two ranks on which DeepSpeed is set up: `on_deepspeed(fn, *args)` returns what the first of them returned."""
+    ranks = DeepSpeed()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

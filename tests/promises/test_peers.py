@@ -8,8 +8,6 @@ All run the recipe of `tests.support.training` on the in-tree model, in a world 
   clipping, in fp32 and shard by shard, which moves the last bits of every weight in every step.
 """
 
-import importlib.util
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.harness import Pool
+from tests.support.deepspeed import DeepSpeed
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.strategies import STRATEGIES
 from tests.support.training import (
@@ -175,12 +174,7 @@ def test_hybrid_fully_shard(run_ranks: Pool, strategy: str) -> None:
 # DeepSpeed
 
 
-def train_deepspeed(stages: list[int], built: str) -> list[Outcome]:
-    # It compiles a part of itself. In the usual place a session that was killed leaves a lock, which others wait for.
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"], TORCH_EXTENSIONS_DIR=built)
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+def train_deepspeed(stages: list[int]) -> list[Outcome]:
     return [_deepspeed_stage(stage) for stage in stages]
 
 
@@ -212,15 +206,8 @@ def _deepspeed_stage(stage: int) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def deepspeed_outcomes(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    """One run for all stages: DeepSpeed wants processes of its own, and takes long to import."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed; it is in the extra 'peers'")
-    built = str(tmp_path_factory.mktemp("extensions"))
-    endings = run_ranks.throwaway(2, train_deepspeed, [1, 2, 3], built, join_group=False)
-    for ending in endings:
-        assert ending.kind == "returned", ending.detail
-    return dict(zip([1, 2, 3], endings[0].value, strict=True))
+def deepspeed_outcomes(on_deepspeed: DeepSpeed) -> dict[int, Outcome]:
+    return dict(zip([1, 2, 3], on_deepspeed(train_deepspeed, [1, 2, 3]), strict=True))
 
 
 # Its import alone warns of a dozen deprecations.
