@@ -56,6 +56,8 @@ def go_on_from(root: Path, step: int) -> Path | None:
     """
     for number in all_steps(root):
         settle(step_folder(root, number))
+    if find(step_folder(root, step)) is not None:
+        point_to(root, step)
     newer = [number for number in all_steps(root) if number > step]
     place = None
     if newer:
@@ -66,8 +68,6 @@ def go_on_from(root: Path, step: int) -> Path | None:
         for folder in (path, replaced_of(path)):
             if place is not None and folder.exists():
                 folder.rename(place / folder.name)
-    if find(step_folder(root, step)) is not None:
-        point_to(root, step)
     return place
 
 

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, DamageError
 from ..wire.collectives import exchange
 
 # What a checkpoint of the trainer says in its extra; others say a step at most.
-_OWN = {"step", "num_samples_seen", "global_batch_size", "data", "book"}
+_OWN = {"step": int, "num_samples_seen": int, "global_batch_size": int, "data": dict, "book": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,14 @@ def _about(path: str, model: nn.Module, is_of_run: bool) -> _About:
 
 
 def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Resumed:
-    if set(extra) >= _OWN:
-        return Resumed(path, *(extra[key] for key in ("step", "num_samples_seen", "global_batch_size", "data", "book")))
+    if set(extra) >= set(_OWN):
+        wrong = [key for key, kind in _OWN.items() if type(extra[key]) is not kind]
+        if wrong:
+            raise CheckpointError(
+                f"{path} says in its extra {wrong[0]!r}: {extra[wrong[0]]!r}, which is no place to go on"
+            )
+        return Resumed(path, *(extra[key] for key in _OWN))
     step = extra.get("step")
-    step = step if isinstance(step, int) and step >= 0 else 0
+    step = step if type(step) is int and step >= 0 else 0
     say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")
     return Resumed(path, step)
