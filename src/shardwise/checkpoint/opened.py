@@ -4,9 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from . import folder
+from . import folder, steps
 from .index import Index, from_json
+from .others import dcp, deepspeed, hugging_face
 from .reader import Reader
+
+# Of a run: its checkpoints, by step.
+_RUN = "checkpoints"
+_LOOKED_FOR = (
+    f"{folder.MARKER!r} of shardwise's checkpoints and {_RUN!r} of its runs, {dcp.METADATA!r} of torch's DCP, "
+    f"{dcp.MODEL_PART!r} of Accelerate, {deepspeed.LATEST!r} or '*_model_states.pt' of DeepSpeed, "
+    f"{', '.join(map(repr, hugging_face.NAMES))} of Hugging Face"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +28,46 @@ class Opened:
 
 
 def open_checkpoint(path: Path) -> Opened:
-    """Raises CheckpointError, with the path, where there is none or it cannot be understood. Tensors are not read."""
-    place, text = folder.read_index(path)
+    """Any checkpoint, of ours or of the others. Tensors are not read.
+
+    The path of a run leads to its newest complete checkpoint. Raises CheckpointError, with the path, where there is
+    none or it cannot be understood.
+    """
+    if folder.find(path) is None:
+        path = steps.latest(path / _RUN) or steps.latest(path) or path
+    if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
+        path, text = folder.read_index(path)
+    else:
+        text = None
     try:
-        return Opened(place, from_json(text))
+        return _open_others(path) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
-        raise CheckpointError(f"cannot read {place}: {error}") from error
+        raise type(error)(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open_others(path: Path) -> Opened:
+    if path.is_file():
+        return Opened(path.parent, hugging_face.read_file(path))
+    if (path / dcp.METADATA).is_file():
+        return Opened(path, dcp.read(path))
+    if (path / dcp.MODEL_PART / dcp.METADATA).is_file():
+        return Opened(path, dcp.read_accelerate(path))
+    if (place := deepspeed.folder_of(path)) is not None:
+        return Opened(place, deepspeed.read(place))
+    if (name := hugging_face.file_of(path)) is not None:
+        return Opened(path, hugging_face.read(path, name))
+    raise CheckpointError(f"it is not a checkpoint: there is nothing of {_LOOKED_FOR} in it")
+
+
+def looks_whole(path: Path) -> bool:
+    """Whether a checkpoint can be understood and its files are as long as they were; they are not read."""
+    try:
+        opened = open_checkpoint(path)
+        with opened.reader() as reader:
+            for number in range(len(opened.index.files)):
+                reader.require_length(number)
+    except CheckpointError:
+        return False
+    return True
