@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import zlib
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint import disk
-from shardwise.checkpoint.disk import Stream, write_pieces
+from shardwise.checkpoint.disk import ALIGNMENT, BLOCK_BYTES, Stream, check_bytes, open_direct, read_at, write_pieces
 from shardwise.checkpoint.index import Check
 from tests.harness import num_open_files
 
-BLOCK = 8192
+BLOCK, CHECKED = 8192, 4096
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream(path: Path, rows: list[Tensor]) -> Stream:
-    with Stream(path) as written:
+    with Stream(path, CHECKED) as written:
         for row in rows:
             written.write(row)
         written.finish()
@@ -36,8 +37,8 @@ def stream(path: Path, rows: list[Tensor]) -> Stream:
 
 
 def summed(content: bytes) -> list[Check]:
-    blocks = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
-    return [Check(BLOCK * number, len(block), zlib.crc32(block)) for number, block in enumerate(blocks)]
+    blocks = [content[at : at + CHECKED] for at in range(0, len(content), CHECKED)]
+    return [Check(CHECKED * number, len(block), zlib.crc32(block)) for number, block in enumerate(blocks)]
 
 
 def bytes_of(rows: list[Tensor]) -> bytes:
@@ -74,6 +75,17 @@ def refuse_at_write(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(file, content, offset)
 
     monkeypatch.setattr(os, "pwrite", refusing)
+
+
+def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def refusing(file: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
 
 
 def write_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +160,7 @@ def test_pieces_go_beside_what_others_write(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\xff" * (5 * BLOCK))
     first, second = torch.rand(BLOCK // 2), torch.arange(5, dtype=torch.int16)
-    checks = write_pieces(path, [(4 * BLOCK - 10, second), (3, first), (0, torch.empty(0))])
+    checks = write_pieces(path, [(4 * BLOCK - 10, second), (3, first), (0, torch.empty(0))], BLOCK)
     content = path.read_bytes()
     assert len(content) == 5 * BLOCK
     assert content[3 : 3 + 2 * BLOCK] == bytes_of([first])
@@ -161,3 +173,31 @@ def test_pieces_go_beside_what_others_write(tmp_path: Path) -> None:
     ]
     for check in checks:
         assert check.crc32 == zlib.crc32(content[check.offset : check.offset + check.num_bytes])
+
+
+def test_there_are_many_checksums_but_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes = [check_bytes(num_bytes) for num_bytes in (0, 1 << 20, 1 << 30, 3 << 30, 5 << 40)]
+    assert [size >> 20 for size in sizes] == [1, 1, 1, 4, 8]
+    assert all(BLOCK_BYTES % size == 0 and size % ALIGNMENT == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("refuse", [refuse_at_open, refuse_reads, lambda _: None])
+def test_files_are_read_around_the_cache_or_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    content = os.urandom(10_000)
+    (tmp_path / "file").write_bytes(content)
+    refuse(monkeypatch)
+    file = open_direct(tmp_path / "file", os.O_RDONLY)
+    try:
+        memory = mmap.mmap(-1, 4 * ALIGNMENT)
+        with memoryview(memory) as view:
+            assert read_at(file, view[:ALIGNMENT], ALIGNMENT) == ALIGNMENT
+            assert view[:ALIGNMENT] == content[ALIGNMENT : 2 * ALIGNMENT]
+            assert read_at(file, view, 0) == len(content)
+            assert view[: len(content)] == content
+            with pytest.raises(OSError, match="Invalid argument"):
+                read_at(file, view, -ALIGNMENT)
+    finally:
+        os.close(file)

@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint import disk, reader
+from shardwise.checkpoint.disk import ALIGNMENT
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensors import entry_of, lay_out, read_header, write_file
 from shardwise.errors import CheckpointError
 from tests.harness import num_open_files
 
-BLOCK = 4096
+BLOCK = 16384
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(reader, "_UNSUMMED_BYTES", BLOCK)
 
 
 def write(folder: Path, rows: Sequence[Tensor]) -> tuple[list[File], Stored]:
@@ -42,7 +44,7 @@ def write(folder: Path, rows: Sequence[Tensor]) -> tuple[list[File], Stored]:
     return files, Stored((start,), dtype, tuple(pieces))
 
 
-lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=4)
+lengths = st.lists(st.integers(1, 9000), min_size=1, max_size=4)
 
 
 @settings(deadline=None, max_examples=60)
@@ -70,10 +72,10 @@ def test_any_interval_of_any_pieces(
 
 
 def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
-    """At most the blocks that the interval touches; without checksums, its own bytes (and what counting reads)."""
+    """At most the blocks that the interval touches; without checksums, the pages of what is read at once."""
     files, stored = write(tmp_path, [torch.rand(50_000)])
     without = [File(file.name, file.num_bytes) for file in files]
-    for listed, most in ((files, 4 * 10_000 + 2 * BLOCK), (without, 4 * 10_000 + 500)):
+    for listed, most in ((files, 4 * 10_000 + 2 * BLOCK), (without, 4 * 10_000 + 3 * 2 * ALIGNMENT)):
         with Reader(tmp_path, listed) as opened:
             opened.read(stored, 0, torch.empty(1))  # opens the file
             before = num_read()
@@ -98,7 +100,7 @@ def test_a_block_is_read_once_for_what_lies_beside_each_other(tmp_path: Path) ->
 
 
 def test_a_changed_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
-    values = torch.arange(5000, dtype=torch.float32)
+    values = torch.arange(20_000, dtype=torch.float32)
     files, stored = write(tmp_path, [values])
     path = tmp_path / files[0].name
     content = bytearray(path.read_bytes())
@@ -134,14 +136,14 @@ def test_files_of_another_length_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    files, stored = write(tmp_path, [torch.rand(5000)])
+    files, stored = write(tmp_path, [torch.rand(20_000)])
     for listed in (files, [File(file.name, file.num_bytes) for file in files]):
         with Reader(tmp_path, listed) as opened:
             content = (tmp_path / "file-0").read_bytes()
             opened.read(stored, 0, torch.empty(1))
-            os.truncate(tmp_path / "file-0", 9000)
-            with pytest.raises(CheckpointError, match="ends at byte 9000: it was truncated"):
-                opened.read(stored, 0, torch.empty(5000))
+            os.truncate(tmp_path / "file-0", 40_000)
+            with pytest.raises(CheckpointError, match="ends at byte 40000: it was truncated"):
+                opened.read(stored, 0, torch.empty(20_000))
             (tmp_path / "file-0").write_bytes(content)
 
 
@@ -172,14 +174,14 @@ def test_pieces_at_odd_places_are_read(tmp_path: Path) -> None:
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MAX_OPEN", 3)
+    monkeypatch.setattr(reader, "_MAX_OPEN", 5)
     values = torch.arange(2400, dtype=torch.float32)
     files, stored = write(tmp_path, values.split(200))
     before = num_open_files()
     with Reader(tmp_path, files) as opened:
         for _ in range(2):
             assert torch.equal(opened.read_whole(stored), values)
-            assert num_open_files() <= before + 3
+            assert num_open_files() <= before + 5
     assert num_open_files() == before
 
 

@@ -35,7 +35,7 @@ def same(seen: Tensor, expected: Tensor) -> bool:
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)  # and so a checksum's
     given, path = some_of_each(), tmp_path / "file"
     layout = lay_out(entries(given), {"by": "us"})
     file = write_file(path, layout)

@@ -1,8 +1,8 @@
-"""Bytes to the disk, in order, with a checksum of every block.
+"""Bytes to the disk and from it, with checksums on their way to it.
 
-Blocks go around the page cache where the file system lets them (O_DIRECT): the disk is then as fast as it can be, the
-processor has nothing to copy, and what the run keeps in the cache stays there. While one block is being written, the
-next is filled and summed.
+They go around the page cache where the file system lets them (O_DIRECT): the disk is then as fast as it can be, the
+processor has less to copy, and what the run keeps in the cache stays there. While one block is being written, the next
+is filled and summed.
 """
 
 import errno
@@ -22,21 +22,59 @@ from torch import Tensor
 from .index import Check
 
 BLOCK_BYTES = 8 << 20
-# What O_DIRECT asks of lengths and addresses, on every disk that is sold.
-_ALIGNMENT = 4096
+_MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
+# What O_DIRECT asks of lengths, offsets and addresses, on every disk that is sold.
+ALIGNMENT = 4096
+
+
+def check_bytes(num_bytes: int) -> int:
+    """How much of a file of this size has one checksum. It is what must be read for a single element, so it is little;
+    but the index of a large checkpoint must not be long."""
+    size = _MIN_CHECK_BYTES
+    while size < BLOCK_BYTES and num_bytes > _MOST_CHECKS * size:
+        size *= 2
+    return min(size, BLOCK_BYTES)
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """A descriptor that goes around the page cache, if there is a way around it."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _go_through_the_cache(file: int, error: OSError) -> None:
+    """For file systems that open files this way and then do not read or write them. Raises if it is not that."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        raise error
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+def read_at(file: int, view: memoryview, offset: int) -> int:
+    """Fill the view from a place in a file, both aligned; returns how much there was before the file ended."""
+    done = 0
+    while done < len(view):
+        try:
+            num = os.preadv(file, [view[done:]], offset + done)
+        except OSError as error:
+            _go_through_the_cache(file, error)
+            continue
+        if num == 0:
+            break
+        done += num
+    return done
 
 
 class Stream:
-    """A new file that is written from its beginning to its end."""
+    """A new file that is written from its beginning to its end, with a checksum for every `check_bytes` of it."""
 
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._file = os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file = os.open(path, flags, 0o666)
+    def __init__(self, path: Path, check_bytes: int) -> None:
+        self._check_bytes = check_bytes
+        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]  # of whole pages, as O_DIRECT wants them
         self._rows = [torch.frombuffer(block, dtype=torch.uint8) for block in self._blocks]
         self._writing: _Writing | None = None
@@ -66,7 +104,9 @@ class Stream:
     def _send(self) -> None:
         block, num = self._blocks[0], self._filled
         with memoryview(block) as view:
-            self.checks.append(Check(self.num_bytes, num, zlib.crc32(view[:num])))
+            for at in range(0, num, self._check_bytes):
+                part = view[at : min(num, at + self._check_bytes)]
+                self.checks.append(Check(self.num_bytes + at, len(part), zlib.crc32(part)))
         self._wait()
         self._writing = _Writing(self._file, block, num, self.num_bytes)
         self.num_bytes, self._filled = self.num_bytes + num, 0
@@ -112,27 +152,24 @@ class _Writing(threading.Thread):
 
 def _write_at(file: int, block: mmap.mmap, num_bytes: int, offset: int) -> None:
     # The end of the last block is filled up; the file is cut afterwards.
-    end = min(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, len(block))
+    end = min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(block))
     done = 0
     with memoryview(block) as view:
         while done < end:
             try:
                 done += os.pwrite(file, view[done:end], offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-                    raise
-                # Opened, but not written, this way.
-                fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+                _go_through_the_cache(file, error)
 
 
-def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]]) -> list[Check]:
+def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
     """Write into a file that is there, at these offsets, beside what others write into it."""
     checks = []
-    staged = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    staged = torch.empty(check_bytes, dtype=torch.uint8)
     file = os.open(path, os.O_WRONLY)
     try:
         for offset, content in pieces:
-            for row in content.reshape(-1).view(torch.uint8).split(BLOCK_BYTES) if content.numel() else ():
+            for row in content.reshape(-1).view(torch.uint8).split(check_bytes) if content.numel() else ():
                 host = staged[: row.numel()].copy_(row).numpy().data
                 checks.append(Check(offset, row.numel(), zlib.crc32(host)))
                 done = 0

@@ -120,7 +120,9 @@ def _prepare(
 def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> None:
     group = group_of(optimizer)
     try:
-        with job.opened.reader() as reader:
+        # What is not split is read by every rank.
+        is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
+        with job.opened.reader(is_shared) as reader:
             for want in job.wanted:
                 row = want.state.master[want.state.held[want.number]]
                 reader.read(want.saved.stored, want.interval.start, row)

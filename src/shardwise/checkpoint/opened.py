@@ -23,8 +23,9 @@ class Opened:
     folder: Path
     index: Index
 
-    def reader(self) -> Reader:
-        return Reader(self.folder, self.index.files)
+    def reader(self, is_shared: bool = False) -> Reader:
+        """`is_shared`: others on this machine read the same bytes."""
+        return Reader(self.folder, self.index.files, is_shared)
 
 
 def open_checkpoint(path: Path) -> Opened:

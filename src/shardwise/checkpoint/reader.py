@@ -1,14 +1,17 @@
 """Elements out of a checkpoint's files, whoever wrote them: only those that are wanted, and as they were written.
 
 Where the index has checksums, bytes are read in the blocks that these were made of, and no block is used that has
-changed. Memory: a block.
+changed. Threads read and sum blocks ahead of the one that is being used; a few stay, for what lies beside each other.
 """
 
+import mmap
 import os
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -16,38 +19,39 @@ import torch
 from torch import Tensor
 
 from ..errors import DamageError
-from ..shard import Interval
-from .disk import BLOCK_BYTES
+from ..shard import Interval, round_up
+from .disk import ALIGNMENT, BLOCK_BYTES, open_direct, read_at
 from .index import Check, File, Stored, parts_of
 
 _MAX_OPEN = 64
+_NUM_AHEAD, _NUM_SLOTS = 3, 6
+_UNSUMMED_BYTES = 1 << 20
 
 
 class Reader:
-    """The files of a checkpoint. They must be as long as the index says, or nothing of them is read."""
+    """The files of a checkpoint. They must be as long as the index says, or nothing of them is read.
 
-    def __init__(self, folder: Path, files: Sequence[File]) -> None:
+    `is_shared`: others on this machine read the same bytes, so they go through the page cache, and the disk is asked
+    once.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[File], is_shared: bool = False) -> None:
         self._folder = folder
         self._files = files
+        self._is_shared = is_shared
         self._open: OrderedDict[int, int] = OrderedDict()  # descriptors, by number of file
-        self._staged = bytearray(BLOCK_BYTES)
-        self._row = torch.frombuffer(self._staged, dtype=torch.uint8)
-        self._held: tuple[int, Check] | None = None  # the block that is staged, and was found good
+        self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the last used one is the last
+        self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
 
     def read(self, stored: Stored, start: int, into: Tensor) -> None:
         """Fill the row `into` with elements of a tensor, from its element `start` on; dtypes are converted."""
-        dtype = stored.torch_dtype
-        for part in parts_of(stored, Interval(start, start + into.numel())):
-            row = into[part.at : part.at + part.num_elems]
-            at = 0
-            for content in self._bytes(
-                part.piece.file, part.piece.offset + part.first * dtype.itemsize, part.num_elems * dtype.itemsize
-            ):
-                if content.numel() % dtype.itemsize:
-                    raise DamageError(f"{self._path(part.piece.file)}: a checksum ends inside an element")
-                values = content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
-                row[at : at + values.numel()].copy_(values)
-                at += values.numel()
+        dtype, at = stored.torch_dtype, 0
+        for span, content in self._contents(self._spans_of(stored, Interval(start, start + into.numel()))):
+            if content.numel() % dtype.itemsize:
+                raise DamageError(f"{self._path(span.file)}: a checksum ends inside an element")
+            values = content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
+            into[at : at + values.numel()].copy_(values)
+            at += values.numel()
 
     def read_whole(self, stored: Stored) -> Tensor:
         row = torch.empty(stored.num_elems, dtype=stored.torch_dtype)
@@ -56,7 +60,7 @@ class Reader:
 
     def require_good(self, number: int) -> None:
         """Read a file from its beginning to its end, and compare every block."""
-        for _ in self._bytes(number, 0, self._files[number].num_bytes):
+        for _ in self._contents(self._spans(number, 0, self._files[number].num_bytes)):
             pass
 
     def require_length(self, number: int) -> None:
@@ -66,49 +70,46 @@ class Reader:
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
 
-    def _bytes(self, number: int, offset: int, num_bytes: int) -> Iterator[Tensor]:
-        """Bytes of a file, a block or a part of one at a time; each is gone when the next is asked for."""
-        end = offset + num_bytes
+    def _spans_of(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
+        size = stored.torch_dtype.itemsize
+        for part in parts_of(stored, wanted):
+            offset = part.piece.offset + part.first * size
+            yield from self._spans(part.piece.file, offset, offset + part.num_elems * size)
+
+    def _spans(self, number: int, offset: int, end: int) -> "Iterator[_Span]":
+        checks = self._files[number].checks
         while offset < end:
-            block = self._block_at(number, offset, end)
+            if checks:
+                block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
+            else:
+                block = Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
             stop = min(end, block.offset + block.num_bytes)
-            yield self._row[offset - block.offset : stop - block.offset]
+            yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
             offset = stop
 
-    def _block_at(self, number: int, offset: int, end: int) -> Check:
-        """Stage the block that holds the byte at `offset`; without checksums, as much as fits."""
-        checks = self._files[number].checks
-        if not checks:
-            block = Check(offset, min(end - offset, BLOCK_BYTES), 0)
-            self._held = None
-            self._stage(number, block)
-            return block
-        block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
-        if self._held != (number, block):
-            self._held = None
-            if zlib.crc32(self._stage(number, block)) != block.crc32:
-                raise DamageError(
-                    f"{self._path(number)} is damaged: bytes {block.offset} to {block.offset + block.num_bytes} are "
-                    "not those that were written"
-                )
-            self._held = (number, block)
-        return block
+    def _contents(self, spans: "Iterable[_Span]") -> "Iterator[tuple[_Span, Tensor]]":
+        """The bytes of each span, in order; they are gone when the next ones are asked for."""
+        ahead: deque[tuple[_Span, _Slot]] = deque()
+        for span in spans:
+            ahead.append((span, self._stage(span.file, span.block)))
+            if len(ahead) > _NUM_AHEAD:
+                yield _finished(*ahead.popleft())
+        while ahead:
+            yield _finished(*ahead.popleft())
 
-    def _stage(self, number: int, block: Check) -> memoryview:
-        if block.num_bytes > len(self._staged):
-            raise DamageError(f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}")
-        view = memoryview(self._staged)[: block.num_bytes]
-        done = 0
-        try:
+    def _stage(self, number: int, block: Check) -> "_Slot":
+        """Begin to read a block, unless it is there. Slots that are waited for are never the oldest ones."""
+        slot = self._slots.pop((number, block), None)
+        if slot is None:
+            if block.num_bytes > BLOCK_BYTES:
+                raise DamageError(
+                    f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
+                )
             file = self._opened(number)
-            while done < len(view):
-                num = os.preadv(file, [view[done:]], block.offset + done)
-                if num == 0:
-                    raise DamageError(f"{self._path(number)} ends at byte {block.offset + done}: it was truncated")
-                done += num
-        except OSError as error:
-            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
-        return view
+            slot = self._slots.popitem(last=False)[1] if len(self._slots) == _NUM_SLOTS else _Slot()
+            slot.fill(self._threads, file, block, bool(self._files[number].checks), self._path(number))
+        self._slots[number, block] = slot
+        return slot
 
     def _opened(self, number: int) -> int:
         if number in self._open:
@@ -116,7 +117,11 @@ class Reader:
             return self._open[number]
         if len(self._open) == _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
-        file = self._open[number] = os.open(self._path(number), os.O_RDONLY)
+        try:
+            file = (os.open if self._is_shared else open_direct)(self._path(number), os.O_RDONLY)
+        except OSError as error:
+            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
+        self._open[number] = file
         self._compare_length(number, os.fstat(file).st_size)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return file
@@ -136,8 +141,53 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._threads.shutdown()
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What is wanted of a block."""
+
+    file: int
+    block: Check
+    wanted: slice
+
+
+class _Slot:
+    """Memory for a block. It is of whole pages, as O_DIRECT wants it, and its first one is where the block begins."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
+        self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._filling: Future[Tensor] | None = None
+
+    def fill(self, threads: ThreadPoolExecutor, file: int, block: Check, is_summed: bool, path: Path) -> None:
+        if self._filling is not None:
+            wait([self._filling])
+        self._filling = threads.submit(self._fill, file, block, is_summed, path)
+
+    def content(self) -> Tensor:
+        assert self._filling is not None
+        return self._filling.result()
+
+    def _fill(self, file: int, block: Check, is_summed: bool, path: Path) -> Tensor:
+        begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
+        with memoryview(self._memory) as memory:
+            try:
+                num = read_at(file, memory[: round_up(end - begin, ALIGNMENT)], begin)
+            except OSError as error:
+                raise DamageError(f"cannot read {path}: {error.strerror or error}") from error
+            if begin + num < end:
+                raise DamageError(f"{path} ends at byte {begin + num}: it was truncated")
+            if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
+                raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
+        return self._row[block.offset - begin : end - begin]
+
+
+def _finished(span: _Span, slot: _Slot) -> tuple[_Span, Tensor]:
+    return span, slot.content()[span.wanted]
 
 
 def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:

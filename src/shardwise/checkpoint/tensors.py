@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .disk import Stream
+from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
 from .index import File, Piece, Stored
 
@@ -79,7 +79,7 @@ def lay_out(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None)
 def write_file(path: Path, layout: Layout) -> File:
     """Write the tensors and wait until the disk has them."""
     try:
-        with Stream(path) as stream:
+        with Stream(path, check_bytes(layout.num_bytes)) as stream:
             stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
             for entry in layout.entries:
                 stream.write(value_of(entry))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from . import tensors as files_of
-from .disk import write_pieces
+from .disk import check_bytes, write_pieces
 from .dtypes import DTYPES
 from .index import Check, File, Piece, Saved, Stored
 from .share import Portion, Share
@@ -58,7 +58,9 @@ def write_share(
     written = []
     for number, layout in enumerate(layouts):
         try:
-            checks = write_pieces(into / NAMES[number], _contents(number, layout, placed, is_first))
+            checks = write_pieces(
+                into / NAMES[number], _contents(number, layout, placed, is_first), check_bytes(layout.num_bytes)
+            )
         except OSError as error:
             raise CheckpointError(f"cannot write {into / NAMES[number]}: {error.strerror or error}") from error
         written.append(File(NAMES[number], layout.num_bytes, tuple(checks)))

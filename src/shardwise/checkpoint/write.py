@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError, SaveError
-from .disk import BLOCK_BYTES, Stream
+from .disk import BLOCK_BYTES, Stream, check_bytes
 from .folder import partial_of, sync
 from .index import File, Stored
 from .reader import Reader
@@ -92,7 +92,7 @@ def write_sources(
     layout = lay_out([Entry(s.name, s.dtype, s.shape, s.read) for s in sources], metadata)
     by_name = {source.name: source for source in sources}
     try:
-        with Stream(path) as stream:
+        with Stream(path, check_bytes(layout.num_bytes)) as stream:
             stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
             for entry in layout.entries:
                 _write_rows(stream, by_name[entry.key], tell)
