@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import bar, checkpoint_at, num_bytes_in
+from .files import checkpoint_at, num_bytes_in, streaming
 
 FORM, WHAT, PLACE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Its form", "What of it", "Where to"))
 FORMATS = ("shardwise", "dcp", "hugging-face")
@@ -67,13 +67,13 @@ def convert(
         require_free(target, overwrite, place)
     num_bytes = converting.num_bytes_of(opened)
     began = time.perf_counter()
-    with bar(target.name, num_bytes) as tell:
+    with streaming(target.name, num_bytes) as tell:
         if form == "shardwise":
             converting.write_own(opened, target.resolve(), None if whole else max_bytes, tell)
         elif form == "dcp":
             from ..checkpoint.others.dcp_write import write_dcp
 
-            write_dcp(opened, target.resolve())
+            write_dcp(opened, target.resolve(), tell)
         else:
             converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
     print(f"{target}: {place} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import bar, checkpoint_at, num_bytes_in
+from .files import checkpoint_at, num_bytes_in, streaming
 
 FROM, FORM, PLACE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("What is exported", "Its form", "Where to")
@@ -74,7 +74,7 @@ def export(
     with content_of(place, Wish(model, dtype, merge, max_bytes)) as content:
         if content.facts.folder is not None:
             require_free(out, overwrite, content.facts.folder)
-        with bar(out.name, content.num_bytes) as tell:
+        with streaming(out.name, content.num_bytes) as tell:
             write_export(content, out.resolve(), tell)
     seconds = time.perf_counter() - began
     what = "adapters" if content.is_adapted and not content.is_merged else "model"

@@ -32,12 +32,14 @@ def num_bytes_in(option: str, text: str) -> int:
 
 
 @contextmanager
-def bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """On a terminal, how many bytes are done and when all will be; elsewhere nothing. SIGTERM ends it as Ctrl-C does."""
+def streaming(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Around work on many bytes: on a terminal a bar, elsewhere nothing. SIGTERM ends it as Ctrl-C does: tidily."""
+    import torch
     from rich import progress
     from rich.console import Console
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    torch.set_num_threads(1)  # copying blocks is for one; more would wait for each other, busily
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda num: None

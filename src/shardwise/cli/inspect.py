@@ -86,7 +86,8 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
 
     totals = totals_of(index)
     if index.origin:
-        yield "written by", ", ".join(f"{key} {value}" for key, value in index.origin.items())
+        about = (value if key == "format" else f"{key} {value}" for key, value in index.origin.items())
+        yield "what it is", ", ".join(about)
     known = {key: value for key, value in index.extra.items() if isinstance(value, str | int | float | bool)}
     if known:
         yield "notes", ", ".join(f"{key} {value}" for key, value in known.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
-from .files import bar
+from .files import streaming
 
 if TYPE_CHECKING:
     from ..checkpoint.verify import Report
@@ -61,7 +61,7 @@ def _verified(place: Path) -> "Report":
 
     report, opened = verifying.look_at(place)
     if opened is not None:
-        with bar(place.name, report.num_bytes) as tell:
+        with streaming(place.name, report.num_bytes) as tell:
             verifying.verify(report, opened, tell)
     return report
 
