@@ -1,26 +1,23 @@
-"""k steps, save, load under another layout and another world, and n - k more steps are n steps: for every strategy."""
+"""k steps, save, load under another layout and n - k more steps are n steps: what tests/promises does not go through."""
 
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 import shardwise as sw
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import ALL, NAMED, STRATEGIES
+from tests.support.strategies import ALL, STRATEGIES
 from tests.support.training import (
     CLIP,
     FORMATS,
     Outcome,
     Poke,
     adamw,
-    assert_close,
     assert_same,
     train_alone,
 )
 
-FP32_TOLERANCE = 1e-5
 NUM_STEPS = 8
 
 
@@ -94,22 +91,6 @@ def test_every_strategy_goes_on_under_another_bit_for_bit(run_ranks: Pool, tmp_p
             raise
 
 
-def test_every_preset_goes_through_worlds_of_every_size(run_ranks: Pool, tmp_path: Path) -> None:
-    """2 ranks, then 4 in nodes of two, then 3, then 1; each time under the next preset."""
-    ends = [0, 2, 4, 6, NUM_STEPS]
-    worlds = [(2, {}), (4, {"node_size": 2}), (3, {"node_size": 1}), (1, {})]
-    for stage, (world, options) in enumerate(worlds):
-        jobs = []
-        for number, name in enumerate(NAMED):
-            load_from = tmp_path / f"{name}-{stage - 1}" if stage else None
-            strategy = NAMED[(number + stage) % len(NAMED)]
-            jobs.append((ends[stage], ends[stage + 1], strategy, load_from, tmp_path / f"{name}-{stage}", options))
-        outcomes = together(run_ranks, world, jobs)
-    expected = train_alone(IN_TREE, num_steps=NUM_STEPS)
-    for outcome in outcomes:
-        assert_close(outcome, expected, FP32_TOLERANCE)
-
-
 PRECISIONS = {"bf16": Poke(-1, 0), "fp16": Poke(2, 1), "pure-bf16": Poke(-1, 0)}
 
 
@@ -125,8 +106,7 @@ def test_every_precision_goes_on_bit_for_bit(run_ranks: Pool, tmp_path: Path) ->
     assert [outcome.num_skipped for outcome in outcomes] == [0, 1, 0]
 
 
-@pytest.mark.parametrize("model", ["in-tree tied", "t5"])
-def test_tied_weights(run_ranks: Pool, tmp_path: Path, model: str) -> None:
-    together(run_ranks, 2, [(0, 2, "zero3", None, tmp_path / "here", {"model_name": model})])
-    (outcome,) = together(run_ranks, 2, [(2, 4, "ddp", tmp_path / "here", None, {"model_name": model})])
-    assert_same(outcome, train_alone(model, num_slices=2, num_steps=4))
+def test_weights_that_are_tied_across_units(run_ranks: Pool, tmp_path: Path) -> None:
+    together(run_ranks, 2, [(0, 2, "zero3", None, tmp_path / "here", {"model_name": "t5"})])
+    (outcome,) = together(run_ranks, 2, [(2, 4, "ddp", tmp_path / "here", None, {"model_name": "t5"})])
+    assert_same(outcome, train_alone("t5", num_slices=2, num_steps=4))
