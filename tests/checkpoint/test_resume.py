@@ -1,4 +1,4 @@
-"""k steps, save, load under another layout and n - k more steps are n steps: what tests/promises does not go through."""
+"""k steps, save, load under another layout and n - k steps are n steps: what the matrix of promises has not."""
 
 from pathlib import Path
 
