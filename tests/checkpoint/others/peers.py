@@ -137,11 +137,11 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def fully_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+def fully_sharded(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fresh()
+    model = fresh(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -9,29 +9,21 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ...errors import CheckpointError, SaveError
 from ..index import Optimizer, Plain, Stored
 from ..opened import Opened
 from ..reader import Reader
-from ..write import Tell, new_folder
+from ..write import MAX_FILE_BYTES, Tell, new_folder
 
 _PART_BYTES = 64 << 20
 # torch asks for these, and has these where nothing is said.
@@ -43,14 +35,14 @@ _Keys = tuple[str | int, ...]
 def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -> None:
     """Memory: one part of a tensor, and what torch makes of it on its way."""
     with new_folder(path) as into, opened.reader() as reader:
-        planner = _Planner(opened, reader, tell)
-        try:
-            save({}, storage_writer=FileSystemWriter(into), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            if isinstance(cause, CheckpointError):
-                raise cause from error
-            raise SaveError(f"cannot write {path}: {cause}") from error
+        content = _Content(opened, reader, tell)
+        # One file for each plan, as if so many ranks were saving.
+        plans, metadata = create_default_global_save_plan(content.plans())
+        writer = FileSystemWriter(into)
+        writer.set_up_storage_writer(True)
+        plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+        results = [writer.write_data(plan, content).wait() for plan in plans]
+        writer.finish(replace(metadata, planner_data=content.paths), results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +50,39 @@ class _Item:
     """Something to be written: a part of a tensor, or a value that torch.save takes."""
 
     item: WriteItem
+    num_bytes: int
     read: Callable[[], Tensor | io.BytesIO]
 
 
-class _Planner(SavePlanner):
+class _Content(DefaultSavePlanner):
+    """What is to be written, and where it is in a state dict. For the writer it is the planner that it asks."""
+
     def __init__(self, opened: Opened, reader: Reader, tell: Tell) -> None:
+        super().__init__()
         self._tell = tell
-        self._paths: dict[str, _Keys] = {}
+        self.paths: dict[str, _Keys] = {}
         self._items: dict[MetadataIndex, _Item] = {}
         for path, value in _entries(opened):
             key = ".".join(map(str, path))
-            self._paths[key] = path
+            self.paths[key] = path
             parts = _parts(key, value, reader) if isinstance(value, Stored) else [_value(key, value)]
             self._items |= {part.item.index: part for part in parts}
 
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Everything is known already."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([part.item for part in self._items.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, replace(metadata, planner_data=self._paths)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+    def plans(self) -> list[SavePlan]:
+        """In order, of at most so many bytes of tensors each."""
+        plans, num_bytes = [SavePlan([])], 0
+        for part in self._items.values():
+            if num_bytes + part.num_bytes > MAX_FILE_BYTES and plans[-1].items:
+                plans.append(SavePlan([]))
+                num_bytes = 0
+            plans[-1].items.append(part.item)
+            num_bytes += part.num_bytes
+        return plans
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        value = self._items[write_item.index].read()
-        if isinstance(value, Tensor):
-            self._tell(value.nbytes)
-        return value
+        part = self._items[write_item.index]
+        self._tell(part.num_bytes)
+        return part.read()
 
 
 def _entries(opened: Opened) -> Iterator[tuple[_Keys, Stored | Any]]:
@@ -135,7 +126,7 @@ def _parts(key: str, stored: Stored, reader: Reader) -> Iterator[_Item]:
 
 
 def _read(reader: Reader, stored: Stored, start: int, shape: tuple[int, ...]) -> Tensor:
-    row = torch.empty(torch.Size(shape).numel(), dtype=stored.torch_dtype)
+    row = torch.empty(prod(shape), dtype=stored.torch_dtype)
     reader.read(stored, start, row)
     return row.view(shape)
 
@@ -143,7 +134,7 @@ def _read(reader: Reader, stored: Stored, start: int, shape: tuple[int, ...]) ->
 def _value(key: str, value: Any) -> _Item:
     if isinstance(value, Tensor):
         return _tensor_item(key, value.dtype, (), (), (), lambda: value)
-    return _Item(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), partial(_pickled, value))
+    return _Item(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), 0, partial(_pickled, value))
 
 
 def _pickled(value: Any) -> io.BytesIO:
@@ -162,4 +153,5 @@ def _tensor_item(
 ) -> _Item:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(whole))
-    return _Item(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data), read)
+    item = WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+    return _Item(item, prod(shape) * dtype.itemsize, read)

@@ -87,22 +87,20 @@ def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str
     """An optimizer as torch describes it. Where it is by number, the groups must have the names."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError("the groups of its optimizer are no list of settings")
-    names: dict[Any, str] = {}
+    names: dict[str, str] = {}
+    group_of: dict[str, int] = {}
     for number, group in enumerate(groups):
         members = group.get("params", [])
         for member, name in zip(members, group.get("param_names", members), strict=True):
-            if isinstance(name, str):
-                names[member] = name
-                found.group[name] = number
-    if any(key not in names for key in [*state, *(member for group in groups for member in group.get("params", []))]):
-        found.group.clear()
-        found.leave_out(
-            "the optimizer, whose state is by number and not by name: save it with get_optimizer_state_dict"
-        )
+            names[str(member)] = str(name)
+            group_of[str(name)] = number
+    if any(name.isdecimal() for name in names.values()) or any(str(key) not in names for key in state):
+        found.leave_out("the optimizer, whose state has no names: save it with torch's get_optimizer_state_dict")
         return
+    found.group |= group_of
     found.groups += [settings_of(found, group) for group in groups]
     for key, items in state.items():
-        found.state[names[key]] = {str(what): item_of(value) for what, value in items.items()}
+        found.state[names[str(key)]] = {str(what): item_of(value) for what, value in items.items()}
 
 
 def item_of(value: Any) -> Stored | Plain:
