@@ -45,13 +45,18 @@ class Reader:
 
     def read(self, stored: Stored, start: int, into: Tensor) -> None:
         """Fill the row `into` with elements of a tensor, from its element `start` on; dtypes are converted."""
-        dtype, at = stored.torch_dtype, 0
-        for span, content in self._contents(self._spans_of(stored, Interval(start, start + into.numel()))):
-            if content.numel() % dtype.itemsize:
-                raise DamageError(f"{self._path(span.file)}: a checksum ends inside an element")
-            values = content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
+        at = 0
+        for values in self.rows(stored, Interval(start, start + into.numel())):
             into[at : at + values.numel()].copy_(values)
             at += values.numel()
+
+    def rows(self, stored: Stored, wanted: Interval) -> Iterator[Tensor]:
+        """Elements of a tensor in order, at most a block at a time; they are gone when the next are asked for."""
+        dtype = stored.torch_dtype
+        for span, content in self._contents(self._spans_of(stored, wanted)):
+            if content.numel() % dtype.itemsize:
+                raise DamageError(f"{self._path(span.file)}: a checksum ends inside an element")
+            yield content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
 
     def read_whole(self, stored: Stored) -> Tensor:
         row = torch.empty(stored.num_elems, dtype=stored.torch_dtype)

@@ -6,7 +6,9 @@ it are looked at. Files of others have no checksums; their lengths, places and n
 
 import hashlib
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..shard import Interval
 from . import folder
 from .disk import BLOCK_BYTES
-from .index import File, Index, Piece, Stored, from_json, require_sound
+from .index import Check, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
+from .reader import Reader
 from .steps import all_steps, step_folder
 from .write import Tell
 
@@ -117,16 +121,11 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
                 report.damage.append(str(error))
                 tell(file.num_bytes)
                 continue
-            row = torch.empty(min(BLOCK_BYTES, file.num_bytes), dtype=torch.uint8)
-            for block in _blocks(file, places[number]):
-                content = row[: block.stop - block.offset]
-                try:
-                    reader.read(_bytes(number, block), 0, content)
-                    for place in block.places:
-                        numbers.look(place, block, content)
-                except CheckpointError as error:
-                    report.damage.append(str(error))
-                tell(content.numel())
+            # Without checksums there is nothing to look at but numbers.
+            everything = [_Range(number, 0, file.num_bytes, places[number])]
+            apart = [_Range(number, place.offset, place.stop, [place]) for place in places[number]]
+            for wanted in everything if file.checks else apart:
+                _look_through(reader, wanted, file.checks, numbers, report.damage, tell)
     report.not_finite += numbers.told()
 
 
@@ -142,10 +141,11 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes of a file, and the places that lie in it, whole or in part."""
+class _Range:
+    """Bytes of a file, and what lies in them."""
 
-    offset: int
+    file: int
+    start: int
     stop: int
     places: list[_Place]
 
@@ -163,25 +163,29 @@ def _places(index: Index) -> list[list[_Place]]:
     return places
 
 
-def _blocks(file: File, places: list[_Place]) -> Iterator[_Block]:
-    """Those of the checksums; without them, what there is to look at, in parts that end between elements."""
-    if not file.checks:
-        for place in places:
-            for offset in range(place.offset, place.stop, BLOCK_BYTES):
-                yield _Block(offset, min(place.stop, offset + BLOCK_BYTES), [place])
-        return
-    first = 0
-    for check in file.checks:
-        stop = check.offset + check.num_bytes
-        while first < len(places) and places[first].stop <= check.offset:
-            first += 1
-        found = takewhile(lambda place, stop=stop: place.offset < stop, places[first:])  # type: ignore[misc]
-        yield _Block(check.offset, stop, [place for place in found if place.stop > check.offset])
-
-
-def _bytes(number: int, block: _Block) -> Stored:
-    num_bytes = block.stop - block.offset
-    return Stored((num_bytes,), "U8", (Piece(number, block.offset, 0, num_bytes),))
+def _look_through(
+    reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], tell: Tell
+) -> None:
+    """Block after block. What is damaged is told, and passed over."""
+    left, start = deque(wanted.places), wanted.start
+    while start < wanted.stop:
+        num_bytes = wanted.stop - start
+        rest = Stored((num_bytes,), "U8", (Piece(wanted.file, start, 0, num_bytes),))
+        try:
+            for content in reader.rows(rest, Interval(0, num_bytes)):
+                stop = start + content.numel()
+                while left and left[0].stop <= start:
+                    left.popleft()
+                for place in takewhile(lambda place, stop=stop: place.offset < stop, left):  # type: ignore[misc]
+                    numbers.look(place, start, content)
+                tell(content.numel())
+                start = stop
+        except CheckpointError as error:
+            damage.append(str(error))
+            block = checks[bisect_right(checks, start, key=lambda check: check.offset) - 1] if checks else None
+            stop = block.offset + block.num_bytes if block else min(wanted.stop, start + BLOCK_BYTES)
+            tell(stop - start)
+            start = stop
 
 
 class _Numbers:
@@ -190,9 +194,12 @@ class _Numbers:
     def __init__(self) -> None:
         self._found: dict[str, tuple[Stored, int, int, float]] = {}
 
-    def look(self, place: _Place, block: _Block, content: Tensor) -> None:
-        first, last = max(place.offset, block.offset), min(place.stop, block.stop)
-        part, dtype = content[first - block.offset : last - block.offset], place.stored.torch_dtype
+    def look(self, place: _Place, offset: int, content: Tensor) -> None:
+        """At what of the place lies in these bytes of its file."""
+        first, last = max(place.offset, offset), min(place.stop, offset + content.numel())
+        if last <= first:
+            return
+        part, dtype = content[first - offset : last - offset], place.stored.torch_dtype
         if (first - place.offset) % dtype.itemsize or part.numel() % dtype.itemsize:
             raise CheckpointError(f"a checksum ends inside an element of {place.name!r}, at byte {first} or {last}")
         values = (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)

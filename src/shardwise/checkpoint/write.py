@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError, SaveError
-from .disk import BLOCK_BYTES, Stream, check_bytes
+from ..shard import Interval
+from .disk import Stream, check_bytes
 from .folder import partial_of, sync
 from .index import File, Stored
 from .reader import Reader
@@ -62,14 +63,11 @@ def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype 
 
 
 def _stored_rows(reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator[Tensor]:
-    step = BLOCK_BYTES // max(dtype.itemsize, stored.torch_dtype.itemsize)
-    row = torch.empty(min(step, stored.num_elems), dtype=dtype)
-    for start in range(0, stored.num_elems, step):
-        part = row[: min(step, stored.num_elems - start)]
-        reader.read(stored, start, part)
-        if dtype is torch.float16 and stored.torch_dtype is not dtype and not part.isfinite().all():
+    for row in reader.rows(stored, Interval(0, stored.num_elems)):
+        converted = row.to(dtype)
+        if dtype is torch.float16 and row.dtype is not dtype and not converted.isfinite().all():
             raise CheckpointError("numbers beyond those that fp16 can hold: use bf16 or fp32")
-        yield part
+        yield converted
 
 
 def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
