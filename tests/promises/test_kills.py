@@ -31,6 +31,7 @@ class Tally:
     num_kills: int = 0
     num_of_all: int = 0
     num_inside_saves: int = 0
+    num_left_unfinished: int = 0
     num_in_background: int = 0
     steps: list[int] = field(default_factory=list)  # at which the lives began
 
@@ -59,6 +60,7 @@ def endure(folder: Path, num_kills: int, seed: int) -> Tally:
             log = folder.with_name(f"life-{life:02}")
             pids = nursery.start(settings(folder, MAX_STEPS, life), log)
             await_moment(folder / "checkpoints", log, draw)
+            tally.num_inside_saves += bool(partials_in(folder / "checkpoints"))
             kills_all = draw.random() < 0.4
             for pid in draw.sample(pids, len(pids) if kills_all else 1):
                 os.kill(pid, signal.SIGKILL)
@@ -66,7 +68,7 @@ def endure(folder: Path, num_kills: int, seed: int) -> Tally:
             codes = nursery.wait(5.0)
             tally.num_kills += 1
             tally.num_of_all += kills_all
-            tally.num_inside_saves += any((folder / "checkpoints").glob("*.partial"))
+            tally.num_left_unfinished += bool(partials_in(folder / "checkpoints"))
             tally.num_in_background += life % 2
             assert -signal.SIGKILL in codes, (codes, log.read_text())
             tally.steps.append(check_after_a_kill(folder / "checkpoints", log))
@@ -81,20 +83,25 @@ def endure(folder: Path, num_kills: int, seed: int) -> Tally:
 
 
 def await_moment(root: Path, log: Path, draw: random.Random) -> None:
-    """Mostly: that a save has begun, some saves from now, and a moment more. Else any moment of a life."""
+    """Mostly: that a save has begun, some saves from now, and a part of the time that one takes. Else any moment."""
     began = time.monotonic()
     if draw.random() < 0.2:
         time.sleep(draw.uniform(0.0, 3.0))
         return
     known = partials_in(root)  # of the life before
-    num_left = draw.randrange(1, 8)
-    while num_left:
-        fresh = partials_in(root) - known
-        num_left -= min(len(fresh), num_left)
-        known |= fresh
-        if time.monotonic() - began > 60:
-            raise AssertionError(f"no save within a minute: {log.read_text()}")
-    time.sleep(draw.uniform(0.0, 0.02))
+    num_left, since, save_s = draw.randrange(2, 8), 0.0, 0.01
+    while True:
+        now, partials = time.monotonic(), partials_in(root)
+        assert now - began < 60, f"no save within a minute: {log.read_text()}"
+        if since and not partials:
+            since, save_s = 0.0, now - since
+        if not partials <= known:
+            known |= partials
+            since = now
+            num_left -= 1
+            if not num_left:
+                time.sleep(draw.uniform(0.0, save_s))
+                return
 
 
 def partials_in(root: Path) -> set[str]:

@@ -114,6 +114,11 @@ def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
     assert shown.endswith(f"checkpoint  at the end, {text} each")
 
 
+def test_saves_in_the_background_are_told() -> None:
+    shown = banner(replace(START, checkpoint_bytes=20_100_000, save_steps=10, async_save=True))
+    assert shown.endswith("every 10 steps, 20.1 MB, in the background from a copy of 10.1 MB a rank on the host")
+
+
 def test_summary() -> None:
     assert (
         summary(END)

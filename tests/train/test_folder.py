@@ -1,11 +1,12 @@
 """Which folder a run gets, and which checkpoint it goes on from."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import CheckpointError, ConfigurationError
-from shardwise.train.folder import choose, claim, config_to_go_on_with
+from shardwise.train.folder import choose, claim, config_to_go_on_with, to_try
 from shardwise.train.settings import Settings, settings_from_json
 
 
@@ -94,12 +95,37 @@ def test_another_runs_folder_is_not_taken_for_a_named_checkpoint(here: Path) -> 
         choose(Settings(resume_from_checkpoint=str(named), output_dir="other"))
 
 
-@pytest.mark.parametrize("asked", ["latest", "mine/checkpoints/step-000010", "nowhere"])
-def test_what_is_not_there_cannot_be_resumed(here: Path, asked: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("latest", "holds no complete checkpoint"),
+        ("mine/checkpoints/step-000010", "it is not a checkpoint"),
+        ("nowhere", "there is no checkpoint"),
+    ],
+)
+def test_what_is_not_there_cannot_be_resumed(here: Path, asked: str, words: str) -> None:
     claim(choose(Settings(output_dir="mine")))
     (here / "mine/checkpoints/step-000010").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=words):
         choose(Settings(output_dir="mine", resume_from_checkpoint=asked))
+
+
+def test_a_folder_that_only_looks_like_a_runs_is_not_one(here: Path) -> None:
+    """A Hugging Face folder beside others has a config.json two levels up, too."""
+    for name in ("config.json", "checkpoints/last/config.json", "checkpoints/last/model.safetensors"):
+        (here / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "model" / name).write_text("{}")
+    (here / "model/checkpoints/last/model.safetensors").write_bytes(one_tensor())
+    asked = Settings(resume_from_checkpoint="model/checkpoints/last")
+    assert config_to_go_on_with(asked) is None
+    chosen = choose(asked)
+    assert str(chosen.output_dir).startswith("runs/")
+    assert to_try(asked, chosen) == ["model/checkpoints/last"]
+
+
+def one_tensor() -> bytes:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
 
 
 def test_auto_goes_on_where_there_is_something(here: Path) -> None:
@@ -110,6 +136,38 @@ def test_auto_goes_on_where_there_is_something(here: Path) -> None:
     assert choose(settings).resume_from_checkpoint == str(own.relative_to(here))
     with pytest.raises(ConfigurationError, match="--output-dir"):
         choose(Settings(resume_from_checkpoint="auto"))
+
+
+def test_auto_begins_only_where_no_save_has_ever_finished(here: Path) -> None:
+    settings = Settings(output_dir="mine", resume_from_checkpoint="auto")
+    claim(choose(settings))
+    (here / "mine/checkpoints/step-000010.partial").mkdir(parents=True)
+    assert choose(settings).resume_from_checkpoint is None
+    (here / "mine/checkpoints/step-000005").mkdir()
+    for num_restarts in (0, 1):
+        with pytest.raises(CheckpointError, match="no complete checkpoint, but what is left of step-000005"):
+            choose(settings, num_restarts)
+
+
+def test_what_is_tried_in_order(here: Path) -> None:
+    claim(choose(Settings(output_dir="mine")))
+    names = [f"mine/checkpoints/step-0000{number}0" for number in (1, 2, 3)]
+    for name in names[:2]:
+        complete(here / name)
+    (here / f"{names[2]}.partial").mkdir()
+    (here / "mine/checkpoints/latest").symlink_to("step-000020")
+    for asked, tried in {
+        None: [],
+        "auto": names[::-1],
+        "latest": names[::-1],
+        "mine": names[::-1],
+        names[0]: [names[0]],
+        "mine/checkpoints/latest": ["mine/checkpoints/latest"],
+    }.items():
+        settings = Settings(output_dir="mine" if asked else "other", resume_from_checkpoint=asked)
+        assert to_try(settings, choose(settings)) == tried
+    begun = Settings(output_dir="mine")
+    assert to_try(begun, choose(begun, num_restarts=1)) == names[::-1]
 
 
 def test_ranks_that_are_started_again_go_on_with_their_own_run(here: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError, WireError
+from ..errors import ConfigurationError, ShardwiseError, WireError
 from ..plan.model import FoundUnit
 from ..version import VERSION
 from ..wire.collectives import Channel, exchange
@@ -24,14 +24,19 @@ _ROW_ELEMS = 1024
 
 
 def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
-    """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason."""
-    result, failure, reports = attempt(world, prepare, str)
+    """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason and exit code."""
+    result, failure, reports = attempt(world, prepare, _report)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
         if report is not None:
-            raise ConfigurationError(f"rank {rank} cannot go on: {report}")
+            kind, reason = report
+            raise kind(f"rank {rank} cannot go on: {reason}")
     return result  # type: ignore[return-value]
+
+
+def _report(failure: Exception) -> tuple[type[ShardwiseError], str]:
+    return type(failure) if isinstance(failure, ShardwiseError) else ConfigurationError, str(failure)
 
 
 def attempt(

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.background import Saving
-from ..checkpoint.opened import open_checkpoint
+from ..checkpoint.opened import looks_whole
 from ..checkpoint.save import save, start_save
 from ..checkpoint.steps import point_to, prune, step_folder
 from ..engine.guards import engine_of
 from ..engine.held import Memory, memory
-from ..errors import CheckpointError
 from ..wire.collectives import Channel
 from .book import Book, Row
 from .checks import Checked
@@ -121,7 +120,7 @@ class Run:
             point_to(root, self.saved_step)
             try:
                 if limit is not None:
-                    prune(root, limit, _looks_whole)
+                    prune(root, limit, looks_whole)
             except OSError as error:
                 self.progress.say(f"older checkpoints cannot be removed: {error}")
 
@@ -160,18 +159,6 @@ class Run:
     @property
     def prompt(self) -> str:
         return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
-
-
-def _looks_whole(checkpoint: Path) -> bool:
-    """Whether it opens, and its files are as long as they were written; what is in them is not read."""
-    try:
-        opened = open_checkpoint(checkpoint)
-        with opened.reader() as reader:
-            for number in range(len(opened.index.files)):
-                reader.require_length(number)
-    except CheckpointError:
-        return False
-    return True
 
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
