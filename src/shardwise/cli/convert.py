@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import checkpoint_at, num_bytes_in, streaming
+from .files import num_bytes_in, require_there, streaming
 
 FORM, WHAT, PLACE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Its form", "What of it", "Where to"))
 FORMATS = ("shardwise", "dcp", "hugging-face")
@@ -54,17 +54,17 @@ def convert(
     if whole and form != "shardwise":
         raise ConfigurationError(f"--whole is a form of our own checkpoints, and --to {form} is not: leave it out")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
-    place = checkpoint_at(source)
+    require_there(source)
     from ..checkpoint import convert as converting
     from ..checkpoint.opened import open_checkpoint
     from ..checkpoint.write import require_free
     from ..train.figures import size
 
-    opened = open_checkpoint(place)
+    opened = open_checkpoint(source)
     if model_only or form == "hugging-face":
         opened = converting.without_optimizer(opened)
     if form != "shardwise":
-        require_free(target, overwrite, place)
+        require_free(target, overwrite, opened.folder)
     num_bytes = converting.num_bytes_of(opened)
     began = time.perf_counter()
     with streaming(target.name, num_bytes) as tell:
@@ -76,4 +76,4 @@ def convert(
             write_dcp(opened, target.resolve(), tell)
         else:
             converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
-    print(f"{target}: {place} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
+    print(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")

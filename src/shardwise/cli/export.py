@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import checkpoint_at, num_bytes_in, streaming
+from .files import num_bytes_in, require_there, streaming
 
 FROM, FORM, PLACE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("What is exported", "Its form", "Where to")
@@ -63,12 +63,13 @@ def export(
     if dtype not in DTYPES:
         raise ConfigurationError(f"--dtype: unknown {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
-    place = checkpoint_at(path)
+    require_there(path)
     from ..checkpoint.write import require_free
     from ..train.figures import size
     from ..train.models.export import write_export
-    from ..train.models.from_checkpoint import Wish, content_of
+    from ..train.models.from_checkpoint import Wish, content_of, find_checkpoint
 
+    place = find_checkpoint(path)
     require_free(out, overwrite, place)
     began = time.perf_counter()
     with content_of(place, Wish(model, dtype, merge, max_bytes)) as content:

@@ -1,4 +1,4 @@
-"""What the verbs about checkpoints share: which one is meant, sizes as people write them, and a bar for the patient."""
+"""What the verbs about checkpoints share: whether it is there, sizes as people write them, a bar for the patient."""
 
 import re
 import signal
@@ -13,13 +13,10 @@ from ..errors import ConfigurationError
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def checkpoint_at(path: Path) -> Path:
-    """What is there; a run's folder, or the folder of its checkpoints, stands for the newest complete one."""
-    from ..train.models.from_checkpoint import find_checkpoint
-
+def require_there(path: Path) -> None:
+    """A checkpoint may also lie complete under its other name."""
     if not path.exists() and not path.with_name(f"{path.name}.partial").exists():
         raise ConfigurationError(f"{path}: there is no such folder")
-    return find_checkpoint(path)
 
 
 def num_bytes_in(option: str, text: str) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .files import checkpoint_at
+from .files import require_there
 
 if TYPE_CHECKING:
     from ..checkpoint.index import Index
@@ -35,9 +35,10 @@ def inspect(
 
         shardwise inspect somewhere/global_step500 --json
     """
+    require_there(path)
     from ..checkpoint.opened import open_checkpoint
 
-    opened = open_checkpoint(checkpoint_at(path))
+    opened = open_checkpoint(path)
     if as_json:
         print(json.dumps(_as_json(opened), indent=1))
         return

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError
-from .files import streaming
+from .files import require_there, streaming
 
 if TYPE_CHECKING:
     from ..checkpoint.verify import Report
@@ -32,8 +31,7 @@ def verify(
     """
     from ..checkpoint import verify as verifying
 
-    if not path.exists() and not path.with_name(f"{path.name}.partial").exists():
-        raise ConfigurationError(f"{path}: there is no such folder")
+    require_there(path)
     places = verifying.checkpoints_in(path)
     reports = [_verified(place) for place in places or [path]]
     usable = [report for report in reports if report.is_usable]
