@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.others import archives, runs
+from shardwise.checkpoint.others import archives
 from shardwise.checkpoint.others.known import Strided
-from shardwise.checkpoint.others.runs import stored_of
+from shardwise.checkpoint.others.runs import Budget, stored_of
 from shardwise.checkpoint.others.sources import Source
 from tests.checkpoint.others.places import whole
 
@@ -57,7 +57,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_are_found(tmp_path: Path, name: str) -> None:
     path, expected = tmp_path / "x.pt", TENSORS[name].detach()
-    stored = stored_of(saved(path, {"t": TENSORS[name]})["t"])
+    stored = stored_of(saved(path, {"t": TENSORS[name]})["t"], Budget())
     found = whole(path, stored)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert torch.equal(found.reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
@@ -65,14 +65,14 @@ def test_tensors_are_found(tmp_path: Path, name: str) -> None:
 
 def test_what_lies_in_order_is_one_piece(tmp_path: Path) -> None:
     for name in ("plain", "a slice of rows", "of BF16"):
-        assert len(stored_of(saved(tmp_path / "x.pt", TENSORS[name])).pieces) == 1
+        assert len(stored_of(saved(tmp_path / "x.pt", TENSORS[name]), Budget()).pieces) == 1
 
 
 def test_shared_storages_are_shared(tmp_path: Path) -> None:
     base = filled(10)
     found = saved(tmp_path / "x.pt", [base, base[5:], base.view(2, 5)])
     assert [tensor.storage for tensor in found] == [found[0].storage] * 3
-    assert torch.equal(whole(tmp_path / "x.pt", stored_of(found[1])), base[5:])
+    assert torch.equal(whole(tmp_path / "x.pt", stored_of(found[1], Budget())), base[5:])
 
 
 def test_values_beside_tensors_come_back(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_archive_inside_a_file_is_found(tmp_path: Path) -> None:
     path.write_bytes(b"before" + content.getvalue() + b"behind")
     found = load(path, 6, len(content.getvalue()))
     content.seek(0)
-    assert torch.equal(whole(path, stored_of(found)), torch.load(content))
+    assert torch.equal(whole(path, stored_of(found, Budget())), torch.load(content))
     with pytest.raises(CheckpointError, match="no zip archive"):
         load(path)
 
@@ -134,17 +134,18 @@ def test_storages_shorter_than_their_tensors_are_refused(tmp_path: Path) -> None
             load(path)
 
 
-def test_tensors_in_too_many_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_too_many_places_are_refused(tmp_path: Path) -> None:
     found = saved(tmp_path / "x.pt", filled(50, 40).t())
     assert isinstance(found, Strided)
-    monkeypatch.setattr(runs, "MAX_RUNS", 1999)
-    with pytest.raises(CheckpointError, match=r"lies in 2000 places of its file, at most 1999: save it contiguous"):
-        stored_of(found)
+    budget = Budget(2100)
+    stored_of(found, budget)
+    with pytest.raises(CheckpointError, match=r"lies in 2000 places of its file, of 100 that are left: save it contig"):
+        stored_of(found, budget)
 
 
 def test_unknown_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"torch.complex128, which is not known here"):
-        stored_of(saved(tmp_path / "x.pt", torch.zeros(3, dtype=torch.complex128)))
+        stored_of(saved(tmp_path / "x.pt", torch.zeros(3, dtype=torch.complex128)), Budget())
 
 
 @pytest.fixture(scope="module")
@@ -170,4 +171,4 @@ def test_damaged_archives_are_refused_or_read(
         found = load(path)
         for value in found.values() if isinstance(found, dict) else ():
             if isinstance(value, Strided):
-                whole(path, stored_of(value))
+                whole(path, stored_of(value, Budget()))

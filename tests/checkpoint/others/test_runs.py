@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import Piece, Stored, in_order, require_cover
 from shardwise.checkpoint.others.known import Storage, Strided
-from shardwise.checkpoint.others.runs import place, stored_of
+from shardwise.checkpoint.others.runs import Budget, place, stored_of
 
 SIZE = 4
+BUDGET = Budget()
 
 
 @st.composite
@@ -49,7 +50,7 @@ def test_rectangles_that_tile_a_tensor_are_the_tensor(
         laid = part.permute(dims).contiguous()
         stride = tuple(laid.stride()[dims.index(dim)] for dim in range(part.ndim))
         storage = Storage(0, len(content) * SIZE, laid.numel() * SIZE, torch.float32)
-        pieces += place(stored_of(Strided(storage, torch.float32, 0, lengths, stride)), offsets, shape)
+        pieces += place(stored_of(Strided(storage, torch.float32, 0, lengths, stride), BUDGET), offsets, shape, BUDGET)
         content += laid.flatten().tolist()
     pieces = list(in_order(pieces))
     require_cover("it", pieces, prod(shape))
@@ -59,11 +60,11 @@ def test_rectangles_that_tile_a_tensor_are_the_tensor(
 
 def test_rows_stay_one_piece() -> None:
     chunk = Stored((3, 4), "F32", (Piece(0, 100, 0, 12),))
-    assert place(chunk, (2, 0), (7, 4)) == [Piece(0, 100, 8, 20)]
-    assert place(chunk, (0, 4), (3, 8)) == [Piece(0, 100, 4, 8), Piece(0, 116, 12, 16), Piece(0, 132, 20, 24)]
+    assert place(chunk, (2, 0), (7, 4), BUDGET) == [Piece(0, 100, 8, 20)]
+    assert place(chunk, (0, 4), (3, 8), BUDGET) == [Piece(0, 100, 4, 8), Piece(0, 116, 12, 16), Piece(0, 132, 20, 24)]
 
 
 @pytest.mark.parametrize(("offsets", "shape"), [((2, 0), (4, 4)), ((0, 1), (3, 4)), ((0,), (3,))])
 def test_parts_outside_of_their_tensor_are_refused(offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match="does not lie in a tensor"):
-        place(Stored((3, 4), "F32", (Piece(0, 0, 0, 12),)), offsets, shape)
+        place(Stored((3, 4), "F32", (Piece(0, 0, 0, 12),)), offsets, shape, BUDGET)

@@ -56,9 +56,9 @@ class _Archive:
             raise CheckpointError("a pickle asks for something that is no storage: it is not loaded")
         _, kind, key, _, num_elems = identity[:5]
         dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Maker) else None
-        if dtype is None or type(key) is not str or type(num_elems) is not int:
-            raise CheckpointError(f"a storage of an unknown kind {getattr(kind, 'name', kind)!r}: it is not loaded")
-        offset, num_bytes = self._place(f"data/{key}")
+        if dtype is None or type(num_elems) is not int:
+            raise CheckpointError("a pickle asks for a storage of an unknown kind: it is not loaded")
+        offset, num_bytes = self._place(f"data/{known.text(key)}")
         if num_elems < 0 or num_elems * dtype.itemsize > num_bytes:
             raise CheckpointError(f"storage {key!r} should be {num_elems} of {dtype}, and is {num_bytes} bytes long")
         return Storage(self._source.number, offset, num_bytes, dtype)

@@ -5,6 +5,7 @@ what torch.save wrote for one rectangle, inside a file with many. Every one of t
 bytes, and none is read. Accelerate writes such folders, one for the model and one for the optimizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from ..dtypes import NAMES
 from ..index import Index, Piece, Stored, in_order
 from . import archives, known, pickles
 from .described import Described, add_optimizer, by_settings, index_of
-from .known import Strided, counts
+from .known import Strided, counts, text
 from .pickles import Record
-from .runs import place, stored_of
+from .runs import place
 from .sources import Sources
 
 METADATA = ".metadata"
@@ -25,6 +26,7 @@ MODEL_PART, OPTIMIZER_PART = "pytorch_model_fsdp_0", "optimizer_0"
 _MODEL = ("model", "module", "state_dict", "model_state_dict")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 _MAX_VALUE_BYTES = 16 << 20
+_MAX_DEPTH = 64
 
 
 def read(folder: Path) -> Index:
@@ -60,11 +62,11 @@ def _add(found: Described, inside: str) -> str:
             if is_flat and what == "other" and len(rest) == 1:
                 what = "model"
             if what == "model" and metadata.is_tensor(key):
-                found.tensors[".".join(map(str, rest))] = _tensor(sources, inside, metadata, key)
+                found.tensors[_name(rest)] = _tensor(found, inside, metadata, key)
             elif what == "optimizer":
-                optimizer.add(rest, _value(sources, inside, metadata, key))
+                optimizer.add(rest, _value(found, inside, metadata, key))
             else:
-                found.leave_out(str(rest[0]))
+                found.leave_out(_name(rest[:1]))
         optimizer.describe(found)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
@@ -92,14 +94,14 @@ class _Metadata:
     def __init__(self, given: Any) -> None:
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
         self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
-        self.version = str(given.state.get("version") or "before 1.0.0")
+        self.version = text(given.state.get("version") or "before 1.0.0")
         self.places: dict[tuple[str, tuple[int, ...]], _Place] = {}
         for index, info in given.state["storage_data"].items():
             if info.get("transform_descriptors"):
-                raise CheckpointError(f"{index.get('fqn')!r} was compressed when it was saved: save it without")
+                raise CheckpointError(f"{text(index.get('fqn'))!r} was compressed when it was saved: save it plainly")
             offset, num_bytes = counts((info.state["offset"], info.state["length"]))
-            key = (str(index.state["fqn"]), counts(index.get("offset") or ()))
-            self.places[key] = _Place(str(info.state["relative_path"]), offset, num_bytes)
+            key = (text(index.state["fqn"]), counts(index.get("offset") or ()))
+            self.places[key] = _Place(text(info.state["relative_path"]), offset, num_bytes)
 
     def is_tensor(self, key: str) -> bool:
         return self.entries[key].name.endswith(".TensorStorageMetadata")
@@ -115,26 +117,32 @@ def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     return "other", path
 
 
-def _tensor(sources: Sources, inside: str, metadata: _Metadata, key: str) -> Stored:
+def _name(keys: Sequence[Any]) -> str:
+    if len(keys) > _MAX_DEPTH:
+        raise ValueError(f"a path of {len(keys)} keys")
+    return text(".".join(str(key) if type(key) is int else text(key) for key in keys))
+
+
+def _tensor(found: Described, inside: str, metadata: _Metadata, key: str) -> Stored:
     entry = metadata.entries[key].state
     dtype, shape = entry["properties"].state[0], counts(entry["size"])
     pieces: list[Piece] = []
     for chunk in entry["chunks"]:
         offsets, lengths = counts(chunk.state["offsets"]), counts(chunk.state["sizes"])
-        part = _load(sources, inside, metadata.places[key, offsets])
+        part = _load(found.sources, inside, metadata.places[key, offsets])
         if not isinstance(part, Strided) or (part.dtype, part.shape) != (dtype, lengths):
             raise CheckpointError(f"{key!r} has no {dtype} {lengths} at {offsets} in its file")
-        pieces += place(stored_of(part), offsets, shape)
+        pieces += place(found.stored(part), offsets, shape, found.budget)
     return Stored(shape, NAMES[dtype], in_order(pieces))
 
 
-def _value(sources: Sources, inside: str, metadata: _Metadata, key: str) -> Any:
+def _value(found: Described, inside: str, metadata: _Metadata, key: str) -> Any:
     if metadata.is_tensor(key):
-        return _tensor(sources, inside, metadata, key)
+        return _tensor(found, inside, metadata, key)
     where = metadata.places[key, ()]
     if where.num_bytes > _MAX_VALUE_BYTES:
         raise CheckpointError(f"{key!r} takes {where.num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
-    return _load(sources, inside, where)
+    return _load(found.sources, inside, where)
 
 
 def _load(sources: Sources, inside: str, where: _Place) -> Any:
@@ -152,7 +160,7 @@ class _Optimizer:
     def add(self, path: tuple[Any, ...], value: Any) -> None:
         match path:
             case ("state", name, *keys) if keys:
-                self._state.setdefault(name, {})[".".join(map(str, keys))] = value
+                self._state.setdefault(name, {})[_name(keys)] = value
             case ("param_groups", int(number), str(key)):
                 self._groups.setdefault(number, {})[key] = value
             case ("param_groups",):
@@ -164,7 +172,7 @@ class _Optimizer:
                 name, _, key = flat.removeprefix("param_groups.").rpartition(".")
                 self._settings.setdefault(name, {})[key] = value
             case _:
-                raise CheckpointError(f"its optimizer has something at {path}, which is neither state nor a group")
+                raise CheckpointError(f"its optimizer has {_name(path)!r}, which is neither state nor a group")
 
     def describe(self, found: Described) -> None:
         if self._settings:

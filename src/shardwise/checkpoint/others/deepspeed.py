@@ -14,10 +14,9 @@ from ...errors import CheckpointError
 from ..index import Index, Plain, Stored
 from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
-from .known import Strided, counts
-from .partitions import Span, gathered, spans_of_group, spans_of_parameters
+from .known import Strided, counts, text
+from .partitions import gathered, spans_of_group, spans_of_parameters
 from .pickles import Record
-from .runs import stored_of
 from .sources import Sources
 
 LATEST = "latest"
@@ -63,9 +62,9 @@ def _read(sources: Sources) -> Index:
         found.leave_out("the optimizer, and masters if there are any, which DeepSpeed writes without names at stage 0")
     origin = {
         "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
-        "deepspeed": str(models[0].get("ds_version")),
+        "deepspeed": text(models[0].get("ds_version", "")),
         "ranks": str(len(parts) or 1),
-        "step": str(models[0].get("global_steps")),
+        "step": str(counts((models[0].get("global_steps", 0),))[0]),
     }
     return index_of(found, origin)
 
@@ -99,15 +98,17 @@ def _stage(parts: Sequence[Any]) -> int:
         return 0
     stage = parts[0].get("zero_stage", 1)
     (number,) = stage.args if isinstance(stage, Record) else (stage,)
+    if type(number) is not int:
+        raise ValueError("a stage that is no number")
     if number not in (1, 2, 3) or "ds_zero_partition_groups" in parts[0]:
         raise CheckpointError(f"ZeRO stage {number} with other than plain data parallelism is not read here")
-    return int(number)
+    return number
 
 
 def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -> None:
     """DeepSpeed writes over older folders: files of a larger world may lie there still."""
     given = parts[0]["partition_count"]
-    world = max(given) if isinstance(given, list) else given
+    world = max(counts(given if isinstance(given, list) else [given]))
     if world != len(parts) or len(models) != (world if stage == 3 else 1):
         raise CheckpointError(
             f"{world} ranks wrote it, and there are {len(parts)} files of optimizer states and {len(models)} of model "
@@ -121,23 +122,23 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     bases = [_base(part[base_key]) for part in parts]
     groups = bases[0]["param_groups"]
     members = [(number, member) for number, group in enumerate(groups) for member in group["params"]]
-    shapes = [{str(name): counts(shape) for name, shape in block.items()} for block in model["param_shapes"]]
+    shapes = [{text(name): counts(shape) for name, shape in block.items()} for block in model["param_shapes"]]
     found.groups = [settings_of(found, group) for group in groups]
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):
-        rows = [stored_of(part[rows_key][block]) for part in parts]
+        rows = [_row(found, part[rows_key][block]) for part in parts]
         if stage == 3:
             spans = spans_of_parameters(own, len(parts))
         else:
             paddings = (parts[0].get("param_alignment_paddings") or {block: [0] * len(own)})[block]
-            spans = spans_of_group(own, counts(paddings), [row.num_elems for row in rows])
-        states = [base["state"].get(member, {}) for base in bases]
+            spans = spans_of_group(own, counts(paddings, len(own)), [row.num_elems for row in rows])
+        cut, common = _state(found, [base["state"].get(member, {}) for base in bases])
+        # Some of DeepSpeed's optimizers count in the group.
+        if "step" in groups[number] and cut:
+            common.setdefault("step", item_of(found, groups[number]["step"]))
         for name, shape in own.items():
             found.tensors[name] = gathered(name, shape, spans[name], rows)
             found.group[name] = number
-            found.state[name] = _state(name, shape, spans[name], states)
-            # Some of DeepSpeed's optimizers count in the group.
-            if "step" in groups[number] and found.state[name]:
-                found.state[name].setdefault("step", item_of(groups[number]["step"]))
+            found.state[name] = common | {key: gathered(name, shape, spans[name], cut[key]) for key in cut}
     for settings in found.groups:
         settings.pop("step", None)
     found.scaler = _scaler(parts[0].get("loss_scaler"), model)
@@ -153,16 +154,23 @@ def _base(given: Any) -> Any:
     return given
 
 
-def _state(
-    name: str, shape: tuple[int, ...], spans: Sequence[Span], states: Sequence[dict[str, Any]]
-) -> dict[str, Stored | Plain]:
-    found: dict[str, Stored | Plain] = {}
+def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:
+    """What an optimizer keeps for a block: the ranks' rows of what lies like the masters, and what is one for all."""
+    cut: dict[str, list[Stored]] = {}
+    common: dict[str, Stored | Plain] = {}
     for key, value in states[0].items():
-        is_row = isinstance(value, Strided) and len(value.shape) == 1 and key != "step"
-        found[key] = (
-            gathered(name, shape, spans, [stored_of(state[key]) for state in states]) if is_row else item_of(value)
-        )
-    return found
+        if isinstance(value, Strided) and len(value.shape) == 1 and key != "step":
+            cut[text(key)] = [_row(found, state[key]) for state in states]
+        else:
+            common[text(key)] = item_of(found, value)
+    return cut, common
+
+
+def _row(found: Described, value: Any) -> Stored:
+    row = found.stored(value)
+    if len(row.shape) != 1 or len(row.pieces) > 1:
+        raise ValueError("a part of a flat group that does not lie in one place")
+    return row
 
 
 def _scaler(given: Any, model: Any) -> dict[str, float] | None:
@@ -178,15 +186,16 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
     model = models[0]
     shared = model.get("shared_params") or {}
     for other, name in shared.items():
-        found.tied[name] = (*found.tied.get(name, ()), other)
+        found.tied[text(name)] = (*found.tied.get(name, ()), text(other))
     if stage == 3:
         for name, given in (model.get("frozen_param_shapes") or {}).items():
-            shape = counts(given)
-            rows = [stored_of(states["frozen_param_fragments"][name]) for states in models]
+            name, shape = text(name), counts(given)
+            rows = [_row(found, states["frozen_param_fragments"][name]) for states in models]
             found.tensors[name] = gathered(name, shape, spans_of_parameters({name: shape}, len(models))[name], rows)
             found.kinds[name] = "parameter"
+    buffers = {text(name) for name in model["buffer_names"]}
     for name, value in model["module"].items():
-        is_buffer = name in model["buffer_names"]
+        is_buffer = name in buffers
         if name not in found.tensors and name not in shared and (is_buffer or stage < 3):
             add_model(found, {name: value})
             found.kinds[name] = "buffer" if is_buffer else "parameter"

@@ -10,13 +10,14 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound
-from .known import Strided
-from .runs import stored_of
+from .known import Strided, text
+from .runs import Budget, stored_of
 from .sources import Sources
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _REPLICA = "module."
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
+_MOST_TOLD = 20
 # In a group, beside its settings.
 _MEMBERS = ("params", "param_names")
 
@@ -33,11 +34,16 @@ class Described:
     kinds: dict[str, Kind] = field(default_factory=dict)
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scaler: dict[str, float] | None = None
-    left_out: list[str] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
 
     def leave_out(self, what: str) -> None:
-        if what not in self.left_out:
-            self.left_out.append(what)
+        self.left_out[what] = None
+
+    def stored(self, tensor: Any) -> Stored:
+        if not isinstance(tensor, Strided):
+            raise ValueError(f"a {type(tensor).__name__} where a tensor is expected")
+        return stored_of(tensor, self.budget)
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
@@ -66,7 +72,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
     if lost := [name for name in {**state, **group} if name not in tensors]:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
-    words = {**origin, **({"left out": "; ".join(found.left_out)} if found.left_out else {})}
+    words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MOST_TOLD])} if found.left_out else {})}
     index = Index(found.sources.files, tensors, optimizer, {}, words)
     require_sound(index)
     return index
@@ -78,9 +84,9 @@ def add_model(found: Described, values: Any) -> None:
         raise CheckpointError("its model is no mapping of names to tensors")
     for name, value in values.items():
         if isinstance(value, Strided) and isinstance(name, str):
-            found.tensors[name] = stored_of(value)
+            found.tensors[text(name)] = found.stored(value)
         elif value is not None:
-            found.leave_out(f"{name}, which is no tensor")
+            found.leave_out(f"{text(name)}, which is no tensor")
 
 
 def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -92,23 +98,27 @@ def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str
     for number, group in enumerate(groups):
         members = group.get("params", [])
         for member, name in zip(members, group.get("param_names", members), strict=True):
-            names[str(member)] = str(name)
-            group_of[str(name)] = number
-    if any(name.isdecimal() for name in names.values()) or any(str(key) not in names for key in state):
+            names[_member(member)] = _member(name)
+            group_of[_member(name)] = number
+    if any(name.isdecimal() for name in names.values()) or any(_member(key) not in names for key in state):
         found.leave_out("the optimizer, whose state has no names: save it with torch's get_optimizer_state_dict")
         return
     found.group |= group_of
     found.groups += [settings_of(found, group) for group in groups]
     for key, items in state.items():
-        found.state[names[str(key)]] = {str(what): item_of(value) for what, value in items.items()}
+        found.state[names[_member(key)]] = {text(what): item_of(found, value) for what, value in items.items()}
 
 
-def item_of(value: Any) -> Stored | Plain:
+def _member(name: Any) -> str:
+    return str(name) if type(name) is int else text(name)
+
+
+def item_of(found: Described, value: Any) -> Stored | Plain:
     """What an optimizer keeps for a parameter."""
     if isinstance(value, Stored):
         return value
     if isinstance(value, Strided):
-        return stored_of(value)
+        return found.stored(value)
     if not isinstance(value, Plain):
         raise CheckpointError(f"an optimizer's state holds a {type(value).__name__}, no tensor and no number")
     return value
@@ -120,16 +130,16 @@ def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
         if key in _MEMBERS:
             continue
         try:
-            settings[str(key)] = _plain(found, value)
+            settings[text(key)] = _plain(found, value)
         except ValueError:
-            found.leave_out(f"the optimizer's setting {key!r}, which is no plain value")
+            found.leave_out(f"the optimizer's setting {text(key)!r}, which is no plain value")
     return settings
 
 
 def _plain(found: Described, value: Any, depth: int = 0) -> Any:
     """A value that JSON can hold, also out of a tensor with one element. Raises ValueError where it is none."""
     if isinstance(value, Strided):
-        value = stored_of(value)
+        value = found.stored(value)
     if isinstance(value, Stored) and value.num_elems == 1:
         return found.sources.number(value)
     if isinstance(value, Plain):

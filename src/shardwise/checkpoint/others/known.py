@@ -16,6 +16,7 @@ from ...errors import CheckpointError
 from .pickles import Maker, Record, require_key
 
 _MAX_DIMS = 64
+_MAX_NAME = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,21 @@ def find(module: str, name: str) -> Any:
     return _KNOWN[full]
 
 
-def counts(values: Any) -> tuple[int, ...]:
-    if type(values) not in (tuple, list) or len(values) > _MAX_DIMS:
-        raise ValueError("a shape that is no short tuple")
+def counts(values: Any, at_most: int = _MAX_DIMS) -> tuple[int, ...]:
+    """A shape, or other numbers of things."""
+    if type(values) not in (tuple, list) or len(values) > at_most:
+        raise ValueError(f"no list of at most {at_most} numbers")
     for value in values:
         if type(value) is not int or value < 0:
-            raise ValueError(f"a tensor with {value!r} in its shape, stride or offset")
+            raise ValueError(f"{value} where a number of things is expected" if type(value) is int else "no number")
     return tuple(values)
+
+
+def text(value: Any) -> str:
+    """A name. What a pickle repeats a thousand times is not put together a thousand times."""
+    if type(value) is not str or len(value) > _MAX_NAME:
+        raise ValueError("no short text where a name is expected")
+    return value
 
 
 def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *rest: Any) -> Strided:
@@ -81,6 +90,10 @@ def _strided(storage: Any, dtype: Any, first: Any, shape: Any, stride: Any) -> S
         if (last + 1) * dtype.itemsize > storage.num_bytes:
             raise ValueError(f"a tensor of {dtype} {shape} reaches beyond the {storage.num_bytes} bytes of its storage")
     return Strided(storage, dtype, first, shape, stride)
+
+
+def _size(lengths: Any = ()) -> tuple[int, ...]:
+    return counts(lengths)
 
 
 def _parameter(tensor: Any, *rest: Any) -> Strided:
@@ -181,7 +194,7 @@ _KNOWN: dict[str, Any] = {
     **_records("__builtin__", "list dict int float str bool"),
     **_makers(
         [
-            ("torch.Size", counts),
+            ("torch.Size", _size),
             ("torch._utils._rebuild_tensor", _tensor),
             ("torch._utils._rebuild_tensor_v2", _tensor),
             ("torch._utils._rebuild_tensor_v3", _tensor_of_dtype),

@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 MAX_PICKLE_BYTES = 512 << 20
 # Whole numbers are sizes and counts; a longer one is nobody's.
 _MAX_INT_BYTES = 16
-_MAX_KEY_DEPTH = 4
+_MAX_KEY_LENGTH = 64
 
 Find = Callable[[str, str], Any]
 
@@ -71,11 +71,15 @@ class _Machine:
         self.position = end + 1
         return text
 
-    def since_mark(self) -> list[Any]:
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
+    def pop(self, num: int) -> list[Any]:
+        if num > len(self.stack):
+            raise ValueError("it takes more than there is")
+        items = self.stack[len(self.stack) - num :]
+        del self.stack[len(self.stack) - num :]
         return items
+
+    def since_mark(self) -> list[Any]:
+        return self.pop(max(0, len(self.stack) - self.marks.pop()))
 
     def run(self) -> Any:
         data, words = self.data, _WORDS
@@ -100,33 +104,40 @@ def read(data: bytes, find: Find, storage: Callable[[Any], Any]) -> Any:
         raise CheckpointError(f"a pickle cannot be understood: {error}") from error
 
 
-def require_key(key: Any, depth: int = 0) -> Any:
-    """Keys are hashed, which a tuple of tuples of tuples could make endless."""
-    if isinstance(key, tuple) and depth < _MAX_KEY_DEPTH:
+def require_key(key: Any, is_part: bool = False) -> Any:
+    """Keys are hashed, which tuples of tuples could make endless."""
+    if type(key) is tuple and not is_part and len(key) <= _MAX_KEY_LENGTH:
         for part in key:
-            require_key(part, depth + 1)
+            require_key(part, True)
     elif not isinstance(key, (str, int, float, bytes, Record, type(None))):
         raise ValueError(f"a {type(key).__name__} as a key")
     return key
 
 
-def _make(maker: Any, args: Any) -> Any:
+def _make(machine: _Machine) -> None:
+    maker, args = machine.pop(2)
     if not isinstance(maker, Maker):
         what = maker.name if isinstance(maker, Record) else type(maker).__name__
         raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
     if type(args) is not tuple:
         raise ValueError(f"{maker.name} of a {type(args).__name__}")
-    return maker.make(*args)
+    machine.stack.append(maker.make(*args))
+
+
+def _make_with_names(machine: _Machine) -> None:
+    if machine.pop(1) != [{}]:
+        raise ValueError("arguments by name")
+    _make(machine)
 
 
 def _build(machine: _Machine) -> None:
-    state = machine.stack.pop()
-    target = machine.stack[-1]
+    target, state = machine.pop(2)
     if type(target) is Record:
         target.state = state
     # An ordered dict has attributes of its own, which say nothing about what is in it.
     elif type(target) is not dict:
         raise ValueError(f"state for a {type(target).__name__}")
+    machine.stack.append(target)
 
 
 def _name(machine: _Machine, module: Any, name: Any) -> None:
@@ -141,86 +152,39 @@ def _int(machine: _Machine, num_bytes: int) -> None:
     machine.stack.append(int.from_bytes(machine.take(num_bytes), "little", signed=True))
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
+def _set_items(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
     if type(target) is not dict or len(items) % 2:
         raise ValueError(f"items for a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
         target[require_key(key)] = value
 
 
-def _extend(target: Any, items: list[Any]) -> None:
+def _extend(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
     if type(target) is not list:
         raise ValueError(f"elements for a {type(target).__name__}")
     target.extend(items)
 
 
-def _add(target: Any, items: list[Any]) -> None:
+def _add(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
     if type(target) is not set:
         raise ValueError(f"members for a {type(target).__name__}")
     target.update(require_key(item) for item in items)
-
-
-def _pop_tuple(machine: _Machine, length: int) -> None:
-    if length > len(machine.stack):
-        raise ValueError("a tuple of more than there is")
-    items = tuple(machine.stack[len(machine.stack) - length :])
-    del machine.stack[len(machine.stack) - length :]
-    machine.stack.append(items)
 
 
 def _put(machine: _Machine, key: int) -> None:
     machine.memo[key] = machine.stack[-1]
 
 
-def _proto(machine: _Machine) -> None:
+def _require_protocol(machine: _Machine) -> None:
     if machine.number(1) > 5:
         raise ValueError("a newer protocol than 5")
 
 
-def _new_with_names(machine: _Machine) -> None:
-    names = machine.stack.pop()
-    if names != {}:
-        raise ValueError("arguments by name")
-    _new(machine)
-
-
-def _new(machine: _Machine) -> None:
-    args, maker = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_make(maker, args))
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    _name(machine, module, name)
-
-
 def _stop(machine: _Machine) -> None:
     machine.is_done = True
-
-
-def _set_item(machine: _Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _set_items(machine.stack[-1], [key, value])
-
-
-def _set_many(machine: _Machine) -> None:
-    items = machine.since_mark()
-    _set_items(machine.stack[-1], items)
-
-
-def _append(machine: _Machine) -> None:
-    value = machine.stack.pop()
-    _extend(machine.stack[-1], [value])
-
-
-def _append_many(machine: _Machine) -> None:
-    items = machine.since_mark()
-    _extend(machine.stack[-1], items)
-
-
-def _add_many(machine: _Machine) -> None:
-    items = machine.since_mark()
-    _add(machine.stack[-1], items)
 
 
 def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
@@ -232,7 +196,7 @@ def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 _WORDS: dict[int, Callable[[_Machine], object]] = {
     ord("."): _stop,
-    0x80: _proto,
+    0x80: _require_protocol,
     0x95: lambda m: m.take(8),
     ord("("): lambda m: m.marks.append(len(m.stack)),
     ord("0"): lambda m: m.stack.pop(),
@@ -256,18 +220,18 @@ _WORDS: dict[int, Callable[[_Machine], object]] = {
     0x96: _push(lambda m: m.take(m.number(8))),
     # containers
     ord(")"): _push(lambda m: ()),
-    0x85: lambda m: _pop_tuple(m, 1),
-    0x86: lambda m: _pop_tuple(m, 2),
-    0x87: lambda m: _pop_tuple(m, 3),
+    0x85: _push(lambda m: tuple(m.pop(1))),
+    0x86: _push(lambda m: tuple(m.pop(2))),
+    0x87: _push(lambda m: tuple(m.pop(3))),
     ord("t"): _push(lambda m: tuple(m.since_mark())),
     ord("]"): _push(lambda m: []),
-    ord("a"): _append,
-    ord("e"): _append_many,
+    ord("a"): lambda m: _extend(m, m.pop(1)),
+    ord("e"): lambda m: _extend(m, m.since_mark()),
     ord("}"): _push(lambda m: {}),
-    ord("s"): _set_item,
-    ord("u"): _set_many,
+    ord("s"): lambda m: _set_items(m, m.pop(2)),
+    ord("u"): lambda m: _set_items(m, m.since_mark()),
     0x8F: _push(lambda m: set()),
-    0x90: _add_many,
+    0x90: lambda m: _add(m, m.since_mark()),
     0x91: _push(lambda m: frozenset(require_key(item) for item in m.since_mark())),
     # what was said before
     ord("q"): lambda m: _put(m, m.number(1)),
@@ -277,10 +241,10 @@ _WORDS: dict[int, Callable[[_Machine], object]] = {
     ord("j"): _push(lambda m: m.memo[m.number(4)]),
     # names, and what is made of them
     ord("c"): lambda m: _name(m, m.line(), m.line()),
-    0x93: _stack_global,
-    ord("R"): _new,
-    0x81: _new,
-    0x92: _new_with_names,
+    0x93: lambda m: _name(m, *m.pop(2)),
+    ord("R"): _make,
+    0x81: _make,
+    0x92: _make_with_names,
     ord("b"): _build,
     ord("Q"): _push(lambda m: m.storage(m.stack.pop())),
 }

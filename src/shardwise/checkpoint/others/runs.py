@@ -5,6 +5,7 @@ are made.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ...errors import CheckpointError
@@ -12,11 +13,25 @@ from ..dtypes import DTYPES, NAMES
 from ..index import Piece, Stored
 from .known import Strided
 
-# Of one tensor: 150 MB of memory, and hours of a disk's time.
-MAX_RUNS = 1 << 20
+# Of one checkpoint: about a gigabyte of memory, and hours of a disk's time.
+MAX_RUNS = 8 << 20
 
 
-def stored_of(tensor: Strided) -> Stored:
+@dataclass(slots=True)
+class Budget:
+    """How many runs a checkpoint may still have."""
+
+    num_left: int = MAX_RUNS
+
+    def spend(self, num_runs: int, what: str) -> None:
+        if num_runs > self.num_left:
+            raise CheckpointError(
+                f"{what} lies in {num_runs} places of its file, of {self.num_left} that are left: save it contiguous"
+            )
+        self.num_left -= num_runs
+
+
+def stored_of(tensor: Strided, budget: Budget) -> Stored:
     """Where the elements of a tensor lie, in row-major order."""
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here: {', '.join(DTYPES)}")
@@ -26,7 +41,7 @@ def stored_of(tensor: Strided) -> Stored:
         return Stored(tensor.shape, NAMES[tensor.dtype], ())
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
-    _require_few(num_elems // run, f"a tensor of shape {tensor.shape} and strides {tensor.stride}")
+    budget.spend(num_elems // run, f"a tensor of shape {tensor.shape} and strides {tensor.stride}")
     size = tensor.dtype.itemsize
     begin = tensor.storage.offset + tensor.first * size
     pieces = (
@@ -47,7 +62,7 @@ def _places(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
             yield index * step + place
 
 
-def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...]) -> list[Piece]:
+def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budget: Budget) -> list[Piece]:
     """The pieces of a whole tensor that a rectangle of it makes up, whose first element is at `offsets`."""
     if len(chunk.shape) != len(shape) or any(
         at + length > whole for at, length, whole in zip(offsets, chunk.shape, shape, strict=True)
@@ -61,7 +76,7 @@ def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...]) -> li
     run = 1
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
-    _require_few(chunk.num_elems // run + len(chunk.pieces), f"a part of shape {chunk.shape} of a tensor {shape}")
+    budget.spend(chunk.num_elems // run + len(chunk.pieces), f"a part of shape {chunk.shape} of a tensor {shape}")
     return list(_cut(chunk, run, (begin + place for place in _places(dims))))
 
 
@@ -79,8 +94,3 @@ def _cut(chunk: Stored, run: int, starts: Iterator[int]) -> Iterator[Piece]:
             first = start + at - number * run
             yield Piece(piece.file, piece.offset + (at - piece.start) * size, first, first + stop - at)
             at = stop
-
-
-def _require_few(num_runs: int, what: str) -> None:
-    if num_runs > MAX_RUNS:
-        raise CheckpointError(f"{what} lies in {num_runs} places of its file, at most {MAX_RUNS}: save it contiguous")
