@@ -45,11 +45,12 @@ def run_task(task: Task) -> int:
     try:
         code = call(task.entry, task.settings)
     except Exception as error:
+        raised_s = time.time()
         # From the entry on: what called it is ours, and the same for every failure. A disk's failure is a sentence.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
         text = f"{error}\n" if isinstance(error, SaveError) else "".join(lines)
-        notes.write(folder, notes.Ended(local_rank, time.time(), error=text))
+        notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)
         raise
