@@ -78,6 +78,16 @@ def _qwen3_moe() -> Any:
     )
 
 
+def _deepseek_v3() -> Any:
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 2}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_group=2, topk_group=1,
+    )  # fmt: skip
+
+
 def _mamba() -> Any:
     from transformers import MambaConfig
 
@@ -92,6 +102,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt2": _gpt2,  # tied, positions are learned
     "opt": _opt,  # attention does not stop at documents
     "qwen3_moe": _qwen3_moe,  # experts that lie apart in files
+    "deepseek_v3": _deepseek_v3,  # a buffer that is saved
     "mamba": _mamba,
 }
 

@@ -9,12 +9,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import shardwise as sw
+from shardwise.checkpoint.opened import open_checkpoint
+from shardwise.checkpoint.others.dcp_write import write_dcp
 from shardwise.errors import CheckpointError, ConfigurationError
+from shardwise.train.models.build import build
+from shardwise.train.models.export import export as of_run
 from shardwise.train.models.export import write_export
 from shardwise.train.models.from_checkpoint import Wish, content_of
+from shardwise.train.models.headloss import loss_sum
 from shardwise.train.models.lora import adapters_for
 from shardwise.train.settings import Lora, Settings
 from tests.checkpoint.by_hand import save_by_hand
+from tests.harness import Pool
 from tests.train.models.architectures import batch, saved
 
 
@@ -213,3 +220,80 @@ def test_a_run_whose_model_has_moved(tmp_path: Path) -> None:
         export(tmp_path / "run", tmp_path / "out")
     export(tmp_path / "run", tmp_path / "out", model=str(tmp_path / "moved"), is_merged=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_buffers_go_along(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved("deepseek_v3", tmp_path / "base")
+    model = trained(Settings(model=str(tmp_path / "base"), tokenizer="bytes"), tmp_path / "run")
+    buffers = {name: value for name, value in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert len(buffers) == 2
+    export(tmp_path / "run", tmp_path / "out", dtype="bf16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in buffers.items())
+    assert set(found) == set(load_file(tmp_path / "base" / "model.safetensors"))
+    export(tmp_path / "run", tmp_path / "out")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_what_torch_saved_is_exported_with_the_model_that_is_named(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path / "base")
+    model = trained(Settings(model=str(tmp_path / "base"), tokenizer="bytes"), tmp_path / "run")
+    write_dcp(open_checkpoint(tmp_path / "run"), tmp_path / "dcp")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "base" / "config.json").rename(tmp_path / "config" / "config.json")
+    export(tmp_path / "dcp", tmp_path / "out", model=str(tmp_path / "config"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in found
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+
+
+def carried(settings: Settings, run: Path) -> None:
+    """Trained a little, saved, and exported by the run itself."""
+    sw.init()
+    built = build(settings, 257, torch.device("cpu"))
+    optimizer = torch.optim.SGD([param for param in built.model.parameters() if param.requires_grad], lr=0.1)
+    model, optimizer = sw.shard(built.model, optimizer, "zero3", precision="fp32", seed=settings.seed)
+    if built.weights is not None:
+        sw.load_full_state_dict(model, built.weights)
+    (loss_sum(model, batch()) / 32).backward()
+    optimizer.step()
+    sw.save(run / "checkpoints" / "step-000001", model, optimizer)
+    of_run(model, built, settings, run / "export")
+
+
+def carried_all(cases: list[tuple[Settings, Path]]) -> None:
+    for case in cases:
+        carried(*case)
+
+
+def test_from_the_checkpoint_comes_what_the_run_itself_exports(run_ranks: Pool, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "experts").bfloat16().save_pretrained(tmp_path / "experts")
+    saved("qwen3", tmp_path / "tied")
+    shape = {"hidden": 24, "layers": 2, "heads": 4, "ffn": 40, "vocab": 300, "tied": True}
+    settings = {
+        "experts": Settings(model=str(tmp_path / "experts"), tokenizer="bytes"),
+        "lora": Settings(model=str(tmp_path / "tied"), tokenizer="bytes", lora=Lora(r=4)),
+        "drawn": Settings(model=str(tmp_path / "tied" / "config.json"), lora=Lora(r=4)),
+        "in-tree": Settings(model="tiny", shape=shape),
+        "in-tree lora": Settings(model="tiny", shape=shape, lora=Lora(r=4)),
+    }
+    run_ranks(2, carried_all, [(each, tmp_path / "runs" / name) for name, each in settings.items()])
+    for name, each in settings.items():
+        run = tmp_path / "runs" / name
+        (run / "config.json").write_text(each.to_json())
+        export(run, tmp_path / "out" / name)
+        files = sorted(file.relative_to(run / "export") for file in (run / "export").rglob("*") if file.is_file())
+        out = tmp_path / "out" / name
+        assert files == sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
+        for file in files:
+            if file.suffix == ".safetensors":
+                theirs, ours = load_file(run / "export" / file), load_file(out / file)
+                assert theirs.keys() == ours.keys()
+                assert all(torch.equal(theirs[key], ours[key]) for key in theirs), (name, file)
+            elif file.name == "config.json":
+                assert json.loads((run / "export" / file).read_text()) == json.loads((out / file).read_text())
+    export(tmp_path / "runs" / "in-tree lora", tmp_path / "merged", is_merged=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == load_file(tmp_path / "out" / "in-tree" / "model.safetensors").keys()
