@@ -108,3 +108,11 @@ def test_prune_keeps_the_newest_good_one_behind_damaged_ones(tmp_path: Path) -> 
     write(tmp_path, 5)
     steps.prune(tmp_path, 1, is_good)
     assert names(tmp_path) == {"step-000005"}
+
+
+def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
+    write(tmp_path, 2, 3)
+    (tmp_path / "step-000001").symlink_to("step-000003")
+    steps.prune(tmp_path, 1, is_good)
+    assert names(tmp_path) == {"step-000003"}
+    assert steps.complete_steps(tmp_path) == [3]

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,22 @@ def test_what_a_checkpoint_says_of_its_run(run_ranks: Pool, tmp_path: Path) -> N
     assert differ == {"output_dir"}
 
 
+def listen_where_nothing_can_be_removed(settings: str) -> tuple[int, str]:
+    remove = steps.remove
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(folder))
+
+    steps.remove = refuse
+    try:
+        return listen(settings)
+    finally:
+        steps.remove = remove
+
+
 def test_older_checkpoints_that_cannot_be_removed_do_not_end_a_run(run_ranks: Pool, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert train(run_ranks, 2, settings_for(folder, save_steps=3)) == 0
-    root = folder / "checkpoints"
-    os.mkdir(root / "step-000001.replaced")  # noqa: PTH102
-    (root / "step-000001").symlink_to(root / "step-000003")  # which is not a folder to be removed
-    again = settings_for(folder, max_steps=8, save_total_limit=1, resume_from_checkpoint="latest")
-    ((code, said), _) = run_ranks(2, listen, again.to_json())
+    settings = settings_for(tmp_path / "run", save_steps=3, save_total_limit=1)
+    ((code, said), _) = run_ranks(2, listen_where_nothing_can_be_removed, settings.to_json())
     assert code == 0
-    assert "older checkpoints cannot be removed" in said
+    assert "older checkpoints cannot be removed: [Errno 1] Operation not permitted" in said
+    assert steps.complete_steps(tmp_path / "run/checkpoints") == [3, 6]

@@ -42,7 +42,7 @@ class HostCopy:
             copy.copy_(portion.read().reshape(-1), non_blocking=True)
             copies.append(replace(portion, read=copy.detach))
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.synchronize(self._device)
         return Share(share.tensors, copies)
 
 

@@ -119,7 +119,13 @@ def _put_in_place(path: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The marker goes first, so that what is left of a removal that was broken off is no checkpoint."""
+    """The marker goes first, so that what is left of a removal that was broken off is no checkpoint.
+
+    Of a link, the link goes: what it leads to may be another checkpoint.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
