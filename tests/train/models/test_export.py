@@ -211,6 +211,15 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "run", tmp_path / "out", is_merged=True)
 
 
+def test_a_checkpoint_that_left_its_run_knows_its_settings(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    settings = Settings(model=str(tmp_path / "base"), tokenizer="bytes")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    save_by_hand(tmp_path / "checkpoint", tensors, extra={"configuration": json.loads(settings.to_json())})
+    export(tmp_path / "checkpoint", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
 def test_a_run_whose_model_has_moved(tmp_path: Path) -> None:
     saved("llama", tmp_path / "base")
     settings = Settings(model=str(tmp_path / "base"), tokenizer="bytes", lora=Lora(r=2))

@@ -5,6 +5,7 @@ in its run folder, or else the one that is named. No ranks, and no weights in me
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ...checkpoint.write import MAX_FILE_BYTES, Source, stored_source
 from ...errors import CheckpointError, ConfigurationError
 from ..data.tokenizer import tokenizer_for
 from ..folder import CHECKPOINTS, CONFIG
-from ..settings import Settings
+from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import Content
 from .facts import check, find_model, read_json
@@ -71,7 +72,7 @@ def content_of(path: Path, wish: Wish) -> Iterator[Content]:
         yield _content(built, _weight_sources(built.model, built.weights, wish.dtype), wish, about, is_adapted=False)
     else:
         opened = open_checkpoint(place)
-        built, is_adapted = _model_of(place, wish)
+        built, is_adapted = _model_of(place, opened.index.extra, wish)
         about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
         with opened.reader() as reader:
             sources = _stored_sources(built, opened.index.tensors, reader, wish.dtype, place)
@@ -101,9 +102,9 @@ def _of_adapter(place: Path, wish: Wish) -> Content:
     return _content(built, _weight_sources(built.model, weights, wish.dtype), wish, {}, is_adapted=True)
 
 
-def _model_of(place: Path, wish: Wish) -> tuple[Built, bool]:
+def _model_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> tuple[Built, bool]:
     """The model of a checkpoint, and whether it has adapters."""
-    settings = _settings_of(place, wish)
+    settings = _settings_of(place, extra, wish)
     if settings is None:
         assert wish.model is not None
         return _named(wish.model), False
@@ -117,18 +118,18 @@ def _model_of(place: Path, wish: Wish) -> tuple[Built, bool]:
     return built, settings.lora is not None
 
 
-def _settings_of(place: Path, wish: Wish) -> Settings | None:
-    """None where it is in no run folder, and a model is named."""
-    if wish.model is None and not config_of(place).is_file():
-        raise ConfigurationError(
-            f"{place}: which model it belongs to is not told, as it lies in no run folder: name a Hugging Face folder "
-            "with its config and tokenizer, --model FOLDER"
-        )
+def _settings_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> Settings | None:
+    """Of the run that it is in, or that it was saved by; None where neither is told, and a model is named."""
     try:
-        return settings_of(place)
-    except ConfigurationError:
+        if config_of(place).is_file() or "configuration" not in extra:
+            return settings_of(place)
+        return settings_from_json(json.dumps(extra["configuration"]))
+    except (ConfigurationError, TypeError, KeyError, ValueError) as error:
         if wish.model is None:
-            raise
+            raise ConfigurationError(
+                f"{place}: which model it belongs to is not told ({error}): name a Hugging Face folder with its config "
+                "and tokenizer, --model FOLDER"
+            ) from None
         return None
 
 
