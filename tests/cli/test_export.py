@@ -103,7 +103,7 @@ def test_damage_is_found_and_nothing_is_left(ask: Asker, run: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-# How far the resident memory rises while the second run is exported. The first one is small: it brings in the libraries.
+# How far the resident memory rises while the second run is exported. The first one is small: it loads the libraries.
 MEASURING = """
 import sys, threading, time
 from shardwise.cli import app

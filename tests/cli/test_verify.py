@@ -34,7 +34,7 @@ def test_damage_ends_with_5_and_is_listed(ask: Asker, tmp_path: Path) -> None:
     (place / folder.rank_file(0)).unlink()
     seen = ask("verify", place)
     assert seen.code == 5
-    assert "damaged, 2 problems" in seen.out
+    assert "not good, 2 problems" in seen.out
     about = json.loads(ask("verify", place, "--json").out)
     (report,) = about["checkpoints"]
     assert (about["is_good"], len(report["damage"]), len(report["not_finite"])) == (False, 1, 1)
@@ -53,7 +53,7 @@ def test_of_a_run_every_checkpoint_and_the_one_to_go_on_from(ask: Asker, tmp_pat
     damage(root / "step-000006")
     seen = ask("verify", root)
     assert seen.code == 5
-    assert "step-000006: damaged" in seen.out
+    assert "step-000006: not good" in seen.out
     assert seen.out.endswith(f"would take {root / 'step-000004'}\n")
     assert json.loads(ask("verify", root, "--json").out)["resumes_from"] == str(root / "step-000004")
 

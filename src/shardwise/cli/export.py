@@ -80,5 +80,5 @@ def export(
     seconds = time.perf_counter() - began
     what = "adapters" if content.is_adapted and not content.is_merged else "model"
     print(f"{out}: the {what} of {place}, {size(content.num_bytes)}, in {seconds:.1f} s")
-    if what == "adapters":
-        print("The weights under them are not in it; with --merge they would be.")
+    if what == "adapters" and content.facts.has_weights:
+        print(f"The weights under them are in {content.facts.origin}; --merge makes a whole model.")

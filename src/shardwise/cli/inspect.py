@@ -73,9 +73,10 @@ def _show(folder: Path, facts: list[tuple[str, str]], lines: list[tuple[str, ...
         table.add_row(Text(f"  {name}", style="cyan"), Text(text))
     console.print(table)
     tree = Table(box=None, padding=(0, 1), header_style="dim")
-    for title in ("", "shape", "elements", "weights", "state"):
-        tree.add_column(title, justify="left" if not title else "right", no_wrap=True)
-    tree.add_column("", style="dim")
+    tree.add_column("", overflow="fold")
+    for title in ("shape", "elements", "weights", "state"):
+        tree.add_column(title, justify="right", no_wrap=True)
+    tree.add_column("", style="dim", no_wrap=True)
     for line in lines:
         tree.add_row(*(Text(cell) for cell in line))
     console.print(tree)
@@ -114,7 +115,8 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
         for number, group in enumerate(index.optimizer.groups):
             members = sum(saved.group == number for saved in index.tensors.values())
-            words = ", ".join(f"{key}={value}" for key, value in group.items() if value not in (None, False))
+            told = {key: f"{value:g}" if isinstance(value, float) else value for key, value in group.items() if value}
+            words = ", ".join(f"{key}={value}" for key, value in told.items())
             yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
 
@@ -125,7 +127,10 @@ def _named(words: list[str]) -> str:
 
 
 def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
-    """Name, shape and dtype, elements, bytes, bytes of state, and what else there is to say."""
+    """Name, shape and dtype, elements, bytes, bytes of state, and what else there is to say.
+
+    Of modules that are alike, all together; what is under them is shown once.
+    """
     from ..checkpoint.tree import tree_of, walk
 
     if depth != 0:
@@ -136,17 +141,17 @@ def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
 def _line(level: int, node: "Node") -> tuple[str, ...]:
     from ..train.figures import count, size
 
-    words = []
-    if node.times > 1:
-        words.append(f"{node.times} alike, {size(node.times * node.num_bytes)}")
+    times = node.times
+    words = [f"{times} alike"] if times > 1 else []
     shape = ""
     if node.saved is not None:
         stored = node.saved.stored
         shape = f"{'x'.join(map(str, stored.shape)) or 'scalar'} {stored.dtype}"
         words += ["buffer"] if node.saved.kind == "buffer" else ["frozen"] if node.saved.is_trained is False else []
         words += ["tied"] if node.saved.tied else []
-    state = size(node.state_bytes) if node.state_bytes else ""
-    return "  " * (level + 1) + node.name, shape, count(node.num_elems), size(node.num_bytes), state, ", ".join(words)
+    state = size(times * node.state_bytes) if node.state_bytes else ""
+    numbers = (count(times * node.num_elems), size(times * node.num_bytes), state)
+    return "  " * (level + 1) + node.name, shape, *numbers, ", ".join(words)
 
 
 def _as_json(opened: "Opened") -> dict[str, Any]:

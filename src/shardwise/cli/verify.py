@@ -80,7 +80,7 @@ def _tell(report: "Report") -> None:
         what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
         print(f"{report.path}: good. {what}; {checked}, every number finite")
         return
-    word = "incomplete" if not report.is_complete else "damaged" if report.damage else "not finite"
+    word = "not good" if report.is_complete else "incomplete"
     print(f"{report.path}: {word}, {plural(len(report.problems), 'problem')}")
     for problem in report.problems:
         print(f"  {problem}")

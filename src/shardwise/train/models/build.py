@@ -6,7 +6,6 @@ if built.weights is not None:
     sw.load_full_state_dict(model, built.weights)
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from ..model import Transformer
 from ..settings import Settings
 from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
 from .headloss import LossPath, find_path, has_plain_head, set_path
-from .lora import adapters_for, with_adapters
+from .lora import adapters_for, hush, with_adapters
 from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights
 
 
@@ -99,9 +98,7 @@ def build(
 
 
 def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
-    # It imports torchao where that is installed, which warns of parts that nobody asked for.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
     try:
         import transformers
     except ImportError:

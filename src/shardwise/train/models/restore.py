@@ -27,7 +27,7 @@ from .build import Built, build
 from .export import BASE
 from .facts import check, own_tokenizer, read_json
 from .forms import is_adapter
-from .lora import ADAPTER
+from .lora import ADAPTER, hush
 from .weights import LazyWeights, StoredTensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -119,6 +119,7 @@ def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
     base = base or (str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path"))
     if not base:
         raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
+    hush()
     try:
         import peft
     except ImportError:
