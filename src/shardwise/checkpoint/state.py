@@ -169,7 +169,7 @@ def restore_state(
         del kept[key]
     for key, item in saved.state.items():
         if not isinstance(item, Stored):
-            kept[key] = item
+            kept[key] = _counted(optimizer, resting, group, item) if key == "step" else item
             continue
         target = kept.get(key)
         shape = resting.shape if saved.is_split(key) else torch.Size(item.shape)
@@ -224,6 +224,18 @@ def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any
         return torch.empty(resting.shape, dtype=dtype, device=resting.device)
     item = saved.state[key]
     assert isinstance(item, Stored)
-    # As torch loads them: a count of steps is on the host, unless the update that reads it is not.
-    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.empty(item.shape, dtype=dtype, device="cpu" if on_host else resting.device)
+    return torch.empty(
+        item.shape, dtype=dtype, device=_device_of_steps(resting, group) if key == "step" else resting.device
+    )
+
+
+def _device_of_steps(resting: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """As torch loads them: a count of steps is on the host, unless the update that reads it is not."""
+    return resting.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+
+def _counted(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], steps: Plain) -> Tensor | Plain:
+    """A number of steps from somebody who counts in numbers. torch's optimizers count in tensors, and change them."""
+    if not type(optimizer.inner).__module__.startswith("torch.optim") or not isinstance(steps, (int, float)):
+        return steps
+    return torch.tensor(float(steps), device=_device_of_steps(resting, group))

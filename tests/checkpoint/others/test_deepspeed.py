@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import shardwise as sw
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
+from tests.harness import Pool
 
 MODEL = "mp_rank_00_model_states.pt"
 NUM_PARAMS = 80
@@ -92,6 +94,30 @@ def test_steps_that_are_counted_in_the_group(tmp_path: Path) -> None:
     assert index.tensors["layers.3"].state["step"] == 7
     assert index.optimizer is not None
     assert index.optimizer.groups == ({"lr": 0.5, "betas": [0.9, 0.99]},)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ParameterList(torch.zeros(3) for _ in range(NUM_PARAMS))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self) -> Tensor:
+        return torch.stack([layer.sum() for layer in self.layers]).sum()
+
+
+def load_steps(root: Path) -> list[float]:
+    sw.init()
+    net = Net()
+    model, optimizer = sw.shard(net, torch.optim.AdamW(net.parameters()), "ddp", precision="fp32")
+    sw.load(root, model, optimizer)
+    model().backward()
+    optimizer.step()
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def test_they_go_on_in_torchs_own_adam(run_ranks: Pool, tmp_path: Path) -> None:
+    assert set(run_ranks(1, load_steps, write(tmp_path / "x", step=7))[0]) == {8.0}
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
