@@ -7,13 +7,17 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 CODE   := src tests examples $(wildcard benchmarks)
 
-.PHONY: train test check format clean
+.PHONY: train test soak check format clean
 
 train: $(STAMP)
 	$(BIN)/shardwise train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/architecture --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not soak" --ignore=tests/architecture --durations=10 $(ARGS)
+
+# The same promises, asked for minutes.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m "soak and not gpu" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check $(CODE)

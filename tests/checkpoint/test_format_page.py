@@ -20,7 +20,7 @@ def the_reader() -> dict[str, Any]:
     code = re.search(r"^## A reader$.*?^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert code
     found: dict[str, Any] = {}
-    exec(code[1], found)
+    exec(code[1], found)  # noqa: S102  our own page
     return found
 
 
