@@ -18,6 +18,7 @@ from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensors import entry_of, lay_out, read_header, write_file
 from shardwise.errors import CheckpointError
+from shardwise.shard import Interval
 from tests.harness import num_open_files
 
 BLOCK = 16384
@@ -69,6 +70,22 @@ def test_any_interval_of_any_pieces(
                 row = torch.full((data.draw(st.integers(0, len(values) - start)),), -1, dtype=into)
                 opened.read(stored, start, row)
                 assert torch.equal(row, values[start : start + row.numel()].to(into))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 20_000)).map(sorted), max_size=12), st.data())
+def test_plans_may_be_wrong(ends: list[list[int]], data: st.DataObject) -> None:
+    """Reading ahead is a matter of time only: what was planned may come in another order, twice, or never."""
+    values = torch.arange(20_000, dtype=torch.float32)
+    intervals = [Interval(*each) for each in ends]
+    with TemporaryDirectory() as folder:
+        files, stored = write(Path(folder), values.split(7000))
+        with Reader(Path(folder), files) as opened:
+            opened.plan((stored, interval) for interval in intervals)
+            for interval in data.draw(st.permutations(intervals)) + intervals[:3]:
+                row = torch.empty(interval.num_elems)
+                opened.read(stored, interval.start, row)
+                assert torch.equal(row, values[interval.start : interval.stop])
 
 
 def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:

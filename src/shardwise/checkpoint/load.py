@@ -6,6 +6,7 @@ overlap them.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,7 @@ def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> N
         # What is not split is read by every rank.
         is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
         with job.opened.reader(is_shared) as reader:
+            reader.plan(_plan(job, optimizer is not None))
             for want in job.wanted:
                 row = want.state.master[want.state.held[want.number]]
                 reader.read(want.saved.stored, want.interval.start, row)
@@ -140,6 +142,17 @@ def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> N
         raise kind(
             f"{error}; the model is a mixture of what it was and of what was read until then: load another"
         ) from error
+
+
+def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
+    """What `_read` reads, in its order."""
+    for want in job.wanted:
+        yield want.saved.stored, want.interval
+        for key, item in want.saved.state.items() if has_optimizer else ():
+            if isinstance(item, Stored):
+                yield item, want.interval if want.saved.is_split(key) else Interval(0, item.num_elems)
+    for _, stored in job.buffers:
+        yield stored, Interval(0, stored.num_elems)
 
 
 def _read_state(reader: Reader, want: Wanted, key: str, row: Tensor) -> None:

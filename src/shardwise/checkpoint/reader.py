@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import DamageError
 from ..shard import Interval, round_up
 from .disk import ALIGNMENT, BLOCK_BYTES, open_direct, read_at
-from .index import Check, File, Stored, parts_of
+from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 3, 6
@@ -41,7 +41,16 @@ class Reader:
         self._is_shared = is_shared
         self._open: OrderedDict[int, int] = OrderedDict()  # descriptors, by number of file
         self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the last used one is the last
+        self._planned: Iterator[tuple[int, Check]] = iter(())
+        self._ahead: deque[tuple[int, Check]] = deque()  # of the plan, begun and not asked for yet
         self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
+
+    def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
+        """What will be read, in this order: threads begin with what comes next. Reading something else is no error."""
+        self._planned = (
+            (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
+        )
+        self._ahead.clear()
 
     def read(self, stored: Stored, start: int, into: Tensor) -> None:
         """Fill the row `into` with elements of a tensor, from its element `start` on; dtypes are converted."""
@@ -52,8 +61,11 @@ class Reader:
 
     def rows(self, stored: Stored, wanted: Interval) -> Iterator[Tensor]:
         """Elements of a tensor in order, at most a block at a time; they are gone when the next are asked for."""
+        if not self._ahead:
+            self.plan([(stored, wanted)])
         dtype = stored.torch_dtype
-        for span, content in self._contents(self._spans_of(stored, wanted)):
+        for span in self._spans(stored, wanted):
+            content = self._content(span.file, span.block)[span.wanted]
             if content.numel() % dtype.itemsize:
                 raise DamageError(f"{self._path(span.file)}: a checksum ends inside an element")
             yield content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
@@ -65,7 +77,8 @@ class Reader:
 
     def require_good(self, number: int) -> None:
         """Read a file from its beginning to its end, and compare every block."""
-        for _ in self._contents(self._spans(number, 0, self._files[number].num_bytes)):
+        num_bytes = self._files[number].num_bytes
+        for _ in self.rows(Stored((num_bytes,), "U8", (Piece(number, 0, 0, num_bytes),)), Interval(0, num_bytes)):
             pass
 
     def require_length(self, number: int) -> None:
@@ -75,35 +88,34 @@ class Reader:
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
 
-    def _spans_of(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
+    def _spans(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
         size = stored.torch_dtype.itemsize
         for part in parts_of(stored, wanted):
-            offset = part.piece.offset + part.first * size
-            yield from self._spans(part.piece.file, offset, offset + part.num_elems * size)
+            number, offset = part.piece.file, part.piece.offset + part.first * size
+            checks, end = self._files[number].checks, offset + part.num_elems * size
+            while offset < end:
+                if checks:
+                    block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
+                else:
+                    block = Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
+                stop = min(end, block.offset + block.num_bytes)
+                yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
+                offset = stop
 
-    def _spans(self, number: int, offset: int, end: int) -> "Iterator[_Span]":
-        checks = self._files[number].checks
-        while offset < end:
-            if checks:
-                block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
-            else:
-                block = Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
-            stop = min(end, block.offset + block.num_bytes)
-            yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
-            offset = stop
+    def _content(self, number: int, block: Check) -> Tensor:
+        """A block's bytes, until another one is asked for; and the next ones of the plan are begun."""
+        if (number, block) in self._ahead:
+            while self._ahead.popleft() != (number, block):
+                pass
+        slot = self._begin(number, block)
+        while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
+            if planned != (number, block):
+                self._begin(*planned, (number, block))
+                self._ahead.append(planned)
+        return slot.content()
 
-    def _contents(self, spans: "Iterable[_Span]") -> "Iterator[tuple[_Span, Tensor]]":
-        """The bytes of each span, in order; they are gone when the next ones are asked for."""
-        ahead: deque[tuple[_Span, _Slot]] = deque()
-        for span in spans:
-            ahead.append((span, self._stage(span.file, span.block)))
-            if len(ahead) > _NUM_AHEAD:
-                yield _finished(*ahead.popleft())
-        while ahead:
-            yield _finished(*ahead.popleft())
-
-    def _stage(self, number: int, block: Check) -> "_Slot":
-        """Begin to read a block, unless it is there. Slots that are waited for are never the oldest ones."""
+    def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
+        """Read a block into a slot, if it is in none: a new one, or that which was used longest ago."""
         slot = self._slots.pop((number, block), None)
         if slot is None:
             if block.num_bytes > BLOCK_BYTES:
@@ -111,7 +123,10 @@ class Reader:
                     f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
                 )
             file = self._opened(number)
-            slot = self._slots.popitem(last=False)[1] if len(self._slots) == _NUM_SLOTS else _Slot()
+            if len(self._slots) < _NUM_SLOTS:
+                slot = _Slot()
+            else:
+                slot = self._slots.pop(next(key for key in self._slots if key not in self._ahead and key not in in_use))
             slot.fill(self._threads, file, block, bool(self._files[number].checks), self._path(number))
         self._slots[number, block] = slot
         return slot
@@ -189,10 +204,6 @@ class _Slot:
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
                 raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
         return self._row[block.offset - begin : end - begin]
-
-
-def _finished(span: _Span, slot: _Slot) -> tuple[_Span, Tensor]:
-    return span, slot.content()[span.wanted]
 
 
 def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:
