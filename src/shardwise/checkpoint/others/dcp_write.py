@@ -1,24 +1,28 @@
 """Any checkpoint as a folder that torch's distributed checkpoint (DCP) loads: the model, and its optimizer by name.
 
-torch's own writer writes it, from a plan of ours: keys and shapes are told first, and every part is read when its turn
-comes. What `torch.distributed.checkpoint.state_dict` asks for is there: `model` and `optimizer`, tied weights under all
-of their names, and the groups' settings.
+What `torch.distributed.checkpoint.state_dict` asks for is there: `model` and `optimizer`, tied weights under all of
+their names, and the groups' settings. The files are what torch.save makes of one part of a tensor after the other, read
+when its turn comes; torch's own writer would keep all of a file's tensors until the file is complete.
 """
 
-import io
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ..index import Optimizer, Plain, Stored
 from ..opened import Opened
@@ -29,63 +33,51 @@ _PART_BYTES = 64 << 20
 # torch asks for these, and has these where nothing is said.
 _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
-_Keys = tuple[str | int, ...]
-
 
 def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -> None:
-    """Memory: one part of a tensor, and what torch makes of it on its way."""
+    """Memory: one part of a tensor."""
     with new_folder(path) as into, opened.reader() as reader:
-        content = _Content(opened, reader, tell)
-        # One file for each plan, as if so many ranks were saving.
-        plans, metadata = create_default_global_save_plan(content.plans())
-        writer = FileSystemWriter(into)
-        writer.set_up_storage_writer(True)
-        plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-        results = [writer.write_data(plan, content).wait() for plan in plans]
-        writer.finish(replace(metadata, planner_data=content.paths), results)
+        metadata = Metadata({}, planner_data={})
+        with _Files(into) as files:
+            for keys, value in _entries(opened):
+                key = ".".join(map(str, keys))
+                metadata.planner_data[key] = keys
+                if isinstance(value, Stored):
+                    metadata.state_dict_metadata[key] = _write_tensor(files, key, value, reader, tell)
+                else:
+                    metadata.state_dict_metadata[key] = _write_value(files, key, value)
+        FileSystemWriter(into).finish(metadata, [files.results])
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Something to be written: a part of a tensor, or a value that torch.save takes."""
+class _Files:
+    """Files of a bounded size, one after the other, named as if each were of a rank of its own."""
 
-    item: WriteItem
-    num_bytes: int
-    read: Callable[[], Tensor | io.BytesIO]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._file: IO[bytes] | None = None
+        self._num = 0
+        self.results: list[WriteResult] = []
 
+    def write(self, index: MetadataIndex, value: Any) -> None:
+        if self._file is None or self._file.tell() > MAX_FILE_BYTES:
+            self._open.close()
+            self._file = self._open.enter_context((self._folder / f"__{self._num}_0{DEFAULT_SUFFIX}").open("wb"))
+            self._num += 1
+        begin = self._file.tell()
+        torch.save(value, self._file)
+        num_bytes = self._file.tell() - begin
+        place = _StorageInfo(Path(self._file.name).name, begin, num_bytes)
+        self.results.append(WriteResult(index, num_bytes, place))
 
-class _Content(DefaultSavePlanner):
-    """What is to be written, and where it is in a state dict. For the writer it is the planner that it asks."""
+    def __enter__(self) -> "_Files":
+        return self
 
-    def __init__(self, opened: Opened, reader: Reader, tell: Tell) -> None:
-        super().__init__()
-        self._tell = tell
-        self.paths: dict[str, _Keys] = {}
-        self._items: dict[MetadataIndex, _Item] = {}
-        for path, value in _entries(opened):
-            key = ".".join(map(str, path))
-            self.paths[key] = path
-            parts = _parts(key, value, reader) if isinstance(value, Stored) else [_value(key, value)]
-            self._items |= {part.item.index: part for part in parts}
-
-    def plans(self) -> list[SavePlan]:
-        """In order, of at most so many bytes of tensors each."""
-        plans, num_bytes = [SavePlan([])], 0
-        for part in self._items.values():
-            if num_bytes + part.num_bytes > MAX_FILE_BYTES and plans[-1].items:
-                plans.append(SavePlan([]))
-                num_bytes = 0
-            plans[-1].items.append(part.item)
-            num_bytes += part.num_bytes
-        return plans
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        part = self._items[write_item.index]
-        self._tell(part.num_bytes)
-        return part.read()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()
 
 
-def _entries(opened: Opened) -> Iterator[tuple[_Keys, Stored | Any]]:
+def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | Any]]:
     """What a state dict with the model and the optimizer would hold, by its path."""
     tensors = opened.index.tensors
     for name, saved in tensors.items():
@@ -113,45 +105,27 @@ def _state_value(key: str, item: Stored | Plain) -> Stored | Tensor | Plain:
     return torch.tensor(float(item)) if key == "step" and isinstance(item, (int, float)) else item
 
 
-def _parts(key: str, stored: Stored, reader: Reader) -> Iterator[_Item]:
-    """A tensor in parts of a bounded size, cut along its first dimension."""
+def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell: Tell) -> TensorStorageMetadata:
+    """In parts of a bounded size, cut along the first dimension."""
+    described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
     length = stored.shape[0] if stored.shape else 1
-    row_elems = stored.num_elems // length if length else 0
+    row_elems = stored.num_elems // max(1, length)
     step = max(1, _PART_BYTES // max(1, row_elems * stored.torch_dtype.itemsize))
-    for first in range(0, length, step) if length else (0,):
-        shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()
+    for first in range(0, max(1, length), step):
         offsets = (first, *(0 for _ in stored.shape[1:])) if stored.shape else ()
-        read = partial(_read, reader, stored, first * row_elems, shape)
-        yield _tensor_item(key, stored.torch_dtype, stored.shape, offsets, shape, read)
+        shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()
+        row = torch.empty(torch.Size(shape).numel(), dtype=stored.torch_dtype)
+        reader.read(stored, first * row_elems, row)
+        files.write(MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
+        described.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+        tell(row.nbytes)
+    return described
 
 
-def _read(reader: Reader, stored: Stored, start: int, shape: tuple[int, ...]) -> Tensor:
-    row = torch.empty(prod(shape), dtype=stored.torch_dtype)
-    reader.read(stored, start, row)
-    return row.view(shape)
-
-
-def _value(key: str, value: Any) -> _Item:
+def _write_value(files: _Files, key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(value, Tensor):
-        return _tensor_item(key, value.dtype, (), (), (), lambda: value)
-    return _Item(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), 0, partial(_pickled, value))
-
-
-def _pickled(value: Any) -> io.BytesIO:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content
-
-
-def _tensor_item(
-    key: str,
-    dtype: torch.dtype,
-    whole: tuple[int, ...],
-    offsets: tuple[int, ...],
-    shape: tuple[int, ...],
-    read: Callable[[], Tensor],
-) -> _Item:
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(whole))
-    item = WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
-    return _Item(item, prod(shape) * dtype.itemsize, read)
+        files.write(MetadataIndex(key, (), 0), value)
+        whole = ChunkStorageMetadata(torch.Size(()), value.shape)
+        return TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [whole])
+    files.write(MetadataIndex(key), value)
+    return BytesStorageMetadata()
