@@ -14,6 +14,10 @@ NAMES: dict[torch.dtype, str] = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
