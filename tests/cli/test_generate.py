@@ -12,11 +12,12 @@ from shardwise.cli import main
 from shardwise.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
 from shardwise.train.model import Transformer
 from shardwise.train.models import restore
+from shardwise.train.models.llama import llama_name
 from shardwise.train.shapes import TransformerShape
 
 SHAPE = TransformerShape(vocab=257, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 CONFIG = (
-    '{"model_type": "shardwise", "shape": {"vocab": 257, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 2, '
+    '{"model_type": "llama", "shardwise_shape": {"vocab": 257, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 2, '
     '"ffn": 40, "max_seq": 32, "tied": false}, "shardwise_tokenizer": "bytes"}'
 )
 
@@ -30,7 +31,8 @@ def test_an_export_is_continued(tmp_path: Path) -> None:
     torch.manual_seed(0)
     export = tmp_path / "run" / "export"
     export.mkdir(parents=True)
-    save_file(Transformer(SHAPE).state_dict(), export / "model.safetensors")
+    weights = {llama_name(name): value for name, value in Transformer(SHAPE).state_dict().items()}
+    save_file(weights, export / "model.safetensors")
     (export / "config.json").write_text(CONFIG)
     seen = run(str(tmp_path / "run"), "--prompt", "Hello", "--max_new_tokens", "8", "--temperature", "0")
     assert seen.returncode == 0, seen.stderr

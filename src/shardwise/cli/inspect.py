@@ -115,10 +115,13 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
         for number, group in enumerate(index.optimizer.groups):
             members = sum(saved.group == number for saved in index.tensors.values())
-            told = {key: f"{value:g}" if isinstance(value, float) else value for key, value in group.items() if value}
-            words = ", ".join(f"{key}={value}" for key, value in told.items())
+            words = ", ".join(f"{key}={_short(value)}" for key, value in group.items() if value)
             yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _named(words: list[str]) -> str:

@@ -190,11 +190,9 @@ def test_adapters_alone_and_merged(name: str, tmp_path: Path) -> None:
 
     # The base of the adapters is what the run began with; here it is what the checkpoint has of it.
     export(tmp_path / "run", tmp_path / "adapter")
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "shardwise.json",
-    }
+    written = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert written > {"adapter_config.json", "adapter_model.safetensors", "shardwise.json"}
+    assert not any(name.startswith("model") for name in written)
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")

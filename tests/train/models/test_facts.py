@@ -46,6 +46,8 @@ def test_a_folder_and_its_tokenizer(tmp_path: Path) -> None:
     (place / "config.json").write_text(json.dumps({**LLAMA, "shardwise_tokenizer": "bytes"}))
     assert check(Settings(model=str(place))).tokenizer == "bytes"
     (place / "tokenizer.json").touch()
+    assert check(Settings(model=str(place))).tokenizer == "bytes"  # known without the files that are for others
+    (place / "config.json").write_text(json.dumps(LLAMA))
     assert check(Settings(model=str(place))).tokenizer == str(place)
     assert check(Settings(model=str(place), tokenizer="bytes")).tokenizer == "bytes"
 
@@ -73,7 +75,7 @@ REFUSALS: list[tuple[dict[str, Any], list[str], dict[str, Any], str]] = [
         {"tokenizer": "bytes"},
         "has 257 tokens, but the model's vocabulary is 256",
     ),
-    ({"model_type": "shardwise", "shape": {"hidden": 8}}, ["model.safetensors"], {}, "no complete shape"),
+    ({"model_type": "llama", "shardwise_shape": {"hidden": 8}}, ["model.safetensors"], {}, "no complete shape"),
 ]
 
 

@@ -65,7 +65,7 @@ def own_loss(model: Any) -> float:
 
 def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     names = ["llama", "qwen3", "gpt2", "qwen3_moe"]
     before = {name: own_loss(saved(name, tmp_path / name).eval()) for name in names}
@@ -106,6 +106,8 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
         "adapter_config.json",
         "adapter_model.safetensors",
         "shardwise.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
     # Adapters on weights that were drawn take them along.
     whole = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "fresh-out")
@@ -120,7 +122,13 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
     assert not list(tmp_path.glob("*.partial"))
 
     about = json.loads((tmp_path / "in-tree-out" / "config.json").read_text())
-    assert (about["model_type"], about["shape"]["layers"], about["shardwise_tokenizer"]) == ("shardwise", 2, "bytes")
+    assert (about["shardwise_shape"]["layers"], about["shardwise_tokenizer"]) == (2, "bytes")
+    # To others it is a Llama, also under adapters.
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "in-tree-out")
+    assert own_loss(llama) == pytest.approx(losses["in-tree"], rel=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "in-tree-out")("Hi")["input_ids"] == [72, 105]
+    of_in_tree = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "in-tree lora-out")
+    assert own_loss(of_in_tree) == pytest.approx(losses["in-tree lora"], rel=1e-5)
     again = Settings(model=str(tmp_path / "in-tree-out"))
     built = build(again, 257, CPU)
     assert built.kind == "in-tree"

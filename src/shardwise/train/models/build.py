@@ -19,6 +19,7 @@ from ..model import Transformer
 from ..settings import Settings
 from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
 from .headloss import LossPath, find_path, has_plain_head, set_path
+from .llama import in_tree_leaf_name
 from .lora import adapters_for, hush, with_adapters
 from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights
 
@@ -72,6 +73,10 @@ def build(
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, facts.kind == "in-tree")
     if adapters is not None:
+        if facts.kind == "in-tree":  # which is a Llama in files, and none for peft
+            if not isinstance(adapters.target_modules, str):
+                adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
+            adapters.task_type = None
         model, weights = _adapted(model, weights, adapters, settings.seed, device)
         adapters.base_model_name_or_path = facts.origin
         if path.how == "chunked" and not has_plain_head(model):

@@ -1,4 +1,4 @@
-"""Trained weights as files that others open: a Hugging Face folder, a PEFT adapter, or an in-tree folder.
+"""Trained weights as files that others open: a Hugging Face folder, or a PEFT adapter. In-tree models become Llamas.
 
 What goes into which file follows from the shapes; then every file is written from its beginning to its end. At the end
 of a run (`export`) all ranks gather, one unit after the other, and rank 0 writes; if it fails, every rank hears of it.
@@ -25,11 +25,14 @@ from ...engine.whole import whole_parts
 from ...errors import ShardwiseError
 from ...version import VERSION
 from ...wire.collectives import exchange
+from ..data.byte_files import write_byte_tokenizer
 from ..data.tokenizer import BYTES, tokenizer_for
+from ..model import Transformer
 from ..settings import Settings
 from .build import Built
-from .facts import IN_TREE_TYPE, TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
+from .facts import TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
 from .forms import adapter_form, base_name, is_adapter, stored_form
+from .llama import leaf_name, llama_config
 from .lora import ADAPTER
 from .merge import merged
 
@@ -151,15 +154,16 @@ def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
 
 def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
     if facts.kind == "in-tree":
-        about = {"model_type": IN_TREE_TYPE, "shape": dataclasses.asdict(inner.shape), TOKENIZER_KEY: facts.tokenizer}
+        about = llama_config(inner.shape, str(dtype).removeprefix("torch."), tokenizer_for(facts.tokenizer).end_id)
+        about |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
         (folder / "config.json").write_text(json.dumps(about, indent=1))
         return
     config = copy.deepcopy(inner.config)
     config.use_cache = facts.config.get("use_cache", True)  # a matter of training only
     config.architectures = [type(inner).__name__]
     config.dtype = dtype
-    if facts.tokenizer == BYTES.name:
-        setattr(config, TOKENIZER_KEY, BYTES.name)
+    vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from another time
+    _set(config, {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
     # A tokenizer that is not the model's own has other special tokens: a document begins and ends with its end.
     is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
     ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
@@ -183,6 +187,10 @@ def _set(target: Any, values: Mapping[str, Any]) -> None:
 def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
     config = copy.deepcopy(model.peft_config[ADAPTER])
     config.inference_mode = True
+    if isinstance(model.get_base_model(), Transformer):
+        if not isinstance(config.target_modules, str):
+            config.target_modules = {leaf_name(name) for name in config.target_modules}
+        config.task_type = "CAUSAL_LM"
     if base is not None:
         config.base_model_name_or_path = base
     config.save_pretrained(folder)
@@ -191,6 +199,7 @@ def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
 def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
     name = facts.tokenizer
     if name == BYTES.name:
+        write_byte_tokenizer(folder, facts.max_seq)
         return
     source = Path(name).expanduser()
     if not source.is_dir():

@@ -16,11 +16,11 @@ from ...errors import ConfigurationError, did_you_mean
 from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
+from .llama import SHAPE_KEY
 
 Kind = Literal["in-tree", "hf"]
 
-IN_TREE_TYPE = "shardwise"  # `model_type` in the config.json of an in-tree export
-TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: the tokenizer of a model without tokenizer files
+TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: bytes, which are known without the files beside it
 NO_LIMIT = 2**31 - 1  # of a sequence, for models that name none
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -108,7 +108,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
     has_weights = not (is_config or settings.random_weights)
     if has_weights:
         weight_files(folder)
-    if config["model_type"] == IN_TREE_TYPE:
+    if SHAPE_KEY in config:
         shape = shape_in(config, settings.model)
         kind: Kind = "in-tree"
         max_seq: int = shape.max_seq
@@ -140,7 +140,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
 def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
     """The shape in the config.json of an in-tree export."""
     try:
-        return TransformerShape(**config["shape"])
+        return TransformerShape(**config[SHAPE_KEY])
     except (KeyError, TypeError) as error:
         raise ConfigurationError(f"model {name!r}: its config.json has no complete shape: {error}") from None
 
@@ -152,7 +152,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
     """What the files of a folder tell, or what was noted in `config`; None: nothing is told."""
-    return str(folder) if tokenizer_files(folder) else config.get(TOKENIZER_KEY)
+    return config.get(TOKENIZER_KEY) or (str(folder) if tokenizer_files(folder) else None)
 
 
 def find_model(name: str, *, with_weights: bool) -> Path:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ...checkpoint.write import Source
 from ...errors import CheckpointError
+from ..model import Transformer
+from .llama import llama_name
 from .lora import ADAPTER
 
 _WRAPPER, _BASE_LAYER = "base_model.model.", ".base_layer."
@@ -38,8 +40,8 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Sequence[str]]) -> list[Source]:
     """Under the names that the architecture has in files. `names`: those of a tensor, where it has more than one."""
-    if not callable(getattr(inner, "save_pretrained", None)):
-        return list(sources)
+    if isinstance(inner, Transformer):
+        return [_renamed(source, llama_name(source.name)) for source in sources]
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     plain: dict[str, Source] = {}
@@ -119,7 +121,8 @@ def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
     sources = {id(shapes[source.name]): source for source in adapters}
     if {id(shape) for shape in found.values()} != set(sources):
         raise CheckpointError("peft keeps these adapters in another form than they have in the model: merge them")
-    return [_renamed(sources[id(shape)], name) for name, shape in found.items()]
+    in_file = llama_name if isinstance(model.get_base_model(), Transformer) else str
+    return [_renamed(sources[id(shape)], in_file(name)) for name, shape in found.items()]
 
 
 def _renamed(source: Source, name: str) -> Source:

@@ -28,7 +28,7 @@ from ..folder import CHECKPOINTS, CONFIG
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import Content
-from .facts import check, find_model, read_json
+from .facts import check, find_model, own_tokenizer, read_json
 from .forms import is_adapter, names_of
 from .restore import ADAPTER_CONFIG, adapter_in, adapter_tokenizer, config_of, settings_of, weights_with_adapter
 from .weights import COMPUTED
@@ -138,7 +138,8 @@ def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Bu
     folder = find_model(model, with_weights=False)
     folder = folder.parent if folder.is_file() else folder
     is_drawn = not any(folder.glob("*.safetensors"))
-    settings = Settings(model=model, tokenizer=tokenizer or str(folder), random_weights=is_drawn)
+    tokenizer = tokenizer or own_tokenizer(folder, read_json(folder / CONFIG)) or str(folder)
+    settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_drawn)
     built = build(settings, 0, _HOST, adapters, check(settings))
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
     if is_drawn and isinstance(dtype, torch.dtype):

@@ -27,6 +27,7 @@ from .build import Built, build
 from .export import BASE
 from .facts import check, own_tokenizer, read_json
 from .forms import is_adapter
+from .llama import llama_name
 from .lora import ADAPTER, hush
 from .weights import LazyWeights, StoredTensors
 
@@ -137,7 +138,8 @@ def weights_with_adapter(built: Built, place: Path) -> LazyWeights:
     """Those of the base, and the adapters of the folder."""
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
     # In files an adapter has no name; in a model it stands before the last word.
-    names = {name.replace(f".{ADAPTER}", ""): name for name in built.model.state_dict() if is_adapter(name)}
+    in_file = llama_name if built.kind == "in-tree" else str
+    names = {in_file(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
     wrong = sorted(set(names) ^ set(stored.names))
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigurationError
 from .facts import weight_files
+from .llama import in_tree_name
 
 # Tables and masks that old versions saved with the weights; models compute them.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
@@ -90,9 +91,9 @@ class StoredTensors:
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
     stored = StoredTensors(weight_files(folder))
     expected = model.state_dict()
-    names = {name: name for name in stored.names if name in expected}
-    _require_fit(model, stored, names, set(), [name for name in stored.names if name not in expected], folder)
-    return LazyWeights({name: partial(stored.read, name) for name in names})
+    names = {in_tree_name(name): name for name in stored.names if in_tree_name(name) in expected}
+    _require_fit(model, stored, names, set(), sorted(set(stored.names) - set(names.values())), folder)
+    return LazyWeights({own: partial(stored.read, name) for own, name in names.items()})
 
 
 def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
