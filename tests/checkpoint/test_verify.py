@@ -98,14 +98,16 @@ def test_numbers_that_are_not_finite_are_named_with_their_place(tmp_path: Path) 
     tensors["blocks.1.up.weight"][5, 0] = float("inf")
     tensors["norm.weight"][3] = float("-inf")
     tensors["scale"] = torch.tensor(float("nan"))
+    tensors["turns"] = torch.tensor([1 + 2j, complex(0, float("inf"))])
     tensors["large"] = torch.full((9,), 3e38)  # their sum is not finite, they are
-    save_by_hand(tmp_path / "bad", tensors, buffers=("running.count",))
+    save_by_hand(tmp_path / "bad", tensors, buffers=("running.count", "turns"))
     report = verified(tmp_path / "bad")
     assert report.is_usable
     assert sorted(report.not_finite) == [
         "'blocks.1.up.weight': 2 of 24 numbers are not finite; the first is element 18, at [4, 2]: nan",
         "'norm.weight': 1 of 4 numbers are not finite; the first is element 3, at [3]: -inf",
         "'scale': 1 of 1 numbers are not finite; the first is element 0, at []: nan",
+        "'turns': 1 of 2 numbers are not finite; the first is element 1, at [1]: infj",
     ]
 
 

@@ -4,6 +4,7 @@ Each file is read once, from its beginning to its end, a block at a time: its ch
 it are looked at. Files of others have no checksums; their lengths, places and numbers are looked at all the same.
 """
 
+import cmath
 import hashlib
 import math
 from bisect import bisect_right
@@ -154,7 +155,7 @@ def _places(index: Index) -> list[list[_Place]]:
     """By file, in order; of tensors whose numbers may be none."""
     places: list[list[_Place]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
-        if stored.torch_dtype.is_floating_point:
+        if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
             for piece in stored.pieces:
                 stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
                 places[piece.file].append(_Place(piece.offset, stop, piece.start, name, stored))
@@ -192,7 +193,7 @@ class _Numbers:
     """Which tensors hold numbers that are not finite: how many, and the first."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[Stored, int, int, float]] = {}
+        self._found: dict[str, tuple[Stored, int, int, str]] = {}
 
     def look(self, place: _Place, offset: int, content: Tensor) -> None:
         """At what of the place lies in these bytes of its file."""
@@ -206,13 +207,14 @@ class _Numbers:
         if dtype.itemsize == 1:
             values = values.float()
         # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
-        if not math.isfinite(values.sum(dtype=torch.float64 if dtype == torch.float64 else torch.float32)):
+        wide = torch.float32 if dtype.itemsize < 4 else dtype
+        if not cmath.isfinite(values.sum(dtype=wide).item()):
             wrong = (~values.isfinite()).nonzero()
             if len(wrong):
                 at = place.start + (first - place.offset) // dtype.itemsize + int(wrong[0])
-                self._add(place, len(wrong), at, float(values[wrong[0]]))
+                self._add(place, len(wrong), at, str(values[wrong[0]].item()))
 
-    def _add(self, place: _Place, num: int, at: int, value: float) -> None:
+    def _add(self, place: _Place, num: int, at: int, value: str) -> None:
         _, before, first, first_value = self._found.get(place.name, (None, 0, at, value))
         at, value = min((at, value), (first, first_value), key=lambda pair: pair[0])
         self._found[place.name] = (place.stored, before + num, at, value)
