@@ -65,11 +65,13 @@ def fresh(seed: int = 0) -> Net:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [param for param in model.parameters() if param.requires_grad]
+    """Two groups. By name, because some wrappers show parameters as rows."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    rows = {name for name in trained if name.endswith("bias") or "norm" in name}
     return torch.optim.AdamW(
         [
-            {"params": [param for param in trained if param.ndim > 1], "weight_decay": 0.1},
-            {"params": [param for param in trained if param.ndim <= 1], "weight_decay": 0.0, "lr": 2e-3},
+            {"params": [param for name, param in trained.items() if name not in rows], "weight_decay": 0.1},
+            {"params": [param for name, param in trained.items() if name in rows], "weight_decay": 0.0, "lr": 2e-3},
         ],
         lr=5e-3,
         betas=(0.8, 0.95),
@@ -167,6 +169,24 @@ def run_fsdp2(root: Path) -> Peer:
     save_with_accelerate(root, model, optimizer)
     seen = whole(weights), whole(state["state"])
     return Peer(*seen, train(model, optimizer, AFTER))
+
+
+def run_fsdp1(path: Path) -> list[float]:
+    """The older FSDP, with sharded state dicts of its own; the losses that came after."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        fresh(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = adamw(model)
+    train(model, optimizer, BEFORE)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
+    return train(model, optimizer, AFTER)
 
 
 def save_with_accelerate(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -33,6 +33,15 @@ def test_a_model_that_transformers_saved(tmp_path: Path, max_shard_size: str) ->
     assert_same(weights(opened), model.state_dict())
 
 
+def test_an_optimizer_beside_it_is_spoken_of(tmp_path: Path) -> None:
+    """The trainer of transformers writes one, by number."""
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    index = open_checkpoint(tmp_path).index
+    assert index.optimizer is None
+    assert index.origin["left out"] == "the optimizer in optimizer.pt, whose state has no names"
+
+
 def test_tied_weights_are_there_once(tmp_path: Path) -> None:
     model = MODELS["qwen3"].fresh()
     model.save_pretrained(tmp_path)

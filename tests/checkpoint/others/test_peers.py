@@ -75,6 +75,12 @@ def test_fsdp2_goes_on_on_other_worlds(
     assert run_ranks(world, peers.go_on, root / name, strategy)[0] == pytest.approx(peer.losses, rel=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+def test_fsdp1_goes_on_bit_for_bit(run_ranks: Pool, tmp_path: Path) -> None:
+    losses = run_ranks(2, peers.run_fsdp1, tmp_path / "here")[0]
+    assert run_ranks(2, peers.go_on, tmp_path / "here", "zero2")[0] == losses
+
+
 # ---------------------------------------------------------------------------------------------------------
 # DeepSpeed
 

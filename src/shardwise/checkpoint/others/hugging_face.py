@@ -18,7 +18,7 @@ from .sources import Sources
 # In this order, because a folder may hold several.
 NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _GATHERED = "pytorch_model_fsdp.bin"
-_OPTIMIZER = "optimizer.bin"
+_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 _INDEX = ".index.json"
 _MAX_INDEX_BYTES = 256 << 20
 
@@ -39,9 +39,14 @@ def read(folder: Path, name: str) -> Index:
                 _add_shards(found, name)
             else:
                 _add(found, name)
-            if name == _GATHERED and (folder / _OPTIMIZER).is_file():
-                given = archives.load(sources.source(_OPTIMIZER))
-                add_optimizer(found, given["param_groups"], given["state"])
+            for beside in _OPTIMIZERS:
+                if not (folder / beside).is_file():
+                    continue
+                if name == _GATHERED:
+                    given = archives.load(sources.source(beside))
+                    add_optimizer(found, given["param_groups"], given["state"])
+                else:
+                    found.leave_out(f"the optimizer in {beside}, whose state has no names")
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / name} cannot be understood: {error!r}") from error
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
