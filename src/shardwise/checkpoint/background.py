@@ -116,7 +116,7 @@ class Saving:
             if self._num_steps >= self._raise_at:
                 self._forget()
                 self._tell()
-        elif self.is_finished:
+        elif self.is_complete:
             self._forget()
 
     def _forget(self) -> None:
