@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.others import known, pickles
-from shardwise.checkpoint.others.pickles import Record
+from shardwise.checkpoint.others.records import Record
 
 
 def read(data: bytes) -> Any:

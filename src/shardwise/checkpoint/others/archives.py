@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import CheckpointError
 from . import known, pickles
 from .known import STORAGE_DTYPES, Storage
-from .pickles import Maker
+from .records import Maker
 from .sources import Source
 
 _MAX_DIRECTORY_BYTES = 256 << 20

@@ -16,7 +16,7 @@ from ..index import Index, Piece, Stored, in_order
 from . import archives, known, pickles
 from .described import Described, add_optimizer, by_settings, index_of
 from .known import Strided, counts, text
-from .pickles import Record
+from .records import Record
 from .runs import place
 from .sources import Sources
 

@@ -16,7 +16,7 @@ from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
 from .known import Strided, counts, text
 from .partitions import gathered, spans_of_group, spans_of_parameters
-from .pickles import Record
+from .records import Record
 from .sources import Sources
 
 LATEST = "latest"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .pickles import Maker, Record, require_key
+from .records import Maker, Record, require_key
 
 _MAX_DIMS = 64
 _MAX_NAME = 4096

@@ -9,38 +9,16 @@ length, so a small file cannot become a large one in memory.
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointError
+from .records import Maker, Record, require_key
 
 MAX_PICKLE_BYTES = 512 << 20
 # Whole numbers are sizes and counts; a longer one is nobody's.
 _MAX_INT_BYTES = 16
-_MAX_KEY_LENGTH = 64
 
 Find = Callable[[str, str], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """What a pickle's name stands for where values of it are made: `make` takes the arguments as they were written."""
-
-    name: str
-    make: Callable[..., Any]
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """An object that is only described: what it was made of, and the state that it was given."""
-
-    name: str
-    args: tuple[Any, ...] = ()
-    state: Any = field(default=None)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """An attribute, where its state is a mapping."""
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class _Machine:
@@ -102,16 +80,6 @@ def read(data: bytes, find: Find, storage: Callable[[Any], Any]) -> Any:
         raise CheckpointError("a pickle cannot be understood: it is nested too deeply") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"a pickle cannot be understood: {error}") from error
-
-
-def require_key(key: Any, is_part: bool = False) -> Any:
-    """Keys are hashed, which tuples of tuples could make endless."""
-    if type(key) is tuple and not is_part and len(key) <= _MAX_KEY_LENGTH:
-        for part in key:
-            require_key(part, True)
-    elif not isinstance(key, (str, int, float, bytes, Record, type(None))):
-        raise ValueError(f"a {type(key).__name__} as a key")
-    return key
 
 
 def _make(machine: _Machine) -> None:
