@@ -81,7 +81,7 @@ def _write_files(
     contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
     places: dict[str, tuple[int, int]] = {}
     for name, content in zip(file_names(stem, len(contents)), contents, strict=True):
-        file, layout = write_sources(into / name, content, tell, {"format": "pt"})
+        file, layout = write_sources(into / name, content, tell, is_summed=True)
         places |= {key: (len(files), offset) for key, offset in layout.offsets.items()}
         files.append(file)
     return places

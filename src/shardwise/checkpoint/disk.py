@@ -70,9 +70,9 @@ def read_at(file: int, view: memoryview, offset: int) -> int:
 
 
 class Stream:
-    """A new file that is written from its beginning to its end, with a checksum for every `check_bytes` of it."""
+    """A new file that is written from its beginning to its end. None: without checksums for every so many bytes."""
 
-    def __init__(self, path: Path, check_bytes: int) -> None:
+    def __init__(self, path: Path, check_bytes: int | None) -> None:
         self._check_bytes = check_bytes
         self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]  # of whole pages, as O_DIRECT wants them
@@ -102,11 +102,11 @@ class Stream:
         os.fsync(self._file)
 
     def _send(self) -> None:
-        block, num = self._blocks[0], self._filled
+        block, num, size = self._blocks[0], self._filled, self._check_bytes
         with memoryview(block) as view:
-            for at in range(0, num, self._check_bytes):
-                part = view[at : min(num, at + self._check_bytes)]
-                self.checks.append(Check(self.num_bytes + at, len(part), zlib.crc32(part)))
+            if size is not None:
+                parts = ((at, view[at : min(num, at + size)]) for at in range(0, num, size))
+                self.checks += [Check(self.num_bytes + at, len(part), zlib.crc32(part)) for at, part in parts]
         self._wait()
         self._writing = _Writing(self._file, block, num, self.num_bytes)
         self.num_bytes, self._filled = self.num_bytes + num, 0

@@ -135,7 +135,7 @@ def write_export(content: Content, folder: Path, tell: Tell = lambda num_bytes: 
             _write_config(inner, facts, place, _float_dtype(stored))
             _write_tokenizer(facts, place)
         if adapters:
-            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), tell, {"format": "pt"})
+            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), tell)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
             # A model has it in its config.json; that of adapters must not have what peft does not know.
