@@ -105,6 +105,14 @@ def test_an_optimizer_with_names_beside_its_numbers(tmp_path: Path) -> None:
         assert set(index.tensors[name].state) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def test_what_else_is_beside_an_optimizers_state_is_spoken_of(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    given = {"model": net.state_dict(), "optimizer": {**adam_of(net).state_dict(), "scaler": {"scale": 2.0}}}
+    index = open_checkpoint(save(tmp_path / "x", given)).index
+    assert index.optimizer is not None
+    assert index.origin["left out"] == "scaler"
+
+
 def test_an_optimizer_by_number_is_left_out_with_a_word(tmp_path: Path) -> None:
     net = torch.nn.Linear(3, 2)
     optimizer = adam_of(net).state_dict()
@@ -183,6 +191,51 @@ def test_metadata_that_cannot_be_right_is_refused(tmp_path: Path, name: str) -> 
     path = save(tmp_path / "x", {"model": {"a": torch.ones(3)}})
     edit(path, change)
     refused(path, words)
+
+
+DEEP = b")" + b"\x85" * 300_000
+
+
+def put_in_a_path(metadata: Any) -> None:
+    metadata.planner_data["model.a"] = ("optimizer", "state", "DEEP", "x")
+
+
+def put_in_a_name(metadata: Any) -> None:
+    metadata.planner_data["model.a"] = ("model", "DEEP")
+
+
+def put_in_a_version(metadata: Any) -> None:
+    metadata.version = "DEEP"
+
+
+def put_in_a_shape(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].size = "DEEP"
+
+
+def put_in_a_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].properties.dtype = "DEEP"
+    metadata.state_dict_metadata["model.a"].chunks = []
+
+
+def put_in_an_offset(metadata: Any) -> None:
+    for index in metadata.storage_data:
+        object.__setattr__(index, "offset", "DEEP")
+
+
+@pytest.mark.parametrize(
+    "change", [put_in_a_path, put_in_a_name, put_in_a_version, put_in_a_shape, put_in_a_dtype, put_in_an_offset]
+)
+def test_what_is_nested_without_end_is_not_followed(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    """A tuple of a tuple of a tuple: to compare it, to hash it or to print it would end the process."""
+    path = save(tmp_path / "x", {"model": {"a": torch.ones(3)}})
+    edit(path, change)
+    content = (path / ".metadata").read_bytes()
+    assert content.count(b"\x8c\x04DEEP") == 1
+    (path / ".metadata").write_bytes(content.replace(b"\x8c\x04DEEP", DEEP))
+    if change is put_in_a_version:
+        assert open_checkpoint(path).index.origin["version"] == "unknown"
+    else:
+        refused(path, "cannot be understood")
 
 
 def test_truncated_files_are_refused(tmp_path: Path) -> None:

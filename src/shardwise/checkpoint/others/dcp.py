@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import CheckpointError
 from ..dtypes import NAMES
 from ..index import Index, Piece, Stored, in_order
 from . import archives, known, pickles
 from .described import Described, add_optimizer, by_settings, index_of
-from .known import Strided, counts, text
+from .known import Strided, counts, text, told
 from .records import Record
 from .runs import place
 from .sources import Sources
@@ -63,9 +65,7 @@ def _add(found: Described, inside: str) -> str:
                 what = "model"
             if what == "model" and metadata.is_tensor(key):
                 found.tensors[_name(rest)] = _tensor(found, inside, metadata, key)
-            elif what == "optimizer":
-                optimizer.add(rest, _value(found, inside, metadata, key))
-            else:
+            elif what != "optimizer" or not optimizer.add(rest, _value(found, inside, metadata, key)):
                 found.leave_out(_name(rest[:1]))
         optimizer.describe(found)
     except CheckpointError as error:
@@ -94,7 +94,7 @@ class _Metadata:
     def __init__(self, given: Any) -> None:
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
         self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
-        self.version = text(given.state.get("version") or "before 1.0.0")
+        self.version = told(given.state.get("version"))
         self.places: dict[tuple[str, tuple[int, ...]], _Place] = {}
         for index, info in given.state["storage_data"].items():
             if info.get("transform_descriptors"):
@@ -126,6 +126,8 @@ def _name(keys: Sequence[Any]) -> str:
 def _tensor(found: Described, inside: str, metadata: _Metadata, key: str) -> Stored:
     entry = metadata.entries[key].state
     dtype, shape = entry["properties"].state[0], counts(entry["size"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor without a dtype")
     pieces: list[Piece] = []
     for chunk in entry["chunks"]:
         offsets, lengths = counts(chunk.state["offsets"]), counts(chunk.state["sizes"])
@@ -153,14 +155,15 @@ class _Optimizer:
     """What the paths in an optimizer's state dict lead to: nested, or names with dots as torchtitan has them."""
 
     def __init__(self) -> None:
-        self._state: dict[Any, dict[str, Any]] = {}
+        self._state: dict[str, dict[str, Any]] = {}
         self._groups: dict[int, dict[str, Any]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
 
-    def add(self, path: tuple[Any, ...], value: Any) -> None:
+    def add(self, path: tuple[Any, ...], value: Any) -> bool:
+        """Whether there is a place for it."""
         match path:
             case ("state", name, *keys) if keys:
-                self._state.setdefault(name, {})[_name(keys)] = value
+                self._state.setdefault(_name([name]), {})[_name(keys)] = value
             case ("param_groups", int(number), str(key)):
                 self._groups.setdefault(number, {})[key] = value
             case ("param_groups",):
@@ -172,7 +175,8 @@ class _Optimizer:
                 name, _, key = flat.removeprefix("param_groups.").rpartition(".")
                 self._settings.setdefault(name, {})[key] = value
             case _:
-                raise CheckpointError(f"its optimizer has {_name(path)!r}, which is neither state nor a group")
+                return False
+        return True
 
     def describe(self, found: Described) -> None:
         if self._settings:

@@ -14,12 +14,13 @@ from ...errors import CheckpointError
 from ..index import Index, Plain, Stored
 from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
-from .known import Strided, counts, text
+from .known import Strided, counts, text, told
 from .partitions import gathered, spans_of_group, spans_of_parameters
 from .records import Record
 from .sources import Sources
 
 LATEST = "latest"
+_MOST = 1 << 20
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert_.*_states\.pt")
 
@@ -62,9 +63,9 @@ def _read(sources: Sources) -> Index:
         found.leave_out("the optimizer, and masters if there are any, which DeepSpeed writes without names at stage 0")
     origin = {
         "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
-        "deepspeed": text(models[0].get("ds_version", "")),
+        "deepspeed": told(models[0].get("ds_version")),
         "ranks": str(len(parts) or 1),
-        "step": str(counts((models[0].get("global_steps", 0),))[0]),
+        "step": told(models[0].get("global_steps")),
     }
     return index_of(found, origin)
 
@@ -121,7 +122,7 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     rows_key, base_key = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (_ROWS, "base_optimizer_state")
     bases = [_base(part[base_key]) for part in parts]
     groups = bases[0]["param_groups"]
-    members = [(number, member) for number, group in enumerate(groups) for member in group["params"]]
+    members = [(number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MOST)]
     shapes = [{text(name): counts(shape) for name, shape in block.items()} for block in model["param_shapes"]]
     found.groups = [settings_of(found, group) for group in groups]
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):

@@ -78,8 +78,9 @@ def _add(found: Described, name: str) -> None:
         twice = set(tensors) & set(found.tensors)
         found.tensors |= tensors
     else:
+        before = set(found.tensors)
         given = archives.load(source)
-        twice = set(given) & set(found.tensors)
         add_model(found, given)
+        twice = set(given) & before
     if twice:
         raise CheckpointError(f"{source.path} holds {min(twice)!r}, which another file holds as well")

@@ -71,6 +71,11 @@ def text(value: Any) -> str:
     return value
 
 
+def told(value: Any) -> str:
+    """What is only shown: a version, a count."""
+    return str(value) if type(value) is int else value if type(value) is str and len(value) < _MAX_NAME else "unknown"
+
+
 def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *rest: Any) -> Strided:
     return _strided(storage, storage.dtype if isinstance(storage, Storage) else None, first, shape, stride)
 
@@ -134,7 +139,7 @@ _NUMBERS = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u1": "B", "b1": "?"}
 def _number(kind: Any, content: Any) -> float | int | bool:
     """A number of numpy's."""
     code = kind.args[0] if isinstance(kind, Record) and kind.args else None
-    if code not in _NUMBERS or type(content) is not bytes:
+    if type(code) is not str or code not in _NUMBERS or type(content) is not bytes:
         raise ValueError("a number of an unknown kind")
     value: float | int | bool = struct.unpack(f"<{_NUMBERS[code]}", content)[0]
     return value
