@@ -56,8 +56,9 @@ def _specs(engine: Engine) -> list[tuple[Spec, torch.dtype]]:
 
 
 def _saved_name(spec: Spec, index: Index) -> str:
-    """A tied parameter may have been saved under any of its names."""
-    return next((site.name for site in spec.sites if site.name in index.tensors), spec.name)
+    """A tied parameter may have been saved under any of its names; where under several, one has the state."""
+    found = [site.name for site in spec.sites if site.name in index.tensors]
+    return max(found, key=lambda name: index.tensors[name].group is not None, default=spec.name)
 
 
 def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], index: Index) -> Iterator[str]:
