@@ -1,8 +1,8 @@
 """Bytes to the disk and from it, with checksums on their way to it.
 
 They go around the page cache where the file system lets them (O_DIRECT): the disk is then as fast as it can be, the
-processor has less to copy, and what the run keeps in the cache stays there. While one block is being written, the next
-is filled and summed.
+processor has less to copy, and what the run keeps in the cache stays there. While one block is being filled, others are
+summed and written.
 """
 
 import errno
@@ -11,8 +11,8 @@ import mmap
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from .index import Check
 
 BLOCK_BYTES = 8 << 20
+_NUM_BLOCKS = 4
 _MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
 # What O_DIRECT asks of lengths, offsets and addresses, on every disk that is sold.
 ALIGNMENT = 4096
@@ -75,9 +76,9 @@ class Stream:
     def __init__(self, path: Path, check_bytes: int | None) -> None:
         self._check_bytes = check_bytes
         self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]  # of whole pages, as O_DIRECT wants them
-        self._rows = [torch.frombuffer(block, dtype=torch.uint8) for block in self._blocks]
-        self._writing: _Writing | None = None
+        self._blocks = deque(
+            _Block() for _ in range(_NUM_BLOCKS)
+        )  # the first is being filled, the second is the oldest
         self._filled = 0
         self.num_bytes = 0
         self.checks: list[Check] = []
@@ -88,7 +89,7 @@ class Stream:
             begin = 0
             while begin < row.numel():
                 num = min(row.numel() - begin, BLOCK_BYTES - self._filled)
-                self._rows[0][self._filled : self._filled + num].copy_(row[begin : begin + num])
+                self._blocks[0].row[self._filled : self._filled + num].copy_(row[begin : begin + num])
                 begin, self._filled = begin + num, self._filled + num
                 if self._filled == BLOCK_BYTES:
                     self._send()
@@ -97,26 +98,19 @@ class Stream:
         """Wait until the disk has everything."""
         if self._filled:
             self._send()
-        self._wait()
+        for _ in range(len(self._blocks)):
+            self._finish_oldest()
         os.ftruncate(self._file, self.num_bytes)
         os.fsync(self._file)
 
     def _send(self) -> None:
-        block, num, size = self._blocks[0], self._filled, self._check_bytes
-        with memoryview(block) as view:
-            if size is not None:
-                parts = ((at, view[at : min(num, at + size)]) for at in range(0, num, size))
-                self.checks += [Check(self.num_bytes + at, len(part), zlib.crc32(part)) for at, part in parts]
-        self._wait()
-        self._writing = _Writing(self._file, block, num, self.num_bytes)
-        self.num_bytes, self._filled = self.num_bytes + num, 0
-        self._blocks.reverse()
-        self._rows.reverse()
+        self._blocks[0].start(self._file, self._filled, self.num_bytes, self._check_bytes)
+        self.num_bytes, self._filled = self.num_bytes + self._filled, 0
+        self._finish_oldest()
 
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
+    def _finish_oldest(self) -> None:
+        self._blocks.rotate(-1)
+        self.checks += self._blocks[0].finish()
 
     def __enter__(self) -> "Stream":
         return self
@@ -124,42 +118,62 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writing is not None:
-            self._writing.join()
+        for block in self._blocks:
+            block.wait()
         os.close(self._file)
 
 
-class _Writing(threading.Thread):
-    """A block on its way to the disk. Not an executor's: those end with the main thread, and a save may outlive it."""
+class _Block:
+    """Memory for some bytes, and the thread that sums them and brings them to the disk.
 
-    def __init__(self, file: int, block: mmap.mmap, num_bytes: int, offset: int) -> None:
-        super().__init__(name="shardwise-disk")
-        self._write = partial(_write_at, file, block, num_bytes, offset)
+    Not an executor's thread: those end with the main thread, and a save may outlive it.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BLOCK_BYTES)  # of whole pages, as O_DIRECT wants them
+        self.row = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._checks: list[Check] = []
         self._failure: OSError | None = None
-        self.start()
 
-    def run(self) -> None:
-        try:
-            self._write()
-        except OSError as error:
-            self._failure = error
+    def start(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
+        self._thread = threading.Thread(
+            target=self._write, args=(file, num_bytes, offset, check_bytes), name="shardwise-disk"
+        )
+        self._thread.start()
 
-    def finish(self) -> None:
-        self.join()
+    def finish(self) -> list[Check]:
+        """The checksums of what was written since the last time."""
+        self.wait()
+        checks, self._checks = self._checks, []
         if self._failure is not None:
             raise self._failure
+        return checks
 
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
-def _write_at(file: int, block: mmap.mmap, num_bytes: int, offset: int) -> None:
-    # The end of the last block is filled up; the file is cut afterwards.
-    end = min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(block))
-    done = 0
-    with memoryview(block) as view:
-        while done < end:
+    def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
+        # The end of the last block is filled up; the file is cut afterwards.
+        done, end = 0, min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
+        with memoryview(self._memory) as view:
+            if check_bytes is not None:
+                parts = ((at, view[at : min(num_bytes, at + check_bytes)]) for at in range(0, num_bytes, check_bytes))
+                self._checks = [Check(offset + at, len(part), zlib.crc32(part)) for at, part in parts]
             try:
-                done += os.pwrite(file, view[done:end], offset + done)
+                while done < end:
+                    done += _write_at(file, view[done:end], offset + done)
             except OSError as error:
-                _go_through_the_cache(file, error)
+                self._failure = error
+
+
+def _write_at(file: int, view: memoryview, offset: int) -> int:
+    try:
+        return os.pwrite(file, view, offset)
+    except OSError as error:
+        _go_through_the_cache(file, error)
+        return 0
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
