@@ -1,5 +1,6 @@
 """From any precision into any other: more digits are exact, fewer are refused with a list, or rounded when asked."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.checkpoint.test_refusals import refused
+from tests.checkpoint.test_refusals import edit, refused
 from tests.harness import Pool
 from tests.promises.test_checkpoints import values
 from tests.support.trainee import features
@@ -92,6 +93,14 @@ def test_from_every_precision_into_every_other(run_ranks: Pool, tmp_path: Path) 
                 assert seen["optimizer"] == saved["optimizer"]
 
 
+def spoil(value: float | None, index: dict[str, Any]) -> None:
+    scaler = index["optimizer"]["scaler"]
+    if value is None:
+        del scaler["scale"]
+    else:
+        scaler["scale"] = value
+
+
 def meet_scales(root: Path) -> None:
     """The scale of an overflow comes back; a model that has none passes by, and keeps its own when it gets none."""
     sw.init()
@@ -105,6 +114,13 @@ def meet_scales(root: Path) -> None:
     again, other = build("zero3", "fp16", 1)
     sw.load(root / "fp16", again, other)
     assert (other.loss_scale, other.num_skipped_steps) == (2.0**15, 1)
+    for number, value in enumerate((None, float("nan"))):
+        path = root / f"spoilt {number}"
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "fp16", path)
+            edit(path, partial(spoil, value))
+        dist.barrier()
+        refused(partial(sw.load, path, again, other), "loss scaler is .* lacks one of .*'scale'")
     plain, unscaled = build("zero3", "fp32", 1)
     sw.load(root / "fp16", plain, unscaled)
     sw.save(root / "fp32", plain, unscaled)

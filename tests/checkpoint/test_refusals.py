@@ -203,6 +203,10 @@ def claim_everything(index: dict[str, Any]) -> None:
     index["tensors"]["first.weight"]["shape"] = [1 << 20, 1 << 20]
 
 
+def set_a_rate(index: dict[str, Any]) -> None:
+    index["optimizer"]["groups"][0]["lr"] = "fast"
+
+
 # What is found before anything is changed, and what only reading finds.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "there is no checkpoint"),
@@ -213,6 +217,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "leads out": (lambda path: edit(path, lead_out), "'../rank-00001.safetensors', which is not inside"),
     "a gap": (lambda path: edit(path, leave_a_gap), "for element 0 of 'first.weight'"),
     "too far": (lambda path: edit(path, lead_too_far), "'first.weight' up to byte .* bytes long"),
+    "no rate": (lambda path: edit(path, set_a_rate), "optimizer has lr='fast', this one has lr=0.01"),
     "everything": (lambda path: edit(path, claim_everything), "of the 1099511627776 elements of 'first.weight'"),
 }
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {

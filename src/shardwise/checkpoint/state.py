@@ -6,6 +6,7 @@ crosses a shard, it comes back as it was.
 """
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None,
             f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has "
             f"{len(optimizer.inner.param_groups)}: build the same groups"
         )
+    for group, settings in () if keep_groups else zip(optimizer.inner.param_groups, saved.groups, strict=True):
+        for key, value in settings.items():
+            now = group.get(key)
+            if isinstance(now, int | float | Tensor) and not isinstance(value, int | float):
+                raise CheckpointError(f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={now!r}")
+    if optimizer.scaler is not None and saved.scaler is not None:
+        wanted = set(optimizer.scaler.state())
+        if not wanted <= {key for key, value in saved.scaler.items() if isfinite(value)}:
+            raise CheckpointError(f"the checkpoint's loss scaler is {saved.scaler}: it lacks one of {sorted(wanted)}")
 
 
 def refuse_homeless_state(optimizer: ShardedOptimizer, params: set[Tensor]) -> None:
