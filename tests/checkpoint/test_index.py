@@ -1,29 +1,13 @@
-"""The index is a pure value: it comes back from JSON as it was, and anything else is refused with a reason."""
+"""The index is a pure value: any cut of a tensor is found in any other, and what is no cut of it is refused."""
 
-import json
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.index import (
-    Check,
-    File,
-    Index,
-    Optimizer,
-    Piece,
-    Saved,
-    Stored,
-    from_json,
-    merge,
-    parts_of,
-    require_sound,
-    to_json,
-)
+from shardwise.checkpoint.index import Check, File, Index, Optimizer, Piece, Saved, Stored, parts_of, require_sound
 from shardwise.errors import CheckpointError
 from shardwise.shard import Interval
 
@@ -57,156 +41,18 @@ INDEX = Index(
 )
 
 
-def test_the_index_comes_back_from_json() -> None:
+def test_pieces_are_a_whole_tensor() -> None:
     require_sound(INDEX)
-    assert from_json(to_json(INDEX)) == INDEX
-    assert from_json(to_json(INDEX).encode()) == INDEX
-    without = Index((), {})
-    assert from_json(to_json(without)) == without
-
-
-def test_the_text_is_plain_json() -> None:
-    given = json.loads(to_json(INDEX))
-    assert (given["format"], given["version"]) == ("shardwise checkpoint", 2)
-    assert given["extra"] == INDEX.extra
-    assert given["tensors"]["w"]["pieces"] == [[0, 8, 0, 4], [1, 16, 4, 6]]
-
-
-counts = st.integers(0, 1 << 48)
-names = st.text(min_size=1).filter(lambda name: not any("\ud800" <= c <= "\udfff" for c in name))
-
-
-@st.composite
-def whole_tensors(draw: st.DrawFn) -> Stored:
-    """Any tensor, in any number of pieces, somewhere in the one file."""
-    shape = tuple(draw(st.lists(st.integers(0, 30), max_size=3)))
-    dtype = draw(st.sampled_from(sorted(DTYPES)))
-    num_elems = Stored(shape, dtype, ()).num_elems
-    inner = draw(st.sets(st.integers(1, num_elems - 1), max_size=4)) if num_elems > 1 else set()
-    ends = [0, *sorted(inner), num_elems] if num_elems else [0]
-    return Stored(shape, dtype, tuple(Piece(0, draw(counts), a, b) for a, b in pairwise(ends)))
-
-
-plain_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | names
-saved_tensors = st.builds(
-    Saved,
-    whole_tensors(),
-    st.sampled_from(["parameter", "buffer", "unknown"]),
-    st.none() | st.booleans(),
-    st.lists(names, max_size=2).map(tuple),
-    st.none() | counts,
-    st.dictionaries(names, whole_tensors() | plain_values, max_size=2),
-)
-
-
-@given(st.dictionaries(names, saved_tensors, max_size=3))
-def test_any_index_comes_back_from_json(tensors: dict[str, Saved]) -> None:
-    index = Index((File("all", 1 << 62),), tensors)
-    assert from_json(to_json(index)) == index
-
-
-def changed(path: list[str | int], value: Any) -> str:
-    found = json.loads(to_json(INDEX))
-    inner = found
-    for step in path[:-1]:
-        inner = inner[step]
-    inner[path[-1]] = value
-    return json.dumps(found)
-
-
-@pytest.mark.parametrize("name", ["../rank-0", "/etc/passwd", "a/../../b", "..", ".", "", "a\\b", "a\0b"])
-def test_files_lie_in_the_folder(name: str) -> None:
-    with pytest.raises(CheckpointError, match="which is not inside the checkpoint"):
-        from_json(changed(["files", 0, "name"], name))
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["files"], None),
-        (["files", 0, "name"], 3),
-        (["files", 0, "name"], None),
-        (["files", 0, "name"], "\ud800"),
-        (["files", 0, "num_bytes"], -1),
-        (["files", 0, "num_bytes"], 1.5),
-        (["files", 0, "checks"], 3),
-        (["files", 0, "checks", 0], [0, 60]),
-        (["files", 0, "checks", 0], [0, 60, -1]),
-        (["tensors"], []),
-        (["tensors", "w"], None),
-        (["tensors", "\udfff"], json.loads(to_json(INDEX))["tensors"]["w"]),
-        (["tensors", "w", "dtype"], "F31"),
-        (["tensors", "w", "dtype"], {}),
-        (["tensors", "w", "shape"], ["a"]),
-        (["tensors", "w", "shape"], [-2, -3]),
-        (["tensors", "w", "shape"], [1 << 40, 1 << 40]),
-        (["tensors", "w", "shape"], [1] * 65),
-        (["tensors", "w", "shape"], 6),
-        (["tensors", "w", "kind"], "function"),
-        (["tensors", "w", "kind"], []),
-        (["tensors", "w", "tied"], [3]),
-        (["tensors", "w", "group"], "first"),
-        (["tensors", "w", "pieces", 0], [0, 8, 0]),
-        (["tensors", "w", "pieces", 0], [0, 8, 0, True]),
-        (["tensors", "w", "pieces", 0], [-1, 8, 0, 4]),
-        (["tensors", "w", "pieces", 0, 1], 1 << 63),
-        (["tensors", "w", "pieces", 0, 3], float("inf")),
-        (["tensors", "w", "state"], [1]),
-        (["tensors", "w", "state", "step"], [1]),
-        (["tensors", "w", "state", "step"], {"dtype": "F32"}),
-        (["tensors", "mean"], {}),
-        (["optimizer"], "AdamW"),
-        (["optimizer", "name"], None),
-        (["optimizer", "groups"], [3]),
-        (["optimizer", "scaler", "scale"], "large"),
-        (["optimizer", "scaler", "scale"], 10**400),
-        (["extra"], 3),
-        (["origin"], None),
-    ],
-    ids=lambda value: ".".join(map(str, value)) if isinstance(value, list) else "",
-)
-def test_nonsense_is_refused(path: list[str | int], value: object) -> None:
-    with pytest.raises(CheckpointError, match="cannot be understood"):
-        from_json(changed(path, value))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "3", "{}", '{"format": 1}', b"\xff", "[" * 100_000, "9" * 10_000], ids=range(8)
-)
-def test_other_json_is_refused(text: str | bytes) -> None:
-    with pytest.raises(CheckpointError, match="cannot be understood"):
-        from_json(text)
-
-
-def test_other_versions_are_refused_by_number() -> None:
-    with pytest.raises(CheckpointError, match="version 3, and this shardwise reads 'shardwise checkpoint' version 2"):
-        from_json(changed(["version"], 3))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (["tensors", "w", "pieces", 0, 0], 2, "has 'w' in file 2, of 2"),
-        (["tensors", "w", "pieces", 0, 1], 1 << 62, "has 'w' up to byte .* which is 100 bytes long"),
-        (["tensors", "w", "pieces", 1, 1], 83, "has 'w' up to byte 91 of 'deeper/rank-00001.safetensors'"),
-        (["tensors", "w", "pieces"], [[0, 8, 0, 4], [1, 16, 5, 6]], "for element 4 of 'w'"),
-        (["tensors", "w", "pieces"], [[0, 8, 0, 4], [1, 16, 3, 6]], "for element 4 of 'w'"),
-        (["tensors", "w", "pieces"], [[0, 8, 4, 6], [1, 16, 0, 4]], "for element 0 of 'w'"),
-        (["tensors", "w", "pieces"], [[0, 8, 0, 7], [1, 16, 7, 6]], "for element 7 of 'w'"),
-        (["tensors", "w", "pieces"], [[0, 8, 0, 4]], "for 4 of the 6 elements of 'w'"),
-        (["tensors", "w", "pieces"], [], "for 0 of the 6 elements of 'w'"),
-        (["tensors", "w", "shape"], [1 << 31, 1 << 31], "for 6 of the 4611686018427387904 elements of 'w'"),
-        (["tensors", "w", "state", "exp_avg", "pieces"], [], "elements of 'exp_avg of w'"),
-        (["tensors", "mean", "pieces", 0, 1], 86, "has 'mean' up to byte 94"),
-        (["files", 0, "num_bytes"], 10, "checksums for 100 of the 10 bytes"),
-        (["files", 0, "checks"], [[0, 60, 1], [61, 39, 2]], "no checksum, or two, for byte 60"),
-        (["files", 0, "checks"], [[0, 60, 1], [59, 41, 2]], "no checksum, or two, for byte 60"),
-        (["files", 0, "checks"], [[0, 60, 1]], "checksums for 60 of the 100 bytes"),
-    ],
-)
-def test_what_leads_astray_is_refused(path: list[str | int], value: object, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        from_json(changed(path, value))
+    for pieces, words in (
+        (W.stored.pieces[:1], "for 4 of the 6 elements of 'w'"),
+        (W.stored.pieces[1:], "no piece, or two, for element 0 of 'w'"),
+        (W.stored.pieces[:1] * 2, "no piece, or two, for element 4 of 'w'"),
+        ((Piece(2, 0, 0, 6),), "'w' in file 2, of 2"),
+        ((Piece(0, 80, 0, 6),), "'w' up to byte 104 of 'rank-00000.safetensors', which is 100 bytes long"),
+    ):
+        wrong = replace(W, stored=replace(W.stored, pieces=pieces))
+        with pytest.raises(CheckpointError, match=words):
+            require_sound(replace(INDEX, tensors={"w": wrong}))
 
 
 cut_points = st.lists(st.integers(1, 99), unique=True).map(lambda points: [0, *sorted(points), 100])
@@ -222,48 +68,6 @@ def test_any_cut_is_read_from_any_other(saved: list[int], wanted: list[int]) -> 
             start = part.piece.start + part.first
             read += range(start, start + part.num_elems)
         assert read == list(range(a, b))
-
-
-def by_rank(stored: Stored, number: int) -> Stored:
-    return replace(stored, pieces=tuple(piece for piece in stored.pieces if piece.file == number))
-
-
-def share(number: int) -> dict[str, Saved]:
-    state = {key: by_rank(item, number) if isinstance(item, Stored) else item for key, item in W.state.items()}
-    return {"w": replace(W, stored=by_rank(W.stored, number), state=state)}
-
-
-def test_what_the_ranks_wrote_comes_together() -> None:
-    frozen = {"frozen": INDEX.tensors["frozen"]}
-    expected = {"w": W, **frozen}
-    assert merge([share(1) | frozen, share(0) | frozen]) == expected
-    # A rank that holds nothing of a parameter knows its shape, and no state.
-    idle = {"w": replace(W, stored=replace(W.stored, pieces=()), state={})}
-    assert merge([idle, share(0) | frozen, share(1)]) == expected
-    # What is missing is for `require_sound` to find.
-    with pytest.raises(CheckpointError, match="for 4 of the 6 elements of 'w'"):
-        require_sound(replace(INDEX, tensors=merge([share(0), frozen])))
-    without = {"w": replace(share(1)["w"], state={"exp_avg": share(1)["w"].state["exp_avg"]})}
-    with pytest.raises(CheckpointError, match=r"state of parameter 'w' is .* such state cannot be brought together"):
-        merge([share(0), without])
-
-
-def test_plain_values_are_those_of_the_rank_that_comes_first() -> None:
-    other = replace(share(1)["w"], state=share(1)["w"].state | {"count": 4})
-    assert merge([{"w": other}, share(0)])["w"].state["count"] == 3
-
-
-@given(cut_points, st.integers(1, 3))
-def test_pieces_side_by_side_become_one(ends: list[int], num_files: int) -> None:
-    """However many ranks wrote into few files, each file's part of a tensor is one piece if it lies in one stretch."""
-    pieces = [Piece(a * num_files // 100, 1000 + 4 * a, a, b) for a, b in pairwise(ends)]
-    shares = [{"w": Saved(Stored((100,), "F32", (piece,)), "parameter")} for piece in reversed(pieces)]
-    merged = merge(shares)["w"].stored.pieces
-    assert len(merged) == len({piece.file for piece in pieces})
-    assert (merged[0].start, merged[-1].stop) == (0, 100)
-    assert all(piece.offset == 1000 + 4 * piece.start for piece in merged)
-    apart = [{"w": Saved(Stored((100,), "F32", (replace(p, offset=p.offset + 8 * n),)))} for n, p in enumerate(pieces)]
-    assert merge(apart)["w"].stored.pieces == tuple(replace(p, offset=p.offset + 8 * n) for n, p in enumerate(pieces))
 
 
 def test_state_is_cut_like_its_parameter_where_it_is_shaped_like_it() -> None:

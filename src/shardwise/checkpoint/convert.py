@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..version import VERSION
 from . import folder
-from .index import File, Index, Piece, Stored, require_sound, to_json
+from .index import File, Index, Piece, Stored, require_sound
+from .index_json import to_json
 from .opened import Opened
 from .tree import stored_state
 from .write import Source, Tell, file_names, new_folder, split, stored_source, write_note, write_sources, write_weights

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from . import folder, steps
-from .index import Index, from_json
+from .index import Index
+from .index_json import from_json
 from .others import dcp, deepspeed, hugging_face
 from .reader import Reader
 

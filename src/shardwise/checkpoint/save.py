@@ -31,7 +31,9 @@ from ..version import VERSION
 from ..wire.collectives import Channel, collect, exchange
 from . import folder, whole
 from .background import Saving, finish_last, host_copy_of
-from .index import FORMAT, File, Index, Optimizer, Piece, Saved, merge, require_sound, to_json
+from .index import File, Index, Optimizer, Piece, Saved, require_sound
+from .index_json import FORMAT, to_json
+from .merge import merge
 from .share import Share, share_of
 from .state import describe_optimizer, own_optimizer
 from .tensors import lay_out, write_file

@@ -21,7 +21,8 @@ from ..errors import CheckpointError
 from ..shard import Interval
 from . import folder
 from .disk import BLOCK_BYTES
-from .index import Check, Index, Piece, Stored, from_json, require_sound
+from .index import Check, Index, Piece, Stored, require_sound
+from .index_json import from_json
 from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .steps import all_steps, step_folder

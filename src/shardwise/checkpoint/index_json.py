@@ -1,0 +1,129 @@
+"""`index.json`: an `Index` as JSON, and back. docs/checkpoint-format.md has every key.
+
+What is read may be anybody's: every value is looked at before it is used.
+"""
+
+import json
+from dataclasses import asdict, astuple
+from math import prod
+from typing import Any
+
+from ..errors import CheckpointError, DamageError
+from .dtypes import DTYPES
+from .index import Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, require_sound
+
+FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
+# More of either is nobody's tensor.
+_MAX_DIMS, _MAX_COUNT = 64, (1 << 63) - 1
+
+
+def to_json(index: Index) -> str:
+    body = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "origin": index.origin,
+        "files": [
+            {"name": file.name, "num_bytes": file.num_bytes, "checks": [astuple(check) for check in file.checks]}
+            for file in index.files
+        ],
+        "tensors": {name: _saved_to_json(saved) for name, saved in index.tensors.items()},
+        "optimizer": None if index.optimizer is None else asdict(index.optimizer),
+        "extra": index.extra,
+    }
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _saved_to_json(saved: Saved) -> dict[str, Any]:
+    return {
+        **_stored_to_json(saved.stored),
+        "kind": saved.kind,
+        "is_trained": saved.is_trained,
+        "tied": saved.tied,
+        "group": saved.group,
+        "state": {
+            key: _stored_to_json(item) if isinstance(item, Stored) else item for key, item in saved.state.items()
+        },
+    }
+
+
+def _stored_to_json(stored: Stored) -> dict[str, Any]:
+    return {"shape": stored.shape, "dtype": stored.dtype, "pieces": [astuple(piece) for piece in stored.pieces]}
+
+
+def from_json(text: str | bytes) -> Index:
+    """Raises CheckpointError where the text is no index, of another format, or leads out of its folder or files."""
+    try:
+        given = json.loads(text)
+        if (given["format"], given["version"]) != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                f"the index is {given['format']!r} version {given['version']!r}, and this shardwise reads {FORMAT!r} "
+                f"version {FORMAT_VERSION}: load it with the shardwise that wrote it"
+            )
+        index = Index(
+            tuple(_file(entry) for entry in given["files"]),
+            {_text(name): _saved(entry) for name, entry in given["tensors"].items()},
+            None if given["optimizer"] is None else _optimizer(given["optimizer"]),
+            dict(given["extra"]),
+            {str(key): str(value) for key, value in given["origin"].items()},
+        )
+    except RecursionError:
+        raise DamageError("the index cannot be understood: it is nested too deeply") from None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise DamageError(f"the index cannot be understood: {error!r}") from error
+    try:
+        require_sound(index)
+    except CheckpointError as error:
+        raise DamageError(str(error)) from error
+    return index
+
+
+def _file(entry: Any) -> File:
+    checks = tuple(Check(*(_count(number) for number in check)) for check in entry["checks"])
+    return File(_text(entry["name"]), _count(entry["num_bytes"]), checks)
+
+
+def _saved(entry: Any) -> Saved:
+    kind = entry["kind"]
+    if kind not in ("parameter", "buffer", "unknown"):
+        raise ValueError(f"a tensor of kind {kind!r}")
+    return Saved(
+        _stored(entry),
+        kind,
+        None if entry["is_trained"] is None else bool(entry["is_trained"]),
+        tuple(_text(name) for name in entry["tied"]),
+        None if entry["group"] is None else _count(entry["group"]),
+        {_text(key): _stored(item) if isinstance(item, dict) else _plain(item) for key, item in entry["state"].items()},
+    )
+
+
+def _stored(entry: Any) -> Stored:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r}")
+    shape = tuple(_count(length) for length in entry["shape"])
+    if len(shape) > _MAX_DIMS or prod(shape) > _MAX_COUNT:
+        raise ValueError(f"a tensor of {len(shape)} dimensions, of a size that no tensor has")
+    return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
+
+
+def _optimizer(entry: Any) -> Optimizer:
+    scaler = None if entry["scaler"] is None else {key: float(value) for key, value in entry["scaler"].items()}
+    return Optimizer(_text(entry["name"]), tuple(dict(group) for group in entry["groups"]), scaler)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a name is expected")
+    value.encode()  # JSON can hold halves of characters, which no file's name and no terminal can
+    return value
+
+
+def _plain(value: Any) -> Plain:
+    if not isinstance(value, Plain):
+        raise ValueError(f"{value!r} where a plain value is expected")
+    return value
+
+
+def _count(number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MAX_COUNT:
+        raise ValueError(f"{number!r} where a number of things is expected")
+    return number
