@@ -4,6 +4,8 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +112,29 @@ def test_a_file_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert content == bytes_of(ROWS)
     assert written.num_bytes == len(content)
     assert written.checks == summed(content)
+
+
+def test_threads_that_are_refused_at_once_all_go_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds that the first has turned to the cache already, and is refused for the same reason."""
+    real, meet = os.pwrite, threading.Barrier(2, timeout=20)
+
+    def is_direct(file: int) -> bool:
+        return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def refusing(file: int, content: Any, offset: int) -> int:
+        if is_direct(file) and offset < 2 * BLOCK:
+            is_second = meet.wait() == 1
+            while is_second and is_direct(file):
+                time.sleep(0.001)
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(file, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    row = torch.rand(BLOCK // 2)
+    stream(tmp_path / "file", [row])
+    assert (tmp_path / "file").read_bytes() == bytes_of([row])
 
 
 def test_memory_is_a_file_system_too() -> None:

@@ -12,7 +12,8 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -47,23 +48,24 @@ def open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _go_through_the_cache(file: int, error: OSError) -> None:
-    """For file systems that open files this way and then do not read or write them. Raises if it is not that."""
+def _or_through_the_cache(file: int, do: Callable[[], int]) -> int:
+    """For file systems that open files this way and then do not read or write them."""
+    # Before it is tried: another thread may find out in the meantime.
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-        raise error
+    try:
+        return do()
+    except OSError as error:
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return do()
 
 
 def read_at(file: int, view: memoryview, offset: int) -> int:
     """Fill the view from a place in a file, both aligned; returns how much there was before the file ended."""
     done = 0
     while done < len(view):
-        try:
-            num = os.preadv(file, [view[done:]], offset + done)
-        except OSError as error:
-            _go_through_the_cache(file, error)
-            continue
+        num = _or_through_the_cache(file, partial(os.preadv, file, [view[done:]], offset + done))
         if num == 0:
             break
         done += num
@@ -76,9 +78,8 @@ class Stream:
     def __init__(self, path: Path, check_bytes: int | None) -> None:
         self._check_bytes = check_bytes
         self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._blocks = deque(
-            _Block() for _ in range(_NUM_BLOCKS)
-        )  # the first is being filled, the second is the oldest
+        # The first is being filled, the second is the oldest.
+        self._blocks = deque(_Block() for _ in range(_NUM_BLOCKS))
         self._filled = 0
         self.num_bytes = 0
         self.checks: list[Check] = []
@@ -137,10 +138,11 @@ class _Block:
         self._failure: OSError | None = None
 
     def start(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._write, args=(file, num_bytes, offset, check_bytes), name="shardwise-disk"
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread  # one that could not be started is not waited for
 
     def finish(self) -> list[Check]:
         """The checksums of what was written since the last time."""
@@ -163,17 +165,9 @@ class _Block:
                 self._checks = [Check(offset + at, len(part), zlib.crc32(part)) for at, part in parts]
             try:
                 while done < end:
-                    done += _write_at(file, view[done:end], offset + done)
+                    done += _or_through_the_cache(file, partial(os.pwrite, file, view[done:end], offset + done))
             except OSError as error:
                 self._failure = error
-
-
-def _write_at(file: int, view: memoryview, offset: int) -> int:
-    try:
-        return os.pwrite(file, view, offset)
-    except OSError as error:
-        _go_through_the_cache(file, error)
-        return 0
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
