@@ -113,7 +113,7 @@ def save_one_after_another(path: Path) -> None:
             assert (path / f"first {kind}" / "complete").is_file()
             step(model, optimizer)
         assert background.host_copy_of(engine)._memory.data_ptr() == memory, "the copies are made where they were"
-    background.finish_last(engine)
+    background.finish_last()
     dist.barrier()
     assert digests(path / "second save").keys() == digests(path / "second start_save").keys()
     assert not engine.at_step, "nothing is left to say"
@@ -121,6 +121,22 @@ def save_one_after_another(path: Path) -> None:
 
 def test_the_next_save_waits_for_the_last_and_uses_its_memory(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, save_one_after_another, tmp_path)
+
+
+def save_two_models(path: Path) -> None:
+    models = [built(), built("zero2")]
+    with held() as go_on:
+        first = sw.start_save(path / "first", *models[0])
+        threading.Timer(0.2, go_on.set).start()
+        second = sw.start_save(path / "second", *models[1])
+        assert first.is_complete
+    second.finish()
+    for name, (model, optimizer) in zip(("first", "second"), models, strict=True):
+        sw.load(path / name, model, optimizer)
+
+
+def test_saves_of_two_models_do_not_mix(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, save_two_models, tmp_path)
 
 
 def load_waits(path: Path) -> None:

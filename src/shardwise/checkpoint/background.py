@@ -67,7 +67,7 @@ class Saving:
         self._raise_at = 0
         # No daemon: a program that ends waits until its checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
-        _last[engine] = self
+        _under_way.append(self)
         engine.at_step.append(self._at_step)
         self._thread.start()
 
@@ -122,8 +122,8 @@ class Saving:
     def _forget(self) -> None:
         if self._at_step in self._engine.at_step:
             self._engine.at_step.remove(self._at_step)
-        if _last.get(self._engine) is self:
-            del _last[self._engine]
+        if self in _under_way:
+            _under_way.remove(self)
 
     def _tell(self) -> None:
         self._is_told = True
@@ -131,7 +131,8 @@ class Saving:
         raise self._failure
 
 
-_last: "WeakKeyDictionary[Engine, Saving]" = WeakKeyDictionary()
+# At most one, whatever model it is of: the threads of two would speak over one channel at once.
+_under_way: list[Saving] = []
 _copies: "WeakKeyDictionary[Engine, HostCopy]" = WeakKeyDictionary()
 
 
@@ -141,8 +142,7 @@ def host_copy_of(engine: Engine) -> HostCopy:
     return _copies[engine]
 
 
-def finish_last(engine: Engine) -> None:
+def finish_last() -> None:
     """Wait for the save that is under way; if it failed and nobody has heard of it, raise."""
-    last = _last.get(engine)
-    if last is not None:
+    for last in tuple(_under_way):
         last.finish()

@@ -68,8 +68,8 @@ def start_save(
 ) -> Saving:
     """As `save`, but training goes on while a thread writes: it returns when everything is copied to the host.
 
-    The copies stay for the next time. The next save, of either kind, waits for this one. If it fails, the next
-    `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned.
+    The copies stay for the next time. The next save, of either kind and of any model, waits for this one. If it fails,
+    the next `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned.
     """
     content = _content("start_save", path, model, optimizer, extra, whole)
     engine = engine_of(model)
@@ -118,7 +118,7 @@ def begin_between_steps(
 ) -> None:
     """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
     engine.refuse_after_early_update(verb)
-    finish_last(engine)
+    finish_last()
     engine.rest()
     engine.await_gradients()
     what = "the model" if optimizer is None else "the model and its optimizer"

@@ -95,13 +95,22 @@ def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None,
         )
     for group, settings in () if keep_groups else zip(optimizer.inner.param_groups, saved.groups, strict=True):
         for key, value in settings.items():
-            now = group.get(key)
-            if isinstance(now, int | float | Tensor) and not isinstance(value, int | float):
-                raise CheckpointError(f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={now!r}")
+            if key not in _HOW and not _is_alike(group.get(key), value):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}: load with "
+                    "keep_groups=True to go on with this one's settings"
+                )
     if optimizer.scaler is not None and saved.scaler is not None:
         wanted = set(optimizer.scaler.state())
         if not wanted <= {key for key, value in saved.scaler.items() if isfinite(value)}:
             raise CheckpointError(f"the checkpoint's loss scaler is {saved.scaler}: it lacks one of {sorted(wanted)}")
+
+
+def _is_alike(now: Any, value: Any) -> bool:
+    """Whether a setting can take the place of another."""
+    if isinstance(now, tuple):
+        return isinstance(value, (list, tuple)) and len(value) == len(now)
+    return not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
 
 
 def refuse_homeless_state(optimizer: ShardedOptimizer, params: set[Tensor]) -> None:
