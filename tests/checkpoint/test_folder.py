@@ -1,5 +1,6 @@
 """A checkpoint on disk: whether it is complete, and that there is always one."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,18 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
     assert folder.read_index(path) == (path, b"new")
     write(path, "newer")
     assert names(tmp_path) == {"step-000007"}
+
+
+def test_an_old_one_that_does_not_go_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "here"
+    write(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Path.rmdir)  # which is not empty
+        write(path, "new")
+    assert folder.read_index(path) == (path, b"new")
+    assert names(tmp_path) == {"here", "here.replaced"}
+    write(path, "newer")
+    assert names(tmp_path) == {"here"}
 
 
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

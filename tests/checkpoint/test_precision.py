@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.compare import holds
 from tests.checkpoint.test_refusals import edit, refused
 from tests.harness import Pool
 from tests.promises.test_checkpoints import values
@@ -163,3 +164,14 @@ def convert_the_rest(root: Path) -> None:
 
 def test_what_has_no_master_keeps_to_the_same_rules(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, convert_the_rest, tmp_path)
+
+
+def test_floats_of_eight_bits_go_into_all_wider_ones() -> None:
+    for small in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert holds(dtype, small)
+            assert not holds(small, dtype)
+        assert holds(small, small)
+    assert not holds(torch.float8_e4m3fn, torch.float8_e5m2)
+    assert holds(torch.float32, torch.bfloat16)
+    assert not holds(torch.float16, torch.bfloat16)

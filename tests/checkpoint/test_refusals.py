@@ -207,6 +207,10 @@ def set_a_rate(index: dict[str, Any]) -> None:
     index["optimizer"]["groups"][0]["lr"] = "fast"
 
 
+def set_a_pair(index: dict[str, Any]) -> None:
+    index["optimizer"]["groups"][0]["betas"] = 0.9
+
+
 # What is found before anything is changed, and what only reading finds.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "there is no checkpoint"),
@@ -218,6 +222,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a gap": (lambda path: edit(path, leave_a_gap), "for element 0 of 'first.weight'"),
     "too far": (lambda path: edit(path, lead_too_far), "'first.weight' up to byte .* bytes long"),
     "no rate": (lambda path: edit(path, set_a_rate), "optimizer has lr='fast', this one has lr=0.01"),
+    "no pair": (lambda path: edit(path, set_a_pair), r"optimizer has betas=0.9, this one has betas=\(0.9, 0.999\)"),
     "everything": (lambda path: edit(path, claim_everything), "of the 1099511627776 elements of 'first.weight'"),
 }
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -244,6 +249,26 @@ def load_broken(root: Path) -> None:
 
 def test_broken_checkpoints_are_refused_before_anything_changes(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, load_broken, tmp_path)
+
+
+def choose_otherwise(index: dict[str, Any]) -> None:
+    """As others write it: their choice, not ours."""
+    index["optimizer"]["groups"][0] |= {"fused": None, "foreach": True, "capturable": None}
+
+
+def load_into_fused(path: Path) -> None:
+    save_one(path)
+    if dist.get_rank() == 0:
+        edit(path, choose_otherwise)
+    dist.barrier()
+    model, optimizer = built("ddp", lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True), seed=1)
+    sw.load(path, model, optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
+    step(model, optimizer)
+
+
+def test_how_updates_are_computed_is_the_running_programs_choice(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, load_into_fused, tmp_path / "here")
 
 
 def two_groups(params: list[nn.Parameter], first: int = 1) -> torch.optim.Optimizer:

@@ -115,7 +115,9 @@ def _put_in_place(path: Path) -> None:
             replaced.rename(path)
         raise
     sync(path.parent)
-    remove(replaced)
+    # The new one is there, whatever becomes of the old one: who still reads it may keep it from going (NFS).
+    with suppress(OSError):
+        remove(replaced)
 
 
 def remove(folder: Path) -> None:

@@ -59,15 +59,22 @@ class Source:
 def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype | None = None) -> Source:
     """A tensor of a checkpoint, converted on its way if another dtype is given."""
     dtype = dtype or stored.torch_dtype
-    return Source(name, dtype, stored.shape, partial(_stored_rows, reader, stored, dtype))
+    return Source(name, dtype, stored.shape, partial(_stored_rows, name, reader, stored, dtype))
 
 
-def _stored_rows(reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator[Tensor]:
+def _stored_rows(name: str, reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator[Tensor]:
     for row in reader.rows(stored, Interval(0, stored.num_elems)):
-        converted = row.to(dtype)
-        if dtype is torch.float16 and row.dtype is not dtype and not converted.isfinite().all():
-            raise CheckpointError("numbers beyond those that fp16 can hold: use bf16 or fp32")
-        yield converted
+        yield converted(name, row, dtype)
+
+
+def converted(name: str, row: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype; refused where finite numbers would become infinite."""
+    found = row.to(dtype)
+    if dtype is torch.float16 and row.dtype is not dtype and (found.isinf() & row.isfinite()).any():
+        raise CheckpointError(
+            f"{name!r} reaches to {float(row.abs().max()):g}, and fp16 to {torch.finfo(dtype).max:g}: use bf16 or fp32"
+        )
+    return found
 
 
 def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:

@@ -21,7 +21,7 @@ from ...checkpoint.index import Saved
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.reader import Reader
 from ...checkpoint.steps import latest
-from ...checkpoint.write import MAX_FILE_BYTES, Source, stored_source
+from ...checkpoint.write import MAX_FILE_BYTES, Source, converted, stored_source
 from ...errors import CheckpointError, ConfigurationError
 from ..data.tokenizer import tokenizer_for
 from ..folder import CHECKPOINTS, CONFIG
@@ -194,7 +194,7 @@ def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtyp
 
 
 def _converted(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
-    return [weights[name].to(dtype)]
+    return [converted(name, weights[name], dtype)]
 
 
 def _dtype_of(own: Tensor, stored: torch.dtype, wish: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checkpoint.write import Source
+from ...checkpoint.write import Source, converted
 from ...errors import ConfigurationError
 from .forms import base_name, is_adapter
 from .lora import ADAPTER
@@ -44,7 +44,7 @@ def _merged_rows(source: Source, down: Source, up: Source, adapter: _Adapter) ->
     product = up.read().float() @ down.read().float()
     whole = source.read().float()
     whole.add_(product.T if adapter.is_transposed else product, alpha=adapter.scale)
-    return [whole.to(source.dtype)]
+    return [converted(source.name, whole, source.dtype)]
 
 
 def _adapters_of(model: Any) -> dict[str, _Adapter]:
