@@ -1,5 +1,6 @@
 """A run on one rank, and what it does beside its steps: evaluate, save, finish. All ranks do it together."""
 
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Run:
     between: Between = field(init=False)
     saved_step: int | None = None  # also while it is being written
     saving: Saving | None = None  # in the background, of that step
+    removing: threading.Thread | None = None  # of older checkpoints
     evaluation: Evaluation | None = None
     generated: str = ""
     exported: str = ""
@@ -118,11 +120,22 @@ class Run:
         self.progress.say(f"saved {step_folder(root, self.saved_step)} {how}")
         if self.is_first:
             point_to(root, self.saved_step)
-            try:
-                if limit is not None:
-                    prune(root, limit, looks_whole)
-            except OSError as error:
-                self.progress.say(f"older checkpoints cannot be removed: {error}")
+            if limit is not None:
+                self.finish_removing()
+                # A disk may take seconds to remove what it took seconds to write.
+                self.removing = threading.Thread(target=self._remove_older, args=(root, limit), name="shardwise-remove")
+                self.removing.start()
+
+    def _remove_older(self, root: Path, limit: int) -> None:
+        try:
+            prune(root, limit, looks_whole)
+        except OSError as error:
+            self.progress.say(f"older checkpoints cannot be removed: {error}")
+
+    def finish_removing(self) -> None:
+        if self.removing is not None:
+            self.removing.join()
+            self.removing = None
 
     def extra(self, step: int) -> dict[str, Any]:
         """What a checkpoint of the trainer says beside weights and optimizer."""

@@ -66,6 +66,7 @@ def _run(settings: Settings) -> int:
     except torch.OutOfMemoryError as error:
         raise MemoryExceededError(explain(error, job.model, job.optimizer, settings, job.batching)) from error
     finally:
+        run.finish_removing()
         run.metrics.close()
     run.progress.say(summary(end_of(run, ending, time.perf_counter() - began)))
     return ending.stop or 0
