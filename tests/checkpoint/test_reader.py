@@ -88,6 +88,27 @@ def test_plans_may_be_wrong(ends: list[list[int]], data: st.DataObject) -> None:
                 assert torch.equal(row, values[interval.start : interval.stop])
 
 
+def test_what_comes_next_is_read_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is another tensor's."""
+    begun, real = list[int](), reader._Slot.fill
+
+    def fill(slot: reader._Slot, threads: object, file: int, block: Check, *rest: object) -> None:
+        begun.append(block.offset // BLOCK)
+        real(slot, threads, file, block, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader._Slot, "fill", fill)
+    files, stored = write(tmp_path, [torch.rand(10 * BLOCK // 4)])
+    (whole,) = stored.pieces
+    size = BLOCK // 4
+    tensors = [Stored((size,), "F32", (Piece(0, whole.offset + 4 * at, 0, size),)) for at in range(0, 8 * size, size)]
+    with Reader(tmp_path, files) as opened:
+        opened.plan((tensor, Interval(0, size)) for tensor in tensors)
+        for number, tensor in enumerate(tensors[:4]):
+            opened.read(tensor, 0, torch.empty(size))
+            assert max(begun) >= number + reader._NUM_AHEAD
+    assert begun == sorted(set(begun)), "each once, in their order"
+
+
 def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
     """At most the blocks that the interval touches; without checksums, the pages of what is read at once."""
     files, stored = write(tmp_path, [torch.rand(50_000)])

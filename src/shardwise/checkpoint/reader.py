@@ -46,11 +46,12 @@ class Reader:
         self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
-        """What will be read, in this order: threads begin with what comes next. Reading something else is no error."""
+        """What will be read, in this order: threads begin now, and stay ahead. Reading something else is no error."""
         self._planned = (
             (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
         )
         self._ahead.clear()
+        self._read_ahead()
 
     def read(self, stored: Stored, start: int, into: Tensor) -> None:
         """Fill the row `into` with elements of a tensor, from its element `start` on; dtypes are converted."""
@@ -108,11 +109,14 @@ class Reader:
             while self._ahead.popleft() != (number, block):
                 pass
         slot = self._begin(number, block)
-        while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
-            if planned != (number, block):
-                self._begin(*planned, (number, block))
-                self._ahead.append(planned)
+        self._read_ahead((number, block))
         return slot.content()
+
+    def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
+        while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
+            if planned not in self._ahead and planned not in in_use:
+                self._begin(*planned, *in_use)
+                self._ahead.append(planned)
 
     def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
         """Read a block into a slot, if it is in none: a new one, or that which was used longest ago."""
