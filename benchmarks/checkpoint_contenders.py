@@ -9,13 +9,16 @@
 
 All train the same in-tree transformer in fp32 with torch's AdamW. A save is timed twice: until every rank's call has
 returned, and until an fsync of all its files has, whether or not the contender did that itself. Before a load the files
-are dropped from the page cache, and after it every tensor must be what it was when it was saved.
+are dropped from the page cache, and after it every tensor must be what it was when it was saved. Asynchronous saves are
+measured beside steps that compute, on whatever cores there are, and beside steps that only wait for as long: as where
+another device computes.
 """
 
 import json
 import mmap
 import os
 import shutil
+import statistics
 import sys
 import time
 import warnings
@@ -246,7 +249,7 @@ def run(job: Job) -> dict[str, Any]:
         contender.step(lambda: None)
     path = Path(job.folder)
     steps = [timed(job, lambda: contender.step(lambda: None)) for _ in range(job.num_steps)]
-    found: dict[str, Any] = {"steps_s": steps, "saves": [], "loads": [], "async": []}
+    found: dict[str, Any] = {"steps_s": steps, "saves": [], "loads": [], "async": [], "async, waiting": []}
     for _ in range(1 + job.num_saves):
         clean(path)
         found["saves"].append(save(job, contender, path))
@@ -258,9 +261,17 @@ def run(job: Job) -> dict[str, Any]:
         if sums(contender) != kept:
             raise AssertionError(f"{job.contender}: what was loaded is not what was saved")
     if contender.start_save is not None:
+        step_s = agreed(job, statistics.median(steps))
+
+        def wait(before_update: Callable[[], object]) -> None:
+            before_update()
+            time.sleep(step_s)
+
         for _ in range(1 + job.num_saves):
-            clean(path)
-            found["async"].append(save_beside_steps(job, contender, path))
+            for name, step in (("async", contender.step), ("async, waiting", wait)):
+                clean(path)
+                found[name].append(save_beside_steps(job, contender.start_save, step, path))
+        found["waits_s"] = [timed(job, lambda: wait(lambda: None)) for _ in range(job.num_steps)]
     return found
 
 
@@ -283,24 +294,28 @@ def load(job: Job, contender: Contender, path: Path) -> dict[str, float]:
     return {"seconds": timed(job, lambda: contender.load(path)), "memory_bytes": peak() - memory}
 
 
-def save_beside_steps(job: Job, contender: Contender, path: Path) -> dict[str, Any]:
+def save_beside_steps(
+    job: Job, start_save: Callable[[Path], Started], step: Callable[[Callable[[], object]], object], path: Path
+) -> dict[str, Any]:
     """Start, and go on with steps until every rank is done; at least as many steps as were measured without."""
-    assert contender.start_save is not None
     dist.barrier()
     began = time.perf_counter()
-    started: Started = contender.start_save(path)
+    started = start_save(path)
     synchronize(job)
     call_s = time.perf_counter() - began
-    steps, waits = list[float](), started.before_update
-    is_done = False
+    steps, is_done = [timed(job, lambda: step(started.before_update))], False
     while not is_done or len(steps) < job.num_steps:
-        steps.append(timed(job, lambda: contender.step(waits)))  # noqa: B023
-        waits = lambda: None  # noqa: E731
-        done = torch.tensor(float(started.is_done()), device=job.device)
-        dist.all_reduce(done, dist.ReduceOp.MIN)
-        is_done = bool(done.item())
+        steps.append(timed(job, lambda: step(lambda: None)))
+        is_done = agreed(job, float(started.is_done())) == 1.0
     started.finish()
     return {"call_s": call_s, "steps_s": steps}
+
+
+def agreed(job: Job, number: float) -> float:
+    """The smallest of all ranks'."""
+    numbers = torch.tensor(number, dtype=torch.float64, device=job.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    return float(numbers)
 
 
 def timed(job: Job, do: Callable[[], object]) -> float:

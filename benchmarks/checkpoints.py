@@ -152,14 +152,15 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 
 
-def delays(run: dict[str, Any]) -> dict[str, float]:
+def delays(run: dict[str, Any], what: str) -> dict[str, float]:
     """What an asynchronous save costs, in seconds: its call, that and the step it is in, and that and all steps."""
     ranks = run["ranks"]
-    step_s = statistics.median(max(rank["steps_s"][n] for rank in ranks) for n in range(len(ranks[0]["steps_s"])))
+    alone = [rank["steps_s" if what == "async" else "waits_s"] for rank in ranks]
+    step_s = statistics.median(max(each) for each in zip(*alone, strict=True))
     found = []
-    for n in range(1, num(run, "async")):
-        call_s = max(rank["async"][n]["call_s"] for rank in ranks)
-        steps = ranks[0]["async"][n]["steps_s"]
+    for n in range(1, num(run, what)):
+        call_s = max(rank[what][n]["call_s"] for rank in ranks)
+        steps = ranks[0][what][n]["steps_s"]
         found.append((call_s, call_s + steps[0] - step_s, call_s + sum(steps) - len(steps) * step_s))
     medians = [statistics.median(values) for values in zip(*found, strict=True)]
     return {"step": step_s, **dict(zip(("call", "first step", "all steps"), medians, strict=True))}
@@ -207,17 +208,18 @@ def tables(runs: Runs, exports: list[dict[str, float]]) -> list[str]:
             most = [max(counted(one, what, "memory_bytes") for one in good(runs, name)) for what in ("saves", "loads")]
             size = run["ranks"][0]["num_bytes"]
             lines.append(f"| `{name}` | {most[0] / 1e6:.0f} | {most[1] / 1e6:.0f} | {size / 1e9:.2f} |")
-    lines += ["", "| saves beside the steps | step s | call s | step of the call | all steps until it is done |"]
-    lines += ["|---|---|---|---|---|"]
-    for name in runs:
-        each = [run for run in good(runs, name) if num(run, "async")]
-        if each:
-            found = [(delays(run), counted(run, "saves", "on_disk_s")) for run in each]
-            cells = [spread((f["step"] for f, _ in found), "{:.3f}"), spread((f["call"] for f, _ in found), "{:.3f}")]
-            for key in ("first step", "all steps"):
-                late = spread((f[key] for f, _ in found), "{:.3f}")
-                cells.append(f"{late} s, {spread((100 * f[key] / s for f, s in found), '{:.0f}')} % of a save")
-            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    for what, title in (("async", "saves beside steps that compute"), ("async, waiting", "beside steps that wait")):
+        lines += ["", f"| {title} | step s | call s | step of the call | all steps until it is done |"]
+        lines += ["|---|---|---|---|---|"]
+        for name in runs:
+            each = [run for run in good(runs, name) if num(run, what)]
+            if each:
+                found = [(delays(run, what), counted(run, "saves", "on_disk_s")) for run in each]
+                cells = [spread((late[key] for late, _ in found), "{:.3f}") for key in ("step", "call")]
+                for key in ("first step", "all steps"):
+                    share = spread((100 * late[key] / save_s for late, save_s in found), "{:.0f}")
+                    cells.append(f"{spread((late[key] for late, _ in found), '{:.3f}')} s, {share} % of a save")
+                lines.append(f"| `{name}` | {' | '.join(cells)} |")
     if exports:
         speed = [run["copy_s"] / run["export_s"] for run in exports]
         beside = max(run["memory_bytes"] - run["idle_memory_bytes"] for run in exports)
@@ -233,8 +235,9 @@ NOTE = """Medians over the repetitions (min-max): of each the median of its save
 is until every rank's call returned, `on the disk` until an fsync of all its files did. Loads are from a cold page
 cache (of this machine; of what is below it nothing is known), and everything was compared with what was saved. `X / it`
 is X's time over that row's, within a repetition: above 1, the row is faster. `disk` writes and reads as many bytes and
-does nothing else. Delays of saves beside the steps are against steps without one, in seconds and in percent of the same
-contender's own synchronous save; the first such save, which makes memory, is not counted."""
+does nothing else. Delays of saves beside steps are against steps without one, in seconds and in percent of the same
+contender's own synchronous save; the first such save, which makes memory, is not counted. Steps that wait take as long
+and compute nothing, as where another device computes."""
 
 
 def main() -> None:
