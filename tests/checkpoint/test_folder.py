@@ -1,6 +1,9 @@
 """A checkpoint on disk: whether it is complete, and that there is always one."""
 
+import errno
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,19 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypat
     assert folder.read_index(path) == (path, b"new")
     write(path, "newer")
     assert names(tmp_path) == {"step-000007"}
+
+
+def test_a_file_system_may_sync_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def refusing(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    write(tmp_path / "here", "new")
+    assert folder.read_index(tmp_path / "here")[1] == b"new"
 
 
 def test_an_old_one_that_does_not_go_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

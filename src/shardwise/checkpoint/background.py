@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..engine.runtime import Engine
-from ..errors import WireError
 from ..shard import round_up
 from ..wire.collectives import Channel, exchange
 from .dtypes import DTYPES
@@ -100,7 +99,7 @@ class Saving:
             with self._lock:
                 self._has_failed = True
                 num_steps = self._num_steps
-            with suppress(WireError):  # where the others are gone, there is nobody to agree with
+            with suppress(Exception):  # where the others are gone, there is nobody to agree with
                 num_steps = max(exchange(self._channel, num_steps))
             self._raise_at = num_steps + 1
             self._agreed.set()

@@ -6,6 +6,7 @@ it was written. Where one is replaced there are two renames: in between, the new
 and is found there.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -145,5 +146,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems (SMB, some of FUSE's) sync files only.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -61,7 +61,7 @@ def load(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class _Wanted:
     """What this rank holds of a parameter: the place to fill, and the interval of its elements."""
 
     state: FlatState
@@ -78,7 +78,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class _Job:
     opened: Opened
-    wanted: list[Wanted]
+    wanted: list[_Wanted]
     buffers: list[tuple[Tensor, Stored]]
 
 
@@ -96,7 +96,7 @@ def _prepare(
         buffers = buffers_of(model, engine)
         names = require_same_model(engine, buffers, index, allow_rounding)
         wanted = [
-            Wanted(state, piece.param, piece.in_param, names[spec.name], index.tensors[names[spec.name]])
+            _Wanted(state, piece.param, piece.in_param, names[spec.name], index.tensors[names[spec.name]])
             for unit in engine.units
             for state in unit.states
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master])
@@ -155,7 +155,7 @@ def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
         yield stored, Interval(0, stored.num_elems)
 
 
-def _read_state(reader: Reader, want: Wanted, key: str, row: Tensor) -> None:
+def _read_state(reader: Reader, want: _Wanted, key: str, row: Tensor) -> None:
     item = want.saved.state[key]
     assert isinstance(item, Stored)
     reader.read(item, want.interval.start if want.saved.is_split(key) else 0, row)

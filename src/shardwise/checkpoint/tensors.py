@@ -20,8 +20,8 @@ from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
 from .index import File, Piece, Stored
 
-# A longer header than this is nobody's.
-MAX_HEADER_BYTES = 1 << 30
+# As in the library: what is longer, it does not open.
+MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
