@@ -10,11 +10,9 @@ from .index_json import from_json
 from .others import dcp, deepspeed, hugging_face
 from .reader import Reader
 
-# Of a run: its checkpoints, by step.
-_RUN = "checkpoints"
 _LOOKED_FOR = (
-    f"{folder.MARKER!r} of shardwise's checkpoints and {_RUN!r} of its runs, {dcp.METADATA!r} of torch's DCP, "
-    f"{dcp.MODEL_PART!r} of Accelerate, {deepspeed.LATEST!r} or '*_model_states.pt' of DeepSpeed, "
+    f"{folder.MARKER!r} of shardwise's checkpoints and {steps.CHECKPOINTS!r} of its runs, {dcp.METADATA!r} of torch's "
+    f"DCP, {dcp.MODEL_PART!r} of Accelerate, {deepspeed.LATEST!r} or '*_model_states.pt' of DeepSpeed, "
     f"{', '.join(map(repr, hugging_face.NAMES))} of Hugging Face"
 )
 
@@ -35,8 +33,7 @@ def open_checkpoint(path: Path) -> Opened:
     The path of a run leads to its newest complete checkpoint. Raises CheckpointError, with the path, where there is
     none or it cannot be understood.
     """
-    if folder.find(path) is None:
-        path = steps.latest(path / _RUN) or steps.latest(path) or path
+    path = steps.newest_in(path)
     if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
         path, text = folder.read_index(path)
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .folder import find, partial_of, remove, replaced_of, settle
 
+CHECKPOINTS = "checkpoints"  # where a run has them
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})(\.partial|\.replaced)?")
 
@@ -37,6 +38,13 @@ def latest(root: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
     steps = complete_steps(root)
     return step_folder(root, steps[-1]) if steps else None
+
+
+def newest_in(path: Path) -> Path:
+    """A run's folder, or that of its checkpoints, stands for the newest complete one; any other path for itself."""
+    if find(path) is not None:
+        return path
+    return latest(path / CHECKPOINTS) or latest(path) or path
 
 
 def point_to(root: Path, step: int) -> None:

@@ -25,7 +25,7 @@ from .index import Check, Index, Piece, Stored, require_sound
 from .index_json import from_json
 from .opened import Opened, open_checkpoint
 from .reader import Reader
-from .steps import all_steps, step_folder
+from .steps import CHECKPOINTS, all_steps, step_folder
 from .write import Tell
 
 
@@ -103,7 +103,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     """Of a run folder, or of its `checkpoints/`: oldest first, unfinished ones too. None where it is neither."""
     if _is_begun(path):
         return []
-    roots = (path / "checkpoints", path)
+    roots = (path / CHECKPOINTS, path)
     return next(([step_folder(root, step) for step in steps] for root in roots if (steps := all_steps(root))), [])
 
 

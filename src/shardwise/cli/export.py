@@ -64,12 +64,13 @@ def export(
         raise ConfigurationError(f"--dtype: unknown {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(path)
+    from ..checkpoint.steps import newest_in
     from ..checkpoint.write import require_free
     from ..train.figures import size
     from ..train.models.export import write_export
-    from ..train.models.from_checkpoint import Wish, content_of, find_checkpoint
+    from ..train.models.from_checkpoint import Wish, content_of
 
-    place = find_checkpoint(path)
+    place = newest_in(path)
     require_free(out, overwrite, place)
     began = time.perf_counter()
     with content_of(place, Wish(model, dtype, merge, max_bytes)) as content:

@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.background import Saving
 from ..checkpoint.opened import looks_whole
 from ..checkpoint.save import save, start_save
-from ..checkpoint.steps import point_to, prune, step_folder
+from ..checkpoint.steps import CHECKPOINTS, point_to, prune, step_folder
 from ..engine.guards import engine_of
 from ..engine.held import Memory, memory
 from ..wire.collectives import Channel
@@ -18,7 +18,7 @@ from .checks import Checked
 from .data.prepare import Prepared
 from .data.samples import Samples
 from .evaluate import Evaluation, evaluate
-from .folder import CHECKPOINTS, EXPORT
+from .folder import EXPORT
 from .loop import Between, Job
 from .metrics import Metrics, memory_row
 from .models.build import Built

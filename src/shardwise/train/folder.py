@@ -13,12 +13,12 @@ from datetime import datetime
 from pathlib import Path
 
 from ..checkpoint.folder import find
-from ..checkpoint.steps import all_steps, latest, step_folder
+from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
 from ..errors import CheckpointError, ConfigurationError
 from .settings import Settings
 
 RUNS = Path("runs")
-CONFIG, CHECKPOINTS, DATA, EXPORT, LOGS = "config.json", "checkpoints", "data", "export", "logs"
+CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
 LATEST, AUTO = "latest", "auto"
 
 

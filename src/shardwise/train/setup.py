@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import mesh
-from ..checkpoint.steps import go_on_from
+from ..checkpoint.steps import CHECKPOINTS, go_on_from
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
 from ..engine.guards import engine_of
@@ -32,7 +32,7 @@ from .checks import Checked, check_all, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
-from .folder import CHECKPOINTS, DATA, choose, claim, run_folder, to_try
+from .folder import DATA, choose, claim, run_folder, to_try
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build

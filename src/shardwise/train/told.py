@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.steps import step_folder
+from ..checkpoint.steps import CHECKPOINTS, step_folder
 from ..engine.guards import engine_of
 from ..engine.held import memory
 from ..wire.collectives import exchange
 from .banner import End, Start
 from .beside import Run
 from .data.samples import unigram_entropy
-from .folder import CHECKPOINTS
 from .loop import Ending
 from .settings import Settings
 

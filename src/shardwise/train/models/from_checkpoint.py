@@ -20,11 +20,11 @@ from ...checkpoint.folder import find
 from ...checkpoint.index import Saved
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.reader import Reader
-from ...checkpoint.steps import latest
+from ...checkpoint.steps import newest_in
 from ...checkpoint.write import MAX_FILE_BYTES, Source, converted, stored_source
 from ...errors import CheckpointError, ConfigurationError
 from ..data.tokenizer import tokenizer_for
-from ..folder import CHECKPOINTS, CONFIG
+from ..folder import CONFIG
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import Content
@@ -51,17 +51,10 @@ class Wish:
     max_bytes: int = MAX_FILE_BYTES
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A run's folder, or the folder of its checkpoints, stands for the newest complete one."""
-    if find(path) is not None:
-        return path
-    return latest(path / CHECKPOINTS) or latest(path) or path
-
-
 @contextmanager
 def content_of(path: Path, wish: Wish) -> Iterator[Content]:
     """Everything is checked here: what it is, whether it fits its model, and that nothing is missing."""
-    place = find_checkpoint(path)
+    place = newest_in(path)
     about = {"from": str(place.resolve())}
     if (place / ADAPTER_CONFIG).is_file():
         yield dataclasses.replace(_of_adapter(place, wish), about=about)

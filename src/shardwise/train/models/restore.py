@@ -13,7 +13,7 @@ from torch import nn
 
 from ...checkpoint.folder import find
 from ...checkpoint.load import load
-from ...checkpoint.steps import latest
+from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.write import NOTE
 from ...engine.api import shard
 from ...engine.whole import load_full_state_dict
@@ -21,7 +21,7 @@ from ...errors import ConfigurationError
 from ...layout import Strategy
 from ...mesh import device, init
 from ..data.tokenizer import Tokenizer, tokenizer_for
-from ..folder import CHECKPOINTS, CONFIG, EXPORT
+from ..folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE
