@@ -271,6 +271,36 @@ def test_how_updates_are_computed_is_the_running_programs_choice(run_ranks: Pool
     run_ranks(2, load_into_fused, tmp_path / "here")
 
 
+def count_in_numbers(index: dict[str, Any]) -> None:
+    """As DeepSpeed does."""
+    for tensor in index["tensors"].values():
+        if "step" in tensor["state"]:
+            tensor["state"]["step"] = 5
+
+
+def load_numbers(path: Path) -> None:
+    save_one(path)
+    if dist.get_rank() == 0:
+        edit(path, count_in_numbers)
+    dist.barrier()
+    for has_stepped in (False, True):
+        model, optimizer = built("ddp", seed=1)
+        if has_stepped:
+            step(model, optimizer)
+        before = [optimizer.state[param].get("step") for param in (model.first.weight, model.last.bias)]
+        sw.load(path, model, optimizer)
+        after = [optimizer.state[param]["step"] for param in (model.first.weight, model.last.bias)]
+        assert [float(count) for count in after] == [5.0, 5.0]
+        if has_stepped:
+            assert all(a is b for a, b in zip(before, after, strict=True)), "a recorded step reads it where it is"
+        step(model, optimizer)
+        assert [float(count) for count in after] == [6.0, 6.0]
+
+
+def test_steps_may_be_counted_in_numbers(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, load_numbers, tmp_path / "here")
+
+
 def two_groups(params: list[nn.Parameter], first: int = 1) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": params[:first]}, {"params": params[first:]}], lr=1e-2)
 

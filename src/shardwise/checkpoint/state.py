@@ -188,7 +188,7 @@ def restore_state(
         del kept[key]
     for key, item in saved.state.items():
         if not isinstance(item, Stored):
-            kept[key] = _counted(optimizer, resting, group, item) if key == "step" else item
+            kept[key] = _counted(optimizer, resting, group, item, kept.get(key)) if key == "step" else item
             continue
         target = kept.get(key)
         shape = resting.shape if saved.is_split(key) else torch.Size(item.shape)
@@ -253,8 +253,12 @@ def _device_of_steps(resting: Tensor, group: Mapping[str, Any]) -> torch.device:
     return resting.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
-def _counted(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], steps: Plain) -> Tensor | Plain:
+def _counted(
+    optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], steps: Plain, now: Any
+) -> Tensor | Plain:
     """A number of steps from somebody who counts in numbers. torch's optimizers count in tensors, and change them."""
+    if isinstance(now, Tensor) and isinstance(steps, (int, float)):
+        return now.fill_(steps)
     if not type(optimizer.inner).__module__.startswith("torch.optim") or not isinstance(steps, (int, float)):
         return steps
     return torch.tensor(float(steps), device=_device_of_steps(resting, group))
