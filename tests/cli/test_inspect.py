@@ -88,6 +88,9 @@ def test_what_is_not_there_is_refused_in_a_sentence(ask: Asker, tmp_path: Path) 
     seen = ask("inspect", tmp_path / "none")
     assert (seen.code, seen.out) == (2, "")
     assert seen.err == f"shardwise: {tmp_path / 'none'}: there is no such folder\n"
+    seen = ask("inspect", tmp_path / ("long" * 100))
+    assert (seen.code, seen.err.count("\n")) == (2, 1)
+    assert "File name too long" in seen.err
     (tmp_path / "empty").mkdir()
     seen = ask("inspect", tmp_path / "empty")
     assert seen.code == 5

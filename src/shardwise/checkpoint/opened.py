@@ -33,6 +33,13 @@ def open_checkpoint(path: Path) -> Opened:
     The path of a run leads to its newest complete checkpoint. Raises CheckpointError, with the path, where there is
     none or it cannot be understood.
     """
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> Opened:
     path = steps.newest_in(path)
     if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
         path, text = folder.read_index(path)
@@ -42,8 +49,6 @@ def open_checkpoint(path: Path) -> Opened:
         return _open_others(path) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
         raise type(error)(f"cannot read {path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _open_others(path: Path) -> Opened:

@@ -15,7 +15,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def require_there(path: Path) -> None:
     """A checkpoint may also lie complete under its other name."""
-    if not path.exists() and not path.with_name(f"{path.name}.partial").exists():
+    try:
+        is_there = path.exists() or path.with_name(f"{path.name}.partial").exists()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror or error}") from error
+    if not is_there:
         raise ConfigurationError(f"{path}: there is no such folder")
 
 

@@ -205,7 +205,7 @@ def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
     if not source.is_dir():
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
         return
     for path in tokenizer_files(source):
         copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
