@@ -109,6 +109,20 @@ def test_what_comes_next_is_read_already(tmp_path: Path, monkeypatch: pytest.Mon
     assert begun == sorted(set(begun)), "each once, in their order"
 
 
+def test_what_is_read_ahead_is_told_when_its_turn_comes(tmp_path: Path) -> None:
+    values = torch.arange(3000, dtype=torch.float32)
+    files, stored = write(tmp_path, values.split(1000))
+    (tmp_path / "file-1").unlink()
+    row = torch.empty(1000)
+    with Reader(tmp_path, files) as opened:
+        opened.plan([(stored, Interval(0, 3000))])
+        for start in (0, 2000):
+            opened.read(stored, start, row)
+            assert torch.equal(row, values[start : start + 1000])
+        with pytest.raises(CheckpointError, match="file-1"):
+            opened.read(stored, 1000, row)
+
+
 def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
     """At most the blocks that the interval touches; without checksums, the pages of what is read at once."""
     files, stored = write(tmp_path, [torch.rand(50_000)])

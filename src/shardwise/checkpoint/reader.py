@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -115,8 +116,9 @@ class Reader:
     def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
         while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
             if planned not in self._ahead and planned not in in_use:
-                self._begin(*planned, *in_use)
-                self._ahead.append(planned)
+                with suppress(DamageError):  # it is told when its turn comes
+                    self._begin(*planned, *in_use)
+                    self._ahead.append(planned)
 
     def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
         """Read a block into a slot, if it is in none: a new one, or that which was used longest ago."""
