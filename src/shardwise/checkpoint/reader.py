@@ -147,9 +147,13 @@ class Reader:
             file = (os.open if self._is_shared else open_direct)(self._path(number), os.O_RDONLY)
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
-        self._open[number] = file
-        self._compare_length(number, os.fstat(file).st_size)
+        try:
+            self._compare_length(number, os.fstat(file).st_size)
+        except DamageError:
+            os.close(file)
+            raise
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._open[number] = file
         return file
 
     def _compare_length(self, number: int, seen: int) -> None:
