@@ -14,6 +14,7 @@ from . import folder
 from .index import File, Index, Piece, Stored, require_sound
 from .index_json import to_json
 from .opened import Opened
+from .tensors import state_key
 from .tree import stored_state
 from .write import Source, Tell, file_names, new_folder, split, stored_source, write_note, write_sources, write_weights
 
@@ -39,7 +40,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> 
         with opened.reader() as reader:
             weights = [stored_source(name, reader, saved.stored) for name, saved in index.tensors.items()]
             state = [
-                stored_source(_label(key, name), reader, item)
+                stored_source(state_key(key, name), reader, item)
                 for name, saved in index.tensors.items()
                 for key, item in stored_state(saved).items()
             ]
@@ -51,7 +52,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> 
                 saved,
                 stored=_at(saved.stored, *weight_places[name]),
                 state=saved.state
-                | {key: _at(item, *state_places[_label(key, name)]) for key, item in stored_state(saved).items()},
+                | {key: _at(item, *state_places[state_key(key, name)]) for key, item in stored_state(saved).items()},
             )
             for name, saved in index.tensors.items()
         }
@@ -69,10 +70,6 @@ def write_bare_weights(opened: Opened, path: Path, max_bytes: int, tell: Tell) -
         sources = [stored_source(name, reader, saved.stored) for name, saved in opened.index.tensors.items()]
         write_weights(into, sources, max_bytes, tell)
         write_note(into, {**opened.index.origin, **_converted()})
-
-
-def _label(key: str, name: str) -> str:
-    return f"{key}/{name}"
 
 
 def _write_files(

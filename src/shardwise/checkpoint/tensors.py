@@ -43,6 +43,11 @@ def entry_of(key: str, tensor: Tensor) -> Entry:
     return Entry(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
+def state_key(key: str, name: str) -> str:
+    """What state that lies whole in a file is called there."""
+    return f"{key}/{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where everything lies in a file: its beginning, then the entries in this order, each at its offset."""

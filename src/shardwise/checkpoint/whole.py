@@ -16,7 +16,7 @@ from .disk import check_bytes, write_pieces
 from .dtypes import DTYPES
 from .index import Check, File, Piece, Saved, Stored
 from .share import Portion, Share
-from .tensors import Entry, Layout
+from .tensors import Entry, Layout, state_key
 
 NAMES = ("model.safetensors", "optimizer.safetensors")
 
@@ -25,7 +25,7 @@ def lay_out(tensors: Mapping[str, Saved]) -> list[Layout]:
     """The second one only if the optimizer keeps tensors."""
     model = [_entry(name, saved.stored) for name, saved in tensors.items()]
     state = [
-        _entry(_label(key, name), item)
+        _entry(state_key(key, name), item)
         for name, saved in tensors.items()
         for key, item in saved.state.items()
         if isinstance(item, Stored)
@@ -35,10 +35,6 @@ def lay_out(tensors: Mapping[str, Saved]) -> list[Layout]:
 
 def _entry(key: str, stored: Stored) -> Entry:
     return Entry(key, DTYPES[stored.dtype], stored.shape, torch.Tensor)
-
-
-def _label(key: str, name: str) -> str:
-    return f"{key}/{name}"
 
 
 def make_files(into: Path, layouts: Sequence[Layout]) -> None:
@@ -79,7 +75,7 @@ def _contents(
 
 def _place(portion: Portion, layouts: Sequence[Layout]) -> Piece:
     number = 0 if portion.key is None else 1
-    label = portion.name if portion.key is None else _label(portion.key, portion.name)
+    label = portion.name if portion.key is None else state_key(portion.key, portion.name)
     offset = layouts[number].offsets[label] + portion.interval.start * DTYPES[portion.of.dtype].itemsize
     return Piece(number, offset, portion.interval.start, portion.interval.stop)
 

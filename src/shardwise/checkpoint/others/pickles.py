@@ -3,8 +3,8 @@
 A pickle is a program for a small machine with a stack. This one has the machine's words for plain values and containers
 and nothing else: no module is imported, no object is made by its own class, and nothing that the pickle names is ever
 called. A name stands for what `find` returns for it. Where that is a `Maker`, the pickle may ask for one of its
-values, which are inert and ours; everything else is refused. Bytes, counts and depths are bounded by the pickle's own
-length, so a small file cannot become a large one in memory.
+values, which are inert and ours; everything else is refused. Memory grows with the pickle's own length and no faster,
+whatever it counts or repeats.
 """
 
 import struct
