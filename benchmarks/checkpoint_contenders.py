@@ -142,7 +142,9 @@ def dcp(job: Job, num_threads: str = "1") -> Contender:
     fully_shard(model)
     optimizer = adamw(model.parameters())
     is_cuda = job.device == "cuda"
-    stager = DefaultStager(StagingOptions(is_cuda, False, is_cuda, is_cuda))
+    # torch 2.11's cannot copy an optimizer's state; there the default is used.
+    is_newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    stager = DefaultStager(StagingOptions(is_cuda, False, is_cuda, is_cuda)) if is_newer else None
     beside = dist.new_group(backend="gloo")
 
     def state() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_contenders import SHAPES, Job, forget, num_params, sync
-from shardwise.bench.machine import _commit, _processor
+from shardwise.bench.machine import commit, processor
 from shardwise.train.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -273,12 +273,12 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.checkpoints", *sys.argv[1:]]),
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "device": about.get("device"),
             "torch": about.get("torch"),
-            "commit": _commit(),
+            "commit": commit(),
         },
         "note": " ".join(NOTE.split()),
         "runs": runs,

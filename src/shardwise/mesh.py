@@ -121,6 +121,11 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger())
 
 
+def timeout_s() -> float:
+    """How long a rank waits for the others, as `init` was told."""
+    return _timeout.total_seconds()
+
+
 def restarts() -> int:
     """How often an elastic launcher has started these ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

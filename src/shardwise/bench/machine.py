@@ -12,17 +12,17 @@ from .compare import Findings
 def machine(findings: Findings) -> dict[str, Any]:
     answers = [a for seen in findings.outcomes.values() for outcome in seen for a in outcome.answers]
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": answers[0]["device"] if answers else "unknown",
         "python": platform.python_version(),
         "torch": answers[0]["torch"] if answers else "unknown",
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout that this file lies in, if it does."""
     try:
         asked = subprocess.run(

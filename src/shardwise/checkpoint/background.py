@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
@@ -23,18 +23,21 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostCopy:
-    """Memory on the host for what a rank writes, made once; page-locked where it is copied from a device."""
+    """Memory on the host for what a rank writes, made once; page-locked where it is copied from a device.
+
+    torch's own page-locked memory comes in powers of two, which could be twice as much.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unlock: finalize[..., HostCopy] | None = None
 
     def take(self, share: Share) -> Share:
         """The same share, of values that training does not change any more."""
         sizes = [round_up(_num_bytes(portion), _ALIGNMENT_BYTES) for portion in share.portions]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._make(sum(sizes))
         copies = []
         for portion, place in zip(share.portions, self._memory[: sum(sizes)].split(sizes), strict=True):
             copy = place[: _num_bytes(portion)].view(DTYPES[portion.of.dtype])
@@ -43,6 +46,17 @@ class HostCopy:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return Share(share.tensors, copies)
+
+    def _make(self, num_bytes: int) -> None:
+        if self._unlock is not None:
+            self._unlock()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            address, cuda = self._memory.data_ptr(), torch.cuda.cudart()
+            torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
+            self._unlock = finalize(self, cuda.cudaHostUnregister, address)
+            self._unlock.atexit = False  # by then there is no device any more
 
 
 def _num_bytes(portion: Portion) -> int:
@@ -66,9 +80,11 @@ class Saving:
         self._raise_at = 0
         # No daemon: a program that ends waits until its checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
-        _under_way.append(self)
-        engine.at_step.append(self._at_step)
+
+    def start(self) -> None:
         self._thread.start()
+        _under_way.append(self)
+        self._engine.at_step.append(self._at_step)
 
     @property
     def is_finished(self) -> bool:
@@ -85,7 +101,7 @@ class Saving:
         return self._ended - self._began
 
     def finish(self) -> None:
-        """Wait until the checkpoint is complete, or raise why it is not. Every rank calls it."""
+        """Wait until the checkpoint is complete, or raise why it is not, unless a step has. Every rank calls it."""
         self._thread.join()
         self._forget()
         if self._failure is not None and not self._is_told:

@@ -135,7 +135,7 @@ class _Block:
         self.row = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._checks: list[Check] = []
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def start(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
         thread = threading.Thread(
@@ -160,13 +160,16 @@ class _Block:
         # The end of the last block is filled up; the file is cut afterwards.
         done, end = 0, min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
         with memoryview(self._memory) as view:
-            if check_bytes is not None:
-                parts = ((at, view[at : min(num_bytes, at + check_bytes)]) for at in range(0, num_bytes, check_bytes))
-                self._checks = [Check(offset + at, len(part), zlib.crc32(part)) for at, part in parts]
             try:
+                if check_bytes is not None:
+                    self._checks = [
+                        Check(offset + at, len(part), zlib.crc32(part))
+                        for at in range(0, num_bytes, check_bytes)
+                        for part in (view[at : min(num_bytes, at + check_bytes)],)
+                    ]
                 while done < end:
                     done += _or_through_the_cache(file, partial(os.pwrite, file, view[done:end], offset + done))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the file is finished
                 self._failure = error
 
 

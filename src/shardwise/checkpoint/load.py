@@ -28,7 +28,7 @@ from .reader import Reader
 from .save import begin_between_steps
 from .share import buffers_of
 from .state import group_of, own_optimizer, require_same_optimizer, restore_optimizer, restore_state
-from .together import together
+from .together import patient_hosts, together
 
 
 def load(
@@ -51,7 +51,7 @@ def load(
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
     begin_between_steps(engine, "load", path, own)
-    world, place = engine.mesh.world, Path(path).resolve()
+    world, place = patient_hosts(), Path(path).resolve()
     job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
     try:
         together(world, lambda: _read(job, own, keep_groups))

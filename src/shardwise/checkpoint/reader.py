@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +26,7 @@ from .disk import ALIGNMENT, BLOCK_BYTES, open_direct, read_at
 from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
-_NUM_AHEAD, _NUM_SLOTS = 3, 6
+_NUM_AHEAD, _NUM_SLOTS = 4, 7
 _UNSUMMED_BYTES = 1 << 20
 
 
@@ -48,9 +49,9 @@ class Reader:
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
         """What will be read, in this order: threads begin now, and stay ahead. Reading something else is no error."""
-        self._planned = (
-            (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
-        )
+        blocks = ((span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval))
+        # Neighbours often share a block.
+        self._planned = (block for block, _ in groupby(blocks))
         self._ahead.clear()
         self._read_ahead()
 

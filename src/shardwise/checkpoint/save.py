@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.agree import require_agreement
+from ..engine.agree import Facts, require_agreement
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError, SaveError
-from ..mesh import hosts
 from ..optim.sharded import ShardedOptimizer
 from ..version import VERSION
 from ..wire.collectives import Channel, collect, exchange
@@ -37,7 +36,7 @@ from .merge import merge
 from .share import Share, share_of
 from .state import describe_optimizer, own_optimizer
 from .tensors import lay_out, write_file
-from .together import together
+from .together import patient_hosts, together
 
 
 def save(
@@ -55,7 +54,7 @@ def save(
     one piece and under its own name, in `model.safetensors` and `optimizer.safetensors`; anything loads either.
     """
     content = _content("save", path, model, optimizer, extra, whole)
-    _write(content, engine_of(model).mesh.world)
+    _write(content, patient_hosts())
 
 
 def start_save(
@@ -75,8 +74,10 @@ def start_save(
     engine = engine_of(model)
     world = engine.mesh.world
     copied = together(world, lambda: host_copy_of(engine).take(content.share), SaveError)
-    channel = hosts(purpose="saves in the background")
-    return Saving(engine, channel, lambda: _write(replace(content, share=copied), channel))
+    channel = patient_hosts()
+    saving = Saving(engine, channel, lambda: _write(replace(content, share=copied), channel))
+    together(world, saving.start, SaveError)
+    return saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,7 @@ def _content(
 ) -> _Content:
     engine = engine_of(model)
     own = own_optimizer(engine, optimizer)
-    begin_between_steps(engine, verb, path, own)
-    require_agreement(engine.mesh.world, [("whether they save whole tensors", str(is_whole))])
+    begin_between_steps(engine, verb, path, own, [("whether they save whole tensors", str(is_whole))])
     return together(
         engine.mesh.world,
         lambda: _Content(
@@ -114,7 +114,7 @@ def _content(
 
 
 def begin_between_steps(
-    engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None
+    engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None, facts: Facts = ()
 ) -> None:
     """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
     engine.refuse_after_early_update(verb)
@@ -122,7 +122,8 @@ def begin_between_steps(
     engine.rest()
     engine.await_gradients()
     what = "the model" if optimizer is None else "the model and its optimizer"
-    require_agreement(engine.mesh.world, [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)])
+    own: Facts = [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)]
+    require_agreement(engine.mesh.world, [*own, *facts])
 
 
 def _as_json(extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..engine.runtime import Engine
 from ..errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.flat import Flat
+from ..plan.model import Param
 from ..shard import Interval, pieces
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
@@ -65,11 +66,9 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
     for unit in engine.units:
         for state in unit.states:
             flat = state.flat
-            # Every rank names every parameter, so that an empty one is there too.
-            for spec in flat.params:
-                tied = tuple(site.name for site in spec.sites if site.name != spec.name)
-                stored = Stored(tuple(spec.shape), NAMES[flat.master], ())
-                tensors[spec.name] = Saved(stored, "parameter", spec.trainable, tied)
+            # One rank names every parameter, so that an empty one is there too.
+            if engine.mesh.rank == 0:
+                tensors |= {spec.name: _described(spec, flat) for spec in flat.params}
             held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
             for part in pieces(flat.intervals, _span_to_write(flat)):
                 spec, resting = flat.params[part.param], state.resting_params[part.param]
@@ -77,7 +76,7 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
                 kept: Mapping[str, Stored | Plain] = {}
                 if optimizer is not None and resting in group:
                     kept = describe_state(optimizer, spec.name, resting, tuple(spec.shape))
-                saved = replace(tensors[spec.name], group=group.get(resting), state=dict(kept))
+                saved = replace(_described(spec, flat), group=group.get(resting), state=dict(kept))
                 tensors[spec.name] = saved
                 portions.append(Portion(spec.name, None, saved.stored, part.in_param, partial(_part_of, resting, here)))
                 for key, item in kept.items():
@@ -95,6 +94,11 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
             if buffer.numel():
                 portions.append(Portion(name, None, stored, Interval(0, buffer.numel()), buffer.detach))
     return Share(tensors, portions)
+
+
+def _described(spec: Param, flat: Flat) -> Saved:
+    tied = tuple(site.name for site in spec.sites if site.name != spec.name)
+    return Saved(Stored(tuple(spec.shape), NAMES[flat.master], ()), "parameter", spec.trainable, tied)
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from .schedule import UnitPlan
 
 T = TypeVar("T")
 Report = TypeVar("Report")
-Facts = list[tuple[str, str]]
+Facts = Sequence[tuple[str, str]]
 
 # Bits are added as integers: exact in any order, so equal weights give equal sums on every machine.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -157,7 +157,7 @@ def _prepare(
         "early_update": early_update,
         "seed": seed,
     }
-    facts = facts_about(model, found, plans, settings) + facts_about_optimizer(optimizer, names)
+    facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]
     return _Plan(axes, precision, found, schedule, keep_fp32, facts)
 
 
