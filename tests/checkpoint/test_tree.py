@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.index import Saved, Stored
+from shardwise.checkpoint.index import Index, Saved, Stored
 from shardwise.checkpoint.tree import totals_of, tree_of, walk
 from tests.checkpoint.by_hand import save_by_hand, some_tensors
 
@@ -68,3 +68,11 @@ def test_totals_by_class(tmp_path: Path) -> None:
     assert totals.dtypes["I64"] == tensors["running.count"].numel()
     assert totals.state_dtypes == {"F32": totals.state_bytes // 4}
     assert torch.tensor(list(totals.dtypes.values())).sum() == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_what_nobody_says_is_not_known() -> None:
+    trained = Saved(Stored((3,), "F32", ()), "parameter", True)
+    totals = totals_of(Index((), {"a": trained, "b": saved(4)}))
+    assert (totals.num_trained, totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (3, None, None, None)
+    totals = totals_of(Index((), {"a": trained}))
+    assert (totals.num_trained, totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (3, 0, 0, 0)

@@ -33,7 +33,7 @@ def test_a_run_shows_its_newest_checkpoint(ask: Asker, run: Path) -> None:
     for words in (
         "shardwise by hand",
         "step 12",
-        "151 in 13 tensors, 147 trained, 4 frozen",
+        "151 in 13 tensors, trained 147, frozen 4",
         "embed.weight = head.weight",
         "F32 146, I64 5, BF16 4, F64 1",
         "weights 600 B, optimizer state 1.18 kB, buffers 40 B",
@@ -48,6 +48,9 @@ def test_a_run_shows_its_newest_checkpoint(ask: Asker, run: Path) -> None:
     ):
         assert words in seen.out, words
     assert not any(line.endswith(" ") for line in lines)
+    (headings,) = (line for line in lines if line.split() == ["shape", "elements", "weights", "state"])
+    (embed,) = (line for line in lines if line.startswith("  embed.weight "))
+    assert headings.index("weights") + len("weights") == embed.index("176 B") + len("176 B")
 
 
 def test_depth_cuts_the_tree(ask: Asker, run: Path) -> None:
@@ -82,6 +85,10 @@ def test_what_others_wrote_is_shown(ask: Asker, tmp_path: Path) -> None:
     seen = ask("inspect", tmp_path)
     assert seen.code == 0
     assert "layers.0-1.w" in seen.out
+    assert "8 in 2 tensors, trained not known, frozen not known" in seen.out
+    assert "buffers not known" in seen.out
+    totals = json.loads(ask("inspect", tmp_path, "--json").out)["totals"]
+    assert (totals["num_trained"], totals["num_frozen"], totals["buffers_bytes"]) == (None, None, None)
 
 
 def test_what_is_not_there_is_refused_in_a_sentence(ask: Asker, tmp_path: Path) -> None:

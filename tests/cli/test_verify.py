@@ -1,5 +1,6 @@
 """`shardwise verify` from the outside."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -56,6 +57,26 @@ def test_of_a_run_every_checkpoint_and_the_one_to_go_on_from(ask: Asker, tmp_pat
     assert "step-000006: not good" in seen.out
     assert seen.out.endswith(f"would take {root / 'step-000004'}\n")
     assert json.loads(ask("verify", root, "--json").out)["resumes_from"] == str(root / "step-000004")
+
+
+def test_a_newer_format_is_not_passed_over(ask: Asker, tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    for step in (2, 4, 6):
+        saved(root / f"step-{step:06d}")
+    newer = root / "step-000004"
+    text = (newer / folder.INDEX).read_text().replace('"version":2', '"version":3')
+    (newer / folder.INDEX).write_text(text)
+    (newer / folder.MARKER).write_text(hashlib.sha256(text.encode()).hexdigest())
+    assert ask("verify", root).out.endswith(f"would take {root / 'step-000006'}\n")
+    damage(root / "step-000006")
+    seen = ask("verify", root)
+    assert seen.code == 5
+    assert f"would stop at {newer}, which it does not pass over: the index is" in seen.out
+    about = json.loads(ask("verify", root, "--json").out)
+    assert (about["resumes_from"], about["stops_at"]) == (None, str(newer))
+    # What is not what was written is damage, whatever it says.
+    (newer / folder.MARKER).write_text("0" * 64)
+    assert ask("verify", root).out.endswith(f"would take {root / 'step-000002'}\n")
 
 
 def test_a_run_without_a_complete_checkpoint_is_not_good(ask: Asker, tmp_path: Path) -> None:

@@ -16,15 +16,15 @@ _MAX_DEPTH = 32  # deeper is nobody's model
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Bytes by class, and counts. What a reader of others' files does not know is counted as a weight."""
+    """Bytes by class, and counts; None where others' files do not say. What may be a buffer is counted as a weight."""
 
     num_tensors: int
     num_params: int
-    num_trained: int
-    num_frozen: int
-    num_buffers: int
+    num_trained: int | None
+    num_frozen: int | None
+    num_buffers: int | None
     weights_bytes: int
-    buffers_bytes: int
+    buffers_bytes: int | None
     state_bytes: int
     dtypes: dict[str, int]  # of the model: elements by dtype
     state_dtypes: dict[str, int]
@@ -34,14 +34,17 @@ def totals_of(index: Index) -> Totals:
     params = [saved for saved in index.tensors.values() if saved.kind != "buffer"]
     buffers = [saved for saved in index.tensors.values() if saved.kind == "buffer"]
     state = [item for saved in index.tensors.values() for item in stored_state(saved).values()]
+    knows_trained = any(saved.is_trained is not None for saved in params) or not params
+    knows_frozen = all(saved.is_trained is not None for saved in params)
+    knows_buffers = all(saved.kind != "unknown" for saved in params)
     return Totals(
         num_tensors=len(index.tensors),
         num_params=sum(saved.stored.num_elems for saved in params),
-        num_trained=sum(saved.stored.num_elems for saved in params if saved.is_trained),
-        num_frozen=sum(saved.stored.num_elems for saved in params if saved.is_trained is False),
-        num_buffers=len(buffers),
+        num_trained=sum(saved.stored.num_elems for saved in params if saved.is_trained) if knows_trained else None,
+        num_frozen=sum(saved.stored.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
+        num_buffers=len(buffers) if knows_buffers else None,
         weights_bytes=sum(saved.stored.num_bytes for saved in params),
-        buffers_bytes=sum(saved.stored.num_bytes for saved in buffers),
+        buffers_bytes=sum(saved.stored.num_bytes for saved in buffers) if knows_buffers else None,
         state_bytes=sum(item.num_bytes for item in state),
         dtypes=_by_dtype([saved.stored for saved in index.tensors.values()]),
         state_dtypes=_by_dtype(state),

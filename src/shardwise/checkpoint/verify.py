@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamageError
 from ..shard import Interval
 from . import folder
 from .disk import BLOCK_BYTES
@@ -34,11 +34,13 @@ class Report:
     """What was found. What is not complete was not finished, or not yet.
 
     `damage` is what stands in the way of loading it; `not_finite` is what was written, but is no number to go on with.
+    What `is_refused` is whole, but is nothing that is read here, as of a newer format: a run does not pass it over.
     """
 
     path: Path
     origin: dict[str, str] = field(default_factory=dict)
     is_complete: bool = True
+    is_refused: bool = False
     num_tensors: int = 0
     num_files: int = 0
     num_bytes: int = 0
@@ -62,6 +64,7 @@ def look_at(path: Path) -> tuple[Report, Opened | None]:
         opened = _open_own(path, report) if _is_own(path) else open_checkpoint(path)
         require_sound(opened.index)
     except CheckpointError as error:
+        report.is_refused = report.is_complete and not report.damage and not isinstance(error, DamageError)
         report.damage.append(str(error))
         return report, None
     index = opened.index
@@ -95,7 +98,7 @@ def _open_own(path: Path, report: Report) -> Opened:
             if hashlib.sha256(text).hexdigest() != digest:
                 report.damage.append(f"{place / folder.INDEX} is not what was written: its digest is not the marker's")
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
+        raise DamageError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
     return Opened(place, from_json(text))
 
 

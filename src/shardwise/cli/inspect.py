@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..checkpoint.tree import Node
 
 MAX_NAMED = 4  # files, tied names and the like; more are counted
+HEADINGS = ("", "shape", "elements", "weights", "state", "")
 
 
 def inspect(
@@ -51,6 +52,7 @@ def inspect(
         print(opened.folder)
         for name, text in facts:
             print(f"  {name:<12}{text}")
+        lines = [HEADINGS, *lines] if lines else []
         widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
         for line in lines:
             name, *numbers, last = line
@@ -74,7 +76,7 @@ def _show(folder: Path, facts: list[tuple[str, str]], lines: list[tuple[str, ...
     console.print(table)
     tree = Table(box=None, padding=(0, 1), header_style="dim")
     tree.add_column("", overflow="fold")
-    for title in ("shape", "elements", "weights", "state"):
+    for title in HEADINGS[1:-1]:
         tree.add_column(title, justify="right", no_wrap=True)
     tree.add_column("", style="dim", no_wrap=True)
     for line in lines:
@@ -93,12 +95,11 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     known = {key: value for key, value in index.extra.items() if isinstance(value, str | int | float | bool)}
     if known:
         yield "notes", ", ".join(f"{key} {value}" for key, value in known.items())
-    told = f", {count(totals.num_trained)} trained, {count(totals.num_frozen)} frozen"
-    knows = any(saved.is_trained is not None for saved in index.tensors.values())
+    trained, frozen = (_known(number, count) for number in (totals.num_trained, totals.num_frozen))
     yield (
         "parameters",
-        f"{totals.num_params:,} in {plural(totals.num_tensors - totals.num_buffers, 'tensor')}"
-        + (told if knows else ""),
+        f"{totals.num_params:,} in {plural(totals.num_tensors - (totals.num_buffers or 0), 'tensor')}, "
+        f"trained {trained}, frozen {frozen}",
     )
     if totals.num_buffers:
         yield "buffers", f"{plural(totals.num_buffers, 'tensor')}"
@@ -109,7 +110,7 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     yield (
         "bytes",
         f"weights {size(totals.weights_bytes)}, optimizer state {size(totals.state_bytes)}, "
-        f"buffers {size(totals.buffers_bytes)}",
+        f"buffers {_known(totals.buffers_bytes, size)}",
     )
     if index.optimizer is not None:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
@@ -118,6 +119,10 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
             words = ", ".join(f"{key}={_short(value)}" for key, value in group.items() if value)
             yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
+
+
+def _known(number: int | None, written: Callable[[int], str]) -> str:
+    return "not known" if number is None else written(number)
 
 
 def _short(value: Any) -> str:

@@ -22,8 +22,9 @@ def verify(
     All that is wrong is listed, and the exit code is 5; it is 0 where all
     is well. Files of others have no checksums: their structure and their
     numbers are looked at. Of a run, every checkpoint is verified, and the
-    one is named that `train --resume-from-checkpoint latest` would take;
-    a save that did not finish is passed over there, and is no fault here.
+    one is named that `train --resume-from-checkpoint latest` would take, or
+    where it would stop: one of another format is not passed over. A save
+    that did not finish is passed over there, and is no fault here.
 
         shardwise verify runs/tiny/checkpoints/step-000200
 
@@ -34,8 +35,9 @@ def verify(
     require_there(path)
     places = verifying.checkpoints_in(path)
     reports = [_verified(place) for place in places or [path]]
-    usable = [report for report in reports if report.is_usable]
-    resumed = usable[-1] if places and usable else None
+    newest = reversed(reports) if places else iter(())
+    decisive = next((report for report in newest if report.is_usable or report.is_refused), None)
+    resumed, stops = (None, decisive) if decisive is not None and decisive.is_refused else (decisive, None)
     # Of a run's checkpoints, what did not finish is left alone; but one of them must be there to go on from.
     counted = [report for report in reports if report.is_complete] if places else reports
     is_good = bool(counted) and not any(report.problems for report in counted)
@@ -44,14 +46,21 @@ def verify(
             "is_good": is_good,
             "checkpoints": [_as_json(report) for report in reports],
             "resumes_from": None if resumed is None else str(resumed.path),
+            "stops_at": None if stops is None else str(stops.path),
         }
         print(json.dumps(about, indent=1))
     else:
         for report in reports:
             _tell(report)
         if places:
-            print(f"train --resume-from-checkpoint latest would take {resumed.path if resumed else 'none of them'}")
+            print(f"train --resume-from-checkpoint latest would {_done(resumed, stops)}")
     raise typer.Exit(0 if is_good else 5)
+
+
+def _done(resumed: "Report | None", stops: "Report | None") -> str:
+    if stops is not None:
+        return f"stop at {stops.path}, which it does not pass over: {stops.damage[0]}; to take an older one, name it"
+    return f"take {resumed.path if resumed else 'none of them'}"
 
 
 def _verified(place: Path) -> "Report":
