@@ -66,13 +66,19 @@ class Resolved:
     origin: dict[str, str]  # of every key
 
 
-def resolve(words: Sequence[str], flags: Mapping[str, Any], environment: Mapping[str, str]) -> Resolved:
+def resolve(
+    words: Sequence[str],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: tuple[str, str] | None = None,
+) -> Resolved:
     """What a command line, its file and the environment ask for together.
 
     `words` are at most one file and any number of key=value; of `flags`, None is one that was not given. Relative
-    paths mean the working directory, also those in a file.
+    paths mean the working directory, also those in a file. `file` is the name and the YAML of a file that nobody named.
     """
-    said = [*_from_flags(flags), *_from_words(words), *_from_environment(environment)]
+    text = [] if file is None else _from_yaml(file[1], file[0])
+    said = [*_from_flags(flags), *_from_words(words), *text, *_from_environment(environment)]
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])
     return Resolved(_typed(values, origins), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})

@@ -75,7 +75,7 @@ def test_a_folder_of_somebody_else_is_left_alone(ask: Asker, place: Path, tmp_pa
     (tmp_path / "mine" / "file").write_text("mine")
     for words in ((), ("--to", "hugging-face"), ("--to", "dcp")):
         seen = ask("convert", place, tmp_path / "mine", *words)
-        assert seen.code in (2, 5)
+        assert seen.code == 2
     assert (tmp_path / "mine" / "file").read_text() == "mine"
     assert ask("convert", tmp_path / "none", tmp_path / "made").code == 2
 
@@ -85,3 +85,18 @@ def test_help_shows_commands_that_parse(ask: Asker) -> None:
     assert seen.code == 0
     for word in ("--to", "--whole", "--model-only", "--max-shard-size", "shardwise convert runs/"):
         assert word in seen.out
+
+
+def test_what_was_written_before_is_replaced_if_asked_for(ask: Asker, place: Path, tmp_path: Path) -> None:
+    for form in ("shardwise", "dcp", "hugging-face"):
+        made = tmp_path / form
+        assert ask("convert", place, made, "--to", form).code == 0
+        refused = ask("convert", place, made, "--to", form)
+        assert refused.code == 2
+        assert f"{made} holds files: name another folder, or replace it with --overwrite" in refused.err
+        assert ask("verify", made).code == 0
+        assert ask("convert", place, made, "--to", form, "--overwrite").code == 0
+
+
+def test_what_dcp_cannot_hold_is_said(ask: Asker, place: Path, tmp_path: Path) -> None:
+    assert "torch DCP has no place for step" in ask("convert", place, tmp_path / "dcp", "--to", "dcp").out

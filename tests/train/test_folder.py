@@ -1,10 +1,12 @@
 """Which folder a run gets, and which checkpoint it goes on from."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from shardwise.config import resolve
 from shardwise.errors import CheckpointError, ConfigurationError
 from shardwise.train.folder import choose, claim, config_to_go_on_with, to_try
 from shardwise.train.settings import Settings, settings_from_json
@@ -183,8 +185,23 @@ def test_a_run_that_goes_on_knows_its_settings(here: Path) -> None:
     claim(choose(Settings(output_dir="runs/mine")))
     named = complete(here / "runs/mine/checkpoints/step-000010")
     for asked in ({"output_dir": "runs/mine", "resume_from_checkpoint": "auto"}, {"resume_from_checkpoint": "latest"}):
-        assert config_to_go_on_with(Settings(**asked)) == Path("runs/mine/config.json")
+        text = (here / "runs/mine/config.json").read_text()
+        assert config_to_go_on_with(Settings(**asked)) == ("runs/mine/config.json", text)
     for place in (named, here / "runs/mine"):
         found = config_to_go_on_with(Settings(resume_from_checkpoint=str(place)))
-        assert found == here / "runs/mine/config.json"
+        assert found == (str(here / "runs/mine/config.json"), text)
     assert choose(Settings(resume_from_checkpoint="runs/mine")).resume_from_checkpoint == str(named.relative_to(here))
+
+
+def test_a_checkpoint_that_left_its_run_knows_its_settings(here: Path) -> None:
+    noted = {"global_batch_size": 4, "max_steps": 12, "output_dir": "runs/gone", "resume_from_checkpoint": None}
+    index = json.dumps({"extra": {"configuration": noted}})
+    moved = complete(here / "moved")
+    (moved / "index.json").write_text(index)
+    (moved / "complete").write_text(hashlib.sha256(index.encode()).hexdigest())
+    found = config_to_go_on_with(Settings(resume_from_checkpoint="moved"))
+    assert found == ("moved/index.json", json.dumps({"global_batch_size": 4, "max_steps": 12}))
+    resolved = resolve([], {"max_steps": "20"}, {}, found)
+    assert (resolved.settings.global_batch_size, resolved.settings.max_steps) == (4, 20)
+    (moved / "index.json").write_text(json.dumps({"extra": {}}))
+    assert config_to_go_on_with(Settings(resume_from_checkpoint="moved")) is None

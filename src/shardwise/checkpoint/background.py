@@ -72,7 +72,6 @@ class Saving:
         self._write = write
         self._failure: Exception | None = None
         self._began = self._ended = time.perf_counter()
-        self._is_told = False
         self._num_steps = 0
         self._lock = threading.Lock()
         self._has_failed = False
@@ -101,11 +100,11 @@ class Saving:
         return self._ended - self._began
 
     def finish(self) -> None:
-        """Wait until the checkpoint is complete, or raise why it is not, unless a step has. Every rank calls it."""
+        """Wait until the checkpoint is complete, or raise why it is not. Every rank calls it."""
         self._thread.join()
         self._forget()
-        if self._failure is not None and not self._is_told:
-            self._tell()
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
         try:
@@ -130,7 +129,8 @@ class Saving:
             self._agreed.wait()
             if self._num_steps >= self._raise_at:
                 self._forget()
-                self._tell()
+                assert self._failure is not None
+                raise self._failure
         elif self.is_complete:
             self._forget()
 
@@ -139,11 +139,6 @@ class Saving:
             self._engine.at_step.remove(self._at_step)
         if self in _under_way:
             _under_way.remove(self)
-
-    def _tell(self) -> None:
-        self._is_told = True
-        assert self._failure is not None
-        raise self._failure
 
 
 # At most one, whatever model it is of: the threads of two would speak over one channel at once.

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..engine.runtime import Engine
 from ..errors import CheckpointError
 from ..plan.model import Param as Spec
+from .dtypes import NAMES
 from .index import Index, Saved, Stored
 
 _MOST_TOLD = 20
@@ -44,7 +45,7 @@ def rounded(engine: Engine, index: Index) -> list[str]:
 
 def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[str]:
     return [
-        f"{name!r} is {index.tensors[name].stored.dtype} in it, {dtype} in the model"
+        f"{name!r} is {index.tensors[name].stored.dtype} in it, {NAMES[dtype]} in the model"
         for name, dtype in expected
         if name in index.tensors and not holds(dtype, index.tensors[name].stored.torch_dtype)
     ]
@@ -71,13 +72,14 @@ def _saved_name(spec: Spec, index: Index) -> str:
 def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], index: Index) -> Iterator[str]:
     for name, (shape, dtype) in expected.items():
         if name not in index.tensors:
-            yield f"{name!r} is in the model, not in it"
+            other = next((other for other, saved in index.tensors.items() if name in saved.tied), None)
+            yield f"{name!r} is in the model, not in it" + (f" but as {other!r}: tie them" if other else "")
             continue
         stored = index.tensors[name].stored
         if stored.shape != shape:
             yield f"{name!r} is {stored.shape} in it, {shape} in the model"
         elif stored.torch_dtype.is_floating_point != dtype.is_floating_point:
-            yield f"{name!r} is {stored.dtype} in it, {dtype} in the model"
+            yield f"{name!r} is {stored.dtype} in it, {NAMES[dtype]} in the model"
 
 
 def _list(differences: list[str]) -> str:
@@ -94,7 +96,9 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
     """
     found = []
     for name, saved, resting, group in held:
-        if saved.group != group and not keep_groups:
+        # Others also count what is frozen among an optimizer's parameters.
+        is_frozen = group is None and not saved.state and not resting.requires_grad
+        if saved.group != group and not keep_groups and not is_frozen:
             found.append(
                 f"parameter {name!r} is in group {saved.group} of its optimizer and in group {group} of this one"
             )
@@ -110,4 +114,4 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
                     "parameter: use a layout whose optimizer is 'whole'"
                 )
     if found:
-        raise CheckpointError(f"build the same groups ({_list(found)})")
+        raise CheckpointError(f"build the same groups, or load with keep_groups=True ({_list(found)})")

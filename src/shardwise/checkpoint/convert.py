@@ -32,7 +32,7 @@ def num_bytes_of(opened: Opened) -> int:
 def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> None:
     """Our own form: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
 
-    Replaces a checkpoint that is there, when it is complete.
+    Replaces what is there, when it is complete.
     """
     index = opened.index
     into = folder.begin(path)

@@ -13,7 +13,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, DamageError
+from ..errors import CheckpointError, DamageError, SaveError
 
 INDEX, MARKER = "index.json", "complete"
 
@@ -42,8 +42,10 @@ def read_index(path: Path) -> tuple[Path, bytes]:
         raise _why_not(path)
     try:
         text, digest = (folder / INDEX).read_bytes(), (folder / MARKER).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamageError(f"cannot read the checkpoint {folder}: {error}") from error
+    except OSError as error:
+        raise DamageError(f"cannot read {error.filename}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise DamageError(f"{folder / MARKER} is not what was written: it is no digest") from None
     if hashlib.sha256(text).hexdigest() != digest:
         raise DamageError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
     return folder, text
@@ -62,13 +64,13 @@ def _why_not(path: Path) -> CheckpointError:
 def begin(path: Path) -> Path:
     """An empty folder to write into."""
     if path.exists() and not (path.is_dir() and ((path / INDEX).is_file() or not any(path.iterdir()))):
-        raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
+        raise SaveError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
     partial = partial_of(path)
     try:
         settle(path)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"cannot make {partial}: {error.strerror or error}") from error
+        raise SaveError(f"cannot make {partial}: {error.strerror or error}") from error
     return partial
 
 
@@ -101,7 +103,7 @@ def complete(path: Path, index: str) -> None:
         sync(partial)
         _put_in_place(path)
     except OSError as error:
-        raise CheckpointError(f"cannot complete {partial}: {error.strerror or error}") from error
+        raise SaveError(f"cannot complete {partial}: {error.strerror or error}") from error
 
 
 def _put_in_place(path: Path) -> None:

@@ -103,7 +103,7 @@ def _content(
     return together(
         engine.mesh.world,
         lambda: _Content(
-            Path(path).resolve(),
+            _place(path),
             share_of(engine, model, own),
             None if own is None else describe_optimizer(own),
             _as_json(extra),
@@ -124,6 +124,13 @@ def begin_between_steps(
     what = "the model" if optimizer is None else "the model and its optimizer"
     own: Facts = [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)]
     require_agreement(engine.mesh.world, [*own, *facts])
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    place = Path(path).resolve()
+    if not place.name:
+        raise CheckpointError(f"{place} cannot become a checkpoint: name a folder in it")
+    return place
 
 
 def _as_json(extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -174,8 +174,11 @@ def write_note(into: Path, about: Mapping[str, Any]) -> None:
     (into / NOTE).write_text(json.dumps(dict(about), indent=1))
 
 
-def require_free(folder: Path, is_overwriting: bool, *sources: Path) -> None:
-    """That a folder may be written: not there, empty, of ours, or given up; and nothing that is read lies in it."""
+def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_own: bool = True) -> None:
+    """That a folder may be written: not there, empty, exported by us, or given up; and nothing that is read is in it.
+
+    Without `replaces_own`, also what we wrote has to be given up.
+    """
     place = Path(os.path.realpath(folder))
     for source in sources:
         if place in (Path(os.path.realpath(source)), *Path(os.path.realpath(source)).parents):
@@ -184,7 +187,7 @@ def require_free(folder: Path, is_overwriting: bool, *sources: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file: name a folder to write to")
-    if any(folder.iterdir()) and not (folder / NOTE).is_file() and not is_overwriting:
-        raise ConfigurationError(
-            f"{folder} holds files that shardwise did not export: name another folder, or replace it with --overwrite"
-        )
+    is_given_up = is_overwriting or (replaces_own and (folder / NOTE).is_file())
+    if any(folder.iterdir()) and not is_given_up:
+        which = " that shardwise did not export" if replaces_own else ""
+        raise ConfigurationError(f"{folder} holds files{which}: name another folder, or replace it with --overwrite")

@@ -25,9 +25,7 @@ def convert(
     model_only: Annotated[
         bool, WHAT("--model-only", help="Without the optimizer, and what the trainer noted.")
     ] = False,
-    overwrite: Annotated[
-        bool, PLACE("--overwrite", help="For hugging-face: replace a folder that shardwise did not export.")
-    ] = False,
+    overwrite: Annotated[bool, PLACE("--overwrite", help="Replace the folder, if there is one.")] = False,
 ) -> None:
     """Write a checkpoint in another form: ours, torch's, or bare weights.
 
@@ -63,8 +61,7 @@ def convert(
     opened = open_checkpoint(source)
     if model_only or form == "hugging-face":
         opened = converting.without_optimizer(opened)
-    if form != "shardwise":
-        require_free(target, overwrite, opened.folder)
+    require_free(target, overwrite, opened.folder, replaces_own=False)
     num_bytes = converting.num_bytes_of(opened)
     began = time.perf_counter()
     with streaming(target.name, num_bytes) as tell:
@@ -77,3 +74,5 @@ def convert(
         else:
             converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
     print(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
+    if form == "dcp" and opened.index.extra:
+        print(f"torch DCP has no place for {', '.join(opened.index.extra)}: they are not in it")

@@ -96,7 +96,7 @@ def train(
     resolved = resolve(words or [], flags, os.environ)
     own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
     if own is not None:  # a run that goes on is what it was, but for what is said now
-        resolved = resolve([str(own), *(words or [])], flags, os.environ)
+        resolved = resolve(words or [], flags, os.environ, own)
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:

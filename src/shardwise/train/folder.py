@@ -9,10 +9,11 @@ logs/           what ranks other than the first have said
 """
 
 import dataclasses
+import json
 from datetime import datetime
 from pathlib import Path
 
-from ..checkpoint.folder import find
+from ..checkpoint.folder import INDEX, find, read_index
 from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
 from ..errors import CheckpointError, ConfigurationError
 from .settings import Settings
@@ -75,17 +76,38 @@ def to_try(asked: Settings, chosen: Settings) -> list[str]:
     return [str(step_folder(root, step)) for step in reversed(all_steps(root))]
 
 
-def config_to_go_on_with(settings: Settings) -> Path | None:
-    """The settings of the run that `settings` ask to go on with, if it is one: its own file counts before defaults."""
+def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
+    """The settings of the run that `settings` ask to go on with: where they lie, and as text. They count before
+    defaults. A checkpoint that has left its run has them too."""
     resume, folder = settings.resume_from_checkpoint, settings.output_dir
     if resume is None:
         return None
     if resume in (LATEST, AUTO):
         runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
     else:
-        named = _run_of(_checkpoint_in(Path(resume).expanduser()))
-        runs = [] if named is None else [named]
-    return next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
+        checkpoint = _checkpoint_in(Path(resume).expanduser())
+        named = _run_of(checkpoint)
+        if named is None:
+            return _config_in(checkpoint)
+        runs = [named]
+    file = next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
+    try:
+        return None if file is None else (str(file), file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+
+
+def _config_in(checkpoint: Path) -> tuple[str, str] | None:
+    """What the trainer noted in a checkpoint, but for where it was."""
+    if find(checkpoint) is None:
+        return None
+    try:
+        place, text = read_index(checkpoint)
+        noted = json.loads(text)["extra"]["configuration"]
+        told = {key: value for key, value in noted.items() if key not in ("output_dir", "resume_from_checkpoint")}
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not the trainer's; what is wrong with it is told where it is opened
+    return str(place / INDEX), json.dumps(told)
 
 
 def claim(settings: Settings) -> Path:

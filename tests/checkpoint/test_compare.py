@@ -1,0 +1,28 @@
+"""Groups of an optimizer that is not ours: what is frozen may be counted among its parameters, or not."""
+
+import pytest
+import torch
+
+from shardwise.checkpoint.compare import require_same_groups
+from shardwise.checkpoint.index import Saved, Stored
+from shardwise.errors import CheckpointError
+
+STORED = Stored((4,), "F32", ())
+TRAINED, FROZEN = torch.zeros(4, requires_grad=True), torch.zeros(4)
+
+
+def test_a_frozen_parameter_may_be_in_a_group_or_in_none() -> None:
+    require_same_groups([("w", Saved(STORED, group=0), FROZEN, None)], keep_groups=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resting", "group"),
+    [
+        (Saved(STORED, group=0), TRAINED, 1),
+        (Saved(STORED, group=0), TRAINED, None),
+        (Saved(STORED, group=0, state={"exp_avg": STORED}), FROZEN, None),
+    ],
+)
+def test_anything_else_is_told_with_both_ways_out(saved: Saved, resting: torch.Tensor, group: int | None) -> None:
+    with pytest.raises(CheckpointError, match=r"build the same groups, or load with keep_groups=True \(1 difference"):
+        require_same_groups([("w", saved, resting, group)], keep_groups=False)
