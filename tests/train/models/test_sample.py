@@ -1,5 +1,6 @@
 """Samples: the same on every rank and from every form in which a run has left its model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from shardwise.train.model import Transformer
 from shardwise.train.models.build import build
 from shardwise.train.models.export import export
 from shardwise.train.models.headloss import LossPath, set_path
-from shardwise.train.models.restore import find_restorable, restore
+from shardwise.train.models.restore import find_restorable, restore, settings_of
 from shardwise.train.models.sample import sample
 from shardwise.train.settings import Lora, Settings
 from shardwise.train.shapes import TransformerShape
+from tests.checkpoint.by_hand import save_by_hand
 from tests.harness import Pool
 from tests.train.models.architectures import saved
 
@@ -79,6 +81,11 @@ def test_the_seed_decides() -> None:
         text(1, temperature=-1.0)
 
 
+def moved(run: Path) -> Path:
+    """A checkpoint of the run that lies elsewhere now."""
+    return run.with_name(f"{run.name}-moved")
+
+
 def left_behind(settings: Settings, run: Path) -> str:
     """A run folder as a run leaves it; what its model says."""
     sw.init()
@@ -87,6 +94,7 @@ def left_behind(settings: Settings, run: Path) -> str:
     if built.weights is not None:
         sw.load_full_state_dict(model, built.weights)
     sw.save(step_folder(run / "checkpoints", 10), model)
+    sw.save(moved(run), model, extra={"configuration": json.loads(settings.to_json())})
     export(model, built, settings, run / "export")
     (run / "config.json").write_text(settings.to_json())
     return said(model, built.max_seq)
@@ -105,8 +113,9 @@ def restored(path: Path) -> str:
 def all_ways(cases: list[tuple[Settings, Path]]) -> list[list[str]]:
     texts = []
     for settings, run in cases:
-        checkpoint = step_folder(run / "checkpoints", 10)
-        texts.append([left_behind(settings, run), restored(run), restored(run / "export"), restored(checkpoint)])
+        said_then = left_behind(settings, run)
+        places = (run, run / "export", step_folder(run / "checkpoints", 10), moved(run))
+        texts.append([said_then, *map(restored, places)])
     return texts
 
 
@@ -133,3 +142,30 @@ def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
         find_restorable(tmp_path / "none")
     with pytest.raises(sw.ConfigurationError, match="no complete checkpoint, and no run folder"):
         find_restorable(tmp_path)
+
+
+def test_which_model_a_checkpoint_belongs_to(tmp_path: Path) -> None:
+    settings = Settings(model="tiny", seed=7)
+    place = tmp_path / "run" / "checkpoints" / "step-000001"
+    (tmp_path / "run").mkdir()
+    assert settings_of(place, {}) is None
+    assert settings_of(place, {"configuration": json.loads(settings.to_json())}) == settings
+    with pytest.raises(sw.ConfigurationError, match=r"'configuration' of .*step-000001 does not hold the settings"):
+        settings_of(place, {"configuration": [1]})
+    (tmp_path / "run" / "config.json").write_text(settings.to_json())
+    assert settings_of(place, {"configuration": [1]}) == settings
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(sw.ConfigurationError, match=r"config.json does not hold the settings of a run"):
+        settings_of(place, {})
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
+    assert settings_of(place, {}) is None
+
+
+def nobody_says(place: Path) -> None:
+    with pytest.raises(sw.ConfigurationError, match=r"nothing says which model it belongs to.*shardwise export"):
+        restore(place, "ddp")
+
+
+def test_a_checkpoint_of_no_run_is_told_how_it_can_be_continued(run_ranks: Pool, tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "other", {"a": torch.ones(2)})
+    run_ranks(1, nobody_says, tmp_path / "other")

@@ -5,7 +5,6 @@ in its run folder, or else the one that is named. No ranks, and no weights in me
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ from ...checkpoint.write import MAX_FILE_BYTES, Source, converted, stored_source
 from ...errors import CheckpointError, ConfigurationError
 from ..data.tokenizer import tokenizer_for
 from ..folder import CONFIG
-from ..settings import Settings, settings_from_json
+from ..settings import Settings
 from .build import Built, build
 from .export import Content
 from .facts import check, find_model, own_tokenizer, read_json
 from .forms import is_adapter, names_of
-from .restore import ADAPTER_CONFIG, adapter_in, adapter_tokenizer, config_of, settings_of, weights_with_adapter
+from .restore import ADAPTER_CONFIG, adapter_in, adapter_tokenizer, settings_of, weights_with_adapter
 from .weights import COMPUTED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,16 +113,15 @@ def _model_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> tuple[Built,
 def _settings_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> Settings | None:
     """Of the run that it is in, or that it was saved by; None where neither is told, and a model is named."""
     try:
-        if config_of(place).is_file() or "configuration" not in extra:
-            return settings_of(place)
-        return settings_from_json(json.dumps(extra["configuration"]))
-    except (ConfigurationError, TypeError, KeyError, ValueError) as error:
-        if wish.model is None:
-            raise ConfigurationError(
-                f"{place}: which model it belongs to is not told ({error}): name a Hugging Face folder with its config "
-                "and tokenizer, --model FOLDER"
-            ) from None
-        return None
+        settings, why = settings_of(place, extra), "it is in no run folder, and no run saved it"
+    except ConfigurationError as error:
+        settings, why = None, str(error)
+    if settings is None and wish.model is None:
+        raise ConfigurationError(
+            f"{place}: which model it belongs to is not told ({why}): name a Hugging Face folder with its config and "
+            "tokenizer, --model FOLDER"
+        )
+    return settings
 
 
 def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Built:

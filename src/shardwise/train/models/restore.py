@@ -1,10 +1,12 @@
 """A trained model and its tokenizer out of what a run has left, in one process, to compute with.
 
-What can be opened: an export (a Hugging Face folder, an in-tree one, a PEFT adapter), a checkpoint inside its run
-folder, or the run folder itself, whose export counts first, then its newest complete checkpoint.
+What can be opened: an export (a Hugging Face folder, an in-tree one, a PEFT adapter), a checkpoint of a run, wherever
+it lies now, or the run folder itself, whose export counts first, then its newest complete checkpoint.
 """
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 from ...checkpoint.folder import find
 from ...checkpoint.load import load
+from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.write import NOTE
 from ...engine.api import shard
@@ -75,26 +78,26 @@ def find_restorable(path: Path) -> Path:
     return newest
 
 
-def settings_of(place: Path) -> Settings:
-    """Of the run that a checkpoint belongs to."""
-    config = config_of(place)
-    if not config.is_file():
-        raise ConfigurationError(
-            f"checkpoint {place}: which model it belongs to is in the run's {CONFIG}, and {config} is not there"
-        )
+def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
+    """Of the run that a checkpoint lies in; else of the one that saved it, which its extra tells. None: nobody says."""
+    config = place.resolve().parent.parent / CONFIG
+    is_in_run = config.is_file() and "model_type" not in read_json(config)  # that would be a model's
+    if not is_in_run and "configuration" not in extra:
+        return None
     try:
-        return settings_from_json(config.read_text())
-    except (TypeError, KeyError, ValueError, OSError) as error:
-        raise ConfigurationError(f"{config} does not hold the settings of a run: {error}") from None
-
-
-def config_of(place: Path) -> Path:
-    """Where the settings of a checkpoint's run lie, if it is in its run folder."""
-    return place.resolve().parent.parent / CONFIG
+        return settings_from_json(config.read_text() if is_in_run else json.dumps(extra["configuration"]))
+    except (AttributeError, TypeError, KeyError, ValueError, OSError) as error:
+        where = config if is_in_run else f"the 'configuration' of {place}"
+        raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
 
 
 def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
-    settings = settings_of(place)
+    settings = settings_of(place, open_checkpoint(place).index.extra)
+    if settings is None:
+        raise ConfigurationError(
+            f"{place}: nothing says which model it belongs to, neither a run's {CONFIG} around it nor the checkpoint: "
+            f"export it first (shardwise export {place} FOLDER --model FOLDER_OF_ITS_MODEL), and generate from that"
+        )
     built, words = _build(dataclasses.replace(settings, tokenizer=tokenizer or settings.tokenizer))
     # Masters must be what they were; what is computed in need not.
     pure = "pure-bf16"
