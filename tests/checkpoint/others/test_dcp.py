@@ -83,6 +83,13 @@ def test_layouts_of_state_dicts(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "0").index.origin["left out"] == "train; step"
 
 
+def test_a_step_beside_the_model_comes_along(tmp_path: Path) -> None:
+    path = save(tmp_path / "x", {"model": {"a": torch.ones(3)}, "step": 3, "epoch": 1})
+    index = open_checkpoint(path).index
+    assert index.extra == {"step": 3}
+    assert index.origin["left out"] == "epoch"
+
+
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
     names = ["_orig_mod.a", "b._checkpoint_wrapped_module.c", "_fsdp_wrapped_module.d._orig_mod.e"]
     for prefix in ("", "module."):

@@ -30,6 +30,11 @@ def load(source: Source, offset: int = 0, num_bytes: int | None = None) -> Any:
         raise CheckpointError(f"cannot read {source.path}: what torch.save wrote there is damaged: {error}") from error
 
 
+def is_archive(source: Source) -> bool:
+    """Whether it begins as one; it may have been cut all the same."""
+    return source.read(0, min(source.num_bytes, len(_LOCAL))) == _LOCAL
+
+
 class _Archive:
     """The directory of an archive: where the header of each entry is, and how long its content."""
 

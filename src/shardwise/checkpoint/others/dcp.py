@@ -27,6 +27,7 @@ MODEL_PART, OPTIMIZER_PART = "pytorch_model_fsdp_0", "optimizer_0"
 
 _MODEL = ("model", "module", "state_dict", "model_state_dict")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
+_STEP = "step"  # beside model and optimizer, in many loops
 _MAX_VALUE_BYTES = 16 << 20
 _MAX_DEPTH = 64
 
@@ -65,6 +66,8 @@ def _add(found: Described, inside: str) -> str:
                 what = "model"
             if what == "model" and metadata.is_tensor(key):
                 found.tensors[_name(rest)] = _tensor(found, inside, metadata, key)
+            elif what == "other" and _name(rest) == _STEP and type(step := _value(found, inside, metadata, key)) is int:
+                found.extra[_STEP] = step
             elif what != "optimizer" or not optimizer.add(rest, _value(found, inside, metadata, key)):
                 found.leave_out(_name(rest[:1]))
         optimizer.describe(found)

@@ -61,11 +61,12 @@ def _read(sources: Sources) -> Index:
     else:
         add_model(found, models[0]["module"])
         found.leave_out("the optimizer, and masters if there are any, which DeepSpeed writes without names at stage 0")
+    if type(step := models[0].get("global_steps")) is int:
+        found.extra["step"] = step
     origin = {
         "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
         "deepspeed": told(models[0].get("ds_version")),
         "ranks": str(len(parts) or 1),
-        "step": told(models[0].get("global_steps")),
     }
     return index_of(found, origin)
 

@@ -34,6 +34,7 @@ class Described:
     kinds: dict[str, Kind] = field(default_factory=dict)
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scaler: dict[str, float] | None = None
+    extra: dict[str, Plain] = field(default_factory=dict)  # plain values beside model and optimizer: a step, say
     left_out: dict[str, None] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
 
@@ -73,7 +74,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
     words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MOST_TOLD])} if found.left_out else {})}
-    index = Index(found.sources.files, tensors, optimizer, {}, words)
+    index = Index(found.sources.files, tensors, optimizer, dict(found.extra), words)
     require_sound(index)
     return index
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..index import Index
+from ..index_json import in_words
 from ..tensors import read_header
 from . import archives
 from .described import Described, add_model, add_optimizer, index_of
@@ -48,7 +49,7 @@ def read(folder: Path, name: str) -> Index:
                 else:
                     found.leave_out(f"the optimizer in {beside}, whose state has no names")
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder / name} cannot be understood: {error!r}") from error
+            raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
 
 
@@ -56,6 +57,11 @@ def read_file(path: Path) -> Index:
     """One file by itself."""
     with Sources(path.parent) as sources:
         found = Described(sources)
+        if path.suffix != ".safetensors" and not archives.is_archive(sources.source(path.name)):
+            raise CheckpointError(
+                f"{path} is no checkpoint: what can be opened is a folder, a file *.safetensors, or a file of "
+                "torch.save (since torch 1.6; an older one: load it with the library that wrote it, and save it again)"
+            )
         _add(found, path.name)
         return index_of(found, {"format": "safetensors" if path.suffix == ".safetensors" else "torch.save"})
 
