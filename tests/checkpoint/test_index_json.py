@@ -136,6 +136,20 @@ def test_other_json_is_refused(text: str | bytes) -> None:
         from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"format"', "it is no JSON: Expecting ':' delimiter at line 1, column 10"),
+        (b"\xff\xff{}", "it is no text: byte 0 is none of UTF-8"),
+        ("{}", "it has no 'format'"),
+        ("[]", "a value in it is of another kind than it should be"),
+    ],
+)
+def test_why_it_is_no_index_is_told_in_words(text: str | bytes, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        from_json(text)
+
+
 def test_other_versions_are_refused_by_number() -> None:
     with pytest.raises(CheckpointError, match="version 3, and this shardwise reads 'shardwise checkpoint' version 2"):
         from_json(changed(["version"], 3))

@@ -1,5 +1,6 @@
 """What lies at a path is recognised, and where nothing does, it is said what was looked for."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,40 @@ def test_what_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"not a checkpoint: .*'.metadata' of torch's DCP.*'model.safetensors'"):
         open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"cannot read .*notes.txt: .*no zip archive"):
-        open_checkpoint(tmp_path / "notes.txt")
+    for content in (b"hello", b"", b"PK"):
+        (tmp_path / "notes.txt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"^/\S+notes.txt is no checkpoint: what can be opened is a folder"):
+            open_checkpoint(tmp_path / "notes.txt")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         open_checkpoint(tmp_path / "nothing")
+
+
+def test_what_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    for name, content, words in (
+        ("cut.pt", b"PK\3\4", "no zip archive, .* or it was truncated"),
+        ("cut.safetensors", b"123", "its header claims"),
+        ("list.safetensors", b"\2\0\0\0\0\0\0\0[]", "of another kind than it should be"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=words) as told:
+            open_checkpoint(tmp_path / name)
+        assert str(told.value).count(name) == 1
+
+
+def test_one_file_of_a_checkpoint_leads_to_its_folder(tmp_path: Path) -> None:
+    path = write_own(tmp_path / "x")
+    save_file({"b": torch.ones(1)}, path / "rank-00000.safetensors")
+    for name in (folder.INDEX, folder.MARKER, "rank-00000.safetensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} is one file of a checkpoint: give the folder, {path}$"):
+            open_checkpoint(path / name)
+    save_file({"b": torch.ones(1)}, tmp_path / "rank-00000.safetensors")
+    assert set(open_checkpoint(tmp_path / "rank-00000.safetensors").index.tensors) == {"b"}
+
+
+def test_a_folder_of_runs_names_the_newest(tmp_path: Path) -> None:
+    for age, run in enumerate(("b", "c", "a")):
+        path = write_own(steps.step_folder(tmp_path / run / "checkpoints", 3))
+        os.utime(path, (100 - age, 100 - age))
+    (tmp_path / "d" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"holds runs.*: name one, the newest is {tmp_path / 'b'}$"):
+        open_checkpoint(tmp_path)

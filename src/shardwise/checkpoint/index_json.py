@@ -69,12 +69,26 @@ def from_json(text: str | bytes) -> Index:
     except RecursionError:
         raise DamageError("the index cannot be understood: it is nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise DamageError(f"the index cannot be understood: {error!r}") from error
+        raise DamageError(f"the index cannot be understood: {in_words(error)}") from error
     try:
         require_sound(index)
     except CheckpointError as error:
         raise DamageError(str(error)) from error
     return index
+
+
+def in_words(error: Exception) -> str:
+    """Why JSON was not what it should be, for people."""
+    match error:
+        case json.JSONDecodeError():
+            return f"it is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        case UnicodeDecodeError():
+            return f"it is no text: byte {error.start} is none of UTF-8"
+        case KeyError():
+            return f"it has no {error.args[0]!r}"
+        case TypeError() | AttributeError():
+            return f"a value in it is of another kind than it should be ({error})"
+    return str(error)
 
 
 def _file(entry: Any) -> File:

@@ -1,5 +1,6 @@
 """A checkpoint that has been found and understood, whoever wrote it: one value for everything that reads."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _LOOKED_FOR = (
     f"DCP, {dcp.MODEL_PART!r} of Accelerate, {deepspeed.LATEST!r} or '*_model_states.pt' of DeepSpeed, "
     f"{', '.join(map(repr, hugging_face.NAMES))} of Hugging Face"
 )
+# In a folder of ours, none of these is anything by itself.
+_OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,15 @@ def _open(path: Path) -> Opened:
     try:
         return _open_others(path) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
+        if str(error).startswith((f"cannot read {path}", f"{path} ")):  # or something in it: it is named already
+            raise
         raise type(error)(f"cannot read {path}: {error}") from error
 
 
 def _open_others(path: Path) -> Opened:
     if path.is_file():
+        if _OWN_FILE.fullmatch(path.name) and (path.parent / folder.INDEX).is_file():
+            raise CheckpointError(f"{path} is one file of a checkpoint: give the folder, {path.parent}")
         return Opened(path.parent, hugging_face.read_file(path))
     if (path / dcp.METADATA).is_file():
         return Opened(path, dcp.read(path))
@@ -62,7 +69,15 @@ def _open_others(path: Path) -> Opened:
         return Opened(place, deepspeed.read(place))
     if (name := hugging_face.file_of(path)) is not None:
         return Opened(path, hugging_face.read(path, name))
+    if (newest := _newest_run_in(path)) is not None:
+        raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
     raise CheckpointError(f"it is not a checkpoint: there is nothing of {_LOOKED_FOR} in it")
+
+
+def _newest_run_in(path: Path) -> Path | None:
+    saved = [place for root in path.glob(f"*/{steps.CHECKPOINTS}") if (place := steps.latest(root)) is not None]
+    newest = max(saved, key=lambda place: place.stat().st_mtime, default=None)
+    return None if newest is None else newest.parent.parent
 
 
 def looks_whole(path: Path) -> bool:

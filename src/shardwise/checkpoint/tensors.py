@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
 from .index import File, Piece, Stored
+from .index_json import in_words
 
 # As in the library: what is longer, it does not open.
 MAX_HEADER_BYTES = 100_000_000
@@ -120,7 +121,7 @@ def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
             key: _stored(entry, file, 8 + length, num_bytes) for key, entry in header.items() if key != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
+        raise CheckpointError(f"{path} is no safetensors file: {in_words(error)}") from error
 
 
 def _stored(entry: Any, file: int, data: int, num_bytes: int) -> Stored:
