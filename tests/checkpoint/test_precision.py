@@ -64,7 +64,7 @@ def convert_each(root: Path) -> None:
                 before = sw.full_state_dict(model)
                 refused(
                     load,
-                    r"weights would lose digits \(6 differences: 'first.weight' is F32 in it, torch.bfloat16 in the "
+                    r"weights would lose digits \(6 differences: 'first.weight' is F32 in it, BF16 in the "
                     r"model; .*'last.bias' is F32 .*choose a precision= .* or load with allow_rounding=True",
                 )
                 after = sw.full_state_dict(model)
@@ -143,7 +143,7 @@ def convert_the_rest(root: Path) -> None:
     narrow = build("zero3", "bf16", 1, frozen=torch.bfloat16, seen=torch.int32)
     refused(
         partial(sw.load, root / "here", *narrow),
-        r"\(2 differences: 'frozen.weight' is F32 in it, torch.bfloat16 .*; 'seen' is I64 in it, torch.int32",
+        r"\(2 differences: 'frozen.weight' is F32 in it, BF16 .*; 'seen' is I64 in it, I32",
     )
     sw.load(root / "here", *narrow, allow_rounding=True)
     expected, seen = sw.full_state_dict(model), sw.full_state_dict(narrow[0])

@@ -226,7 +226,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "everything": (lambda path: edit(path, claim_everything), "of the 1099511627776 elements of 'first.weight'"),
 }
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a byte": (lambda path: flip(path / folder.rank_file(1)), "is damaged: bytes 0 to .*a mixture .* load another"),
+    "a byte": (lambda path: flip(path / folder.rank_file(1)), "(?s)is damaged: bytes 0 to .*a mixture .* load another"),
 }
 
 

@@ -122,7 +122,7 @@ def test_other_precisions_go_on_and_rounding_is_told(run_ranks: Pool, whole: Pat
     code, said = go_on(run_ranks, run, max_steps=11, precision="pure-bf16")
     assert code == 0
     assert (
-        "weights are rounded to this run's precision: 'norm.weight' is F32 in it, torch.bfloat16 in the model" in said
+        "weights are rounded to this run's precision: 'norm.weight' is F32 in it, BF16 in the model" in said
     )
     code, said = go_on(run_ranks, run, max_steps=13, precision="fp32")
     assert code == 0

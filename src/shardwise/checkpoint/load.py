@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
-from ..errors import CheckpointError, DamageError
+from ..errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..shard import Interval, pieces
 from ..unit import FlatState
@@ -55,6 +55,9 @@ def load(
     job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
     try:
         together(world, lambda: _read(job, own, keep_groups))
+    except CheckpointError as error:
+        error.add_note("The model is a mixture of what it was and of what was read until then: load another.")
+        raise
     finally:
         engine.was_rewritten()
     return job.opened.index.extra
@@ -120,28 +123,22 @@ def _prepare(
 
 def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> None:
     group = group_of(optimizer)
-    try:
-        # What is not split is read by every rank.
-        is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
-        with job.opened.reader(is_shared) as reader:
-            reader.plan(_plan(job, optimizer is not None))
-            for want in job.wanted:
-                row = want.state.master[want.state.held[want.number]]
-                reader.read(want.saved.stored, want.interval.start, row)
-                if optimizer is not None and want.resting in group:
-                    settings = optimizer.inner.param_groups[group[want.resting]]
-                    restore_state(optimizer, want.resting, settings, want.saved, partial(_read_state, reader, want))
-            for buffer, stored in job.buffers:
-                row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-                reader.read(stored, 0, row)
-                buffer.copy_(row.view(buffer.shape))
-        if optimizer is not None and job.opened.index.optimizer is not None:
-            restore_optimizer(optimizer, job.opened.index.optimizer, keep_groups)
-    except (CheckpointError, OSError) as error:
-        kind = type(error) if isinstance(error, CheckpointError) else DamageError
-        raise kind(
-            f"{error}; the model is a mixture of what it was and of what was read until then: load another"
-        ) from error
+    # What is not split is read by every rank.
+    is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
+    with job.opened.reader(is_shared) as reader:
+        reader.plan(_plan(job, optimizer is not None))
+        for want in job.wanted:
+            row = want.state.master[want.state.held[want.number]]
+            reader.read(want.saved.stored, want.interval.start, row)
+            if optimizer is not None and want.resting in group:
+                settings = optimizer.inner.param_groups[group[want.resting]]
+                restore_state(optimizer, want.resting, settings, want.saved, partial(_read_state, reader, want))
+        for buffer, stored in job.buffers:
+            row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+            reader.read(stored, 0, row)
+            buffer.copy_(row.view(buffer.shape))
+    if optimizer is not None and job.opened.index.optimizer is not None:
+        restore_optimizer(optimizer, job.opened.index.optimizer, keep_groups)
 
 
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:

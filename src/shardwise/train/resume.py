@@ -47,7 +47,7 @@ def resume(to_try: Sequence[str], model: nn.Module, optimizer: Any, say: Callabl
             if len(to_try) == 1:
                 raise
             skipped.append(f"{path} ({error})")
-            say(f"skipped {path}, which cannot be used: {error}")
+            say(f"skipped {Path(path).name}, which cannot be used: {error}")
         else:
             return _resumed(path, extra, say)
     if skipped:
