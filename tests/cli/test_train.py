@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardwise.config import resolve
 from tests.harness import Pool
@@ -137,6 +139,9 @@ def bad_data(tmp_path: Path) -> Path:
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled/config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
     (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported/config.json").write_text('{"model_type": "llama"}')
+    save_file({"model.embed_tokens.weight": torch.ones(300, 8)}, tmp_path / "exported/model.safetensors")
     (tmp_path / "narrow.json").write_text('{"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 128}')
     return tmp_path
 
@@ -164,6 +169,8 @@ BAD: dict[str, tuple[int, str]] = {
     "learning_rte=1": (2, "did you mean 'learning_rate'"),
     "nowhere.yaml": (2, "nowhere.yaml"),
     "--output-dir used": (2, "used holds another run"),
+    "--output-dir empty.txt/run": (2, "output_dir empty.txt/run: cannot be written: Not a directory"),
+    "--resume-from-checkpoint exported": (5, "to begin with its weights: --model exported"),
     "--resume-from-checkpoint nowhere": (5, "resume_from_checkpoint nowhere"),
     "--output-dir half --resume-from-checkpoint latest": (5, "holds no complete checkpoint"),
     "--model 50m --shape layers=x": (2, "layers"),

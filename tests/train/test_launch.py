@@ -425,6 +425,16 @@ def test_the_cause_among_several_failures() -> None:
     assert "rank 7 on here ended with exit code 3" in first_failure({}, {}, {1: (7, 3)}, "here")
 
 
+def test_what_one_rank_told_to_all_is_its_own_failure() -> None:
+    ranks = {rank: seen_rank(rank, gone_s=10.2, status=1) for rank in (0, 1)}
+    told = {1: Ended(1, 9.9, error="rank 0: cannot write x\n"), 0: Ended(0, 10.0, error="rank 0: cannot write x\n")}
+    assert first_failure(ranks, told, {}, "here") == "rank 0 on here failed:\n\ncannot write x\n"
+    elsewhere = {1: Ended(1, 9.9, error="rank 7: cannot write x\n")}
+    assert (
+        first_failure({1: ranks[1]}, elsewhere, {}, "here") == "rank 7 on another machine failed:\n\ncannot write x\n"
+    )
+
+
 def test_files_ask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_heard", signals._Heard())
     monkeypatch.setattr(signals, "LOOK_EVERY_S", 0.0)

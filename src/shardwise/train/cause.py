@@ -1,5 +1,6 @@
 """Why the ranks of a machine failed, in words: the first of them to fail, once, and nothing about the others."""
 
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from .watch import POLL_S, Seen
 LAST_LINES = 15
 # A death is noticed this late; a rank that raised so shortly before it was probably its victim.
 NOTICED_S = 5 * POLL_S
+# What failed on one rank, and was told to all: any of them may have raised it first.
+_TOLD_BY = re.compile(r"rank (\d+): ")
 
 
 def first_failure(
@@ -26,11 +29,18 @@ def first_failure(
         _, code = reported.get(first.started.local_rank, (first.started.rank, first.status))
         return _death(first.started.rank, code if first.status is None else first.status, first.started.log, host)
     if raised:
-        rank = ranks[raised[0].local_rank].started
-        log = f"\nits log: {rank.log}" if rank.log else ""
-        return f"rank {rank.rank} on {host} failed:\n\n{raised[0].error}{log}"
+        return _failure(raised[0], ranks, host)
     rank_number, code = next(iter(reported.values()), (-1, 1))
     return _death(rank_number, code, "", host)
+
+
+def _failure(first: Ended, ranks: Mapping[int, Seen], host: str) -> str:
+    told_by = _TOLD_BY.match(first.error)
+    number = int(told_by[1]) if told_by else ranks[first.local_rank].started.rank
+    rank = next((seen.started for seen in ranks.values() if seen.started.rank == number), None)
+    where = f"on {host}" if rank else "on another machine"
+    log = f"\nits log: {rank.log}" if rank and rank.log else ""
+    return f"rank {number} {where} failed:\n\n{first.error[told_by.end() if told_by else 0 :]}{log}"
 
 
 def _died_silently(seen: Seen) -> bool:

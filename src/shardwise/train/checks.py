@@ -5,17 +5,25 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..errors import ConfigurationError
+import torch
+
+from ..checkpoint.opened import open_checkpoint
+from ..errors import CheckpointError, ConfigurationError
 from ..layout import AUTO, layout_of
 from ..mesh import require_nodes
 from .batching import Batching, batching_of
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
-from .folder import DATA, run_folder
+from .folder import AUTO as AUTO_RESUME
+from .folder import DATA, LATEST, run_folder
 from .metrics import check_reporters
+from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
+from .models.forms import names_of
+from .models.restore import is_model
 from .optimizers import check_optimizer
 from .settings import Settings
 
@@ -41,10 +49,12 @@ def completed(settings: Settings, has_gpu: bool) -> Settings:
 def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
     """All checks, and the data made ready, so that ranks find nothing to refuse and nothing to wait for."""
     checked = check_all(settings, num_ranks)
+    require_same_names(settings, checked)
     data = run_folder(settings) / DATA
-    made = [place for place in (data, data.parent, data.parent.parent) if not place.exists()]
+    made = [place for place in (data, *data.parents) if not place.exists()]
     before = set(data.glob("*"))
     try:
+        _make(data)
         prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
         require_targets(samples, say)
@@ -56,6 +66,31 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
             for place in made:
                 place.rmdir()
         raise
+
+
+def _make(data: Path) -> None:
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"output_dir {data.parent}: cannot be written: {error.strerror or error}") from error
+
+
+def require_same_names(settings: Settings, checked: Checked) -> None:
+    """A Hugging Face folder can be gone on from where it is of this very model; else it is something to begin with."""
+    resume = settings.resume_from_checkpoint
+    if resume in (None, LATEST, AUTO_RESUME) or not is_model(place := Path(resume).expanduser()):
+        return
+    saved = open_checkpoint(place).index.tensors
+    model = build(settings, checked.tokenizer.vocab_size, torch.device("cpu"), facts=checked.facts).model
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {first: next((name for name in names if name in saved), None) for first, names in names_of(model).items()}
+    wrong = [name for name, own in found.items() if own is None or saved[own].stored.shape != shapes[name]]
+    if wrong:
+        raise CheckpointError(
+            f"resume_from_checkpoint {resume} is a Hugging Face folder of another model: it lacks {len(wrong)} of this "
+            f"one's {len(found)} tensors, or has them in another shape, first {wrong[0]!r}; to begin with its weights: "
+            f"--model {resume}"
+        )
 
 
 def require_targets(samples: Samples, say: Callable[[str], None]) -> None:

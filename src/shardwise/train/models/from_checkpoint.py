@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.folder import find
 from ...checkpoint.index import Saved
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.reader import Reader
@@ -29,7 +28,7 @@ from .build import Built, build
 from .export import Content
 from .facts import check, find_model, own_tokenizer, read_json
 from .forms import is_adapter, names_of
-from .restore import ADAPTER_CONFIG, adapter_in, adapter_tokenizer, settings_of, weights_with_adapter
+from .restore import ADAPTER_CONFIG, adapter_in, adapter_tokenizer, is_model, settings_of, weights_with_adapter
 from .weights import COMPUTED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,7 +56,7 @@ def content_of(path: Path, wish: Wish) -> Iterator[Content]:
     about = {"from": str(place.resolve())}
     if (place / ADAPTER_CONFIG).is_file():
         yield dataclasses.replace(_of_adapter(place, wish), about=about)
-    elif _is_model(place):
+    elif is_model(place):
         if wish.model is not None:
             raise ConfigurationError(f"{place} is a model of its own: leave --model out")
         built = _named(str(place))
@@ -79,10 +78,6 @@ def _content(built: Built, sources: list[Source], wish: Wish, about: Mapping[str
     return Content(
         built.model, built.facts, sources, names_of(built.model), is_adapted, wish.is_merged, wish.max_bytes, about
     )
-
-
-def _is_model(place: Path) -> bool:
-    return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_json(place / CONFIG)
 
 
 def _of_adapter(place: Path, wish: Wish) -> Content:

@@ -64,7 +64,7 @@ def find_restorable(path: Path) -> Path:
         raise ConfigurationError(f"{path}: there is no such folder")
     if find(path) is not None or (path / ADAPTER_CONFIG).is_file():
         return path
-    if (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG):
+    if is_model(path):
         return path
     export = path / EXPORT
     if (export / CONFIG).is_file() or (export / ADAPTER_CONFIG).is_file():
@@ -76,6 +76,11 @@ def find_restorable(path: Path) -> Path:
             "folder with one of them"
         )
     return newest
+
+
+def is_model(place: Path) -> bool:
+    """Whether it is a Hugging Face folder, or one of the same form."""
+    return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_json(place / CONFIG)
 
 
 def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
