@@ -121,9 +121,7 @@ def test_a_checkpoint_that_was_named_is_not_replaced_by_another(run_ranks: Pool,
 def test_other_precisions_go_on_and_rounding_is_told(run_ranks: Pool, whole: Path, run: Path) -> None:
     code, said = go_on(run_ranks, run, max_steps=11, precision="pure-bf16")
     assert code == 0
-    assert (
-        "weights are rounded to this run's precision: 'norm.weight' is F32 in it, BF16 in the model" in said
-    )
+    assert "weights are rounded to this run's precision: 'norm.weight' is F32 in it, BF16 in the model" in said
     code, said = go_on(run_ranks, run, max_steps=13, precision="fp32")
     assert code == 0
     assert "rounded" not in said
