@@ -158,7 +158,7 @@ def convert_the_rest(root: Path) -> None:
     for allowed in (False, True):
         refused(
             partial(sw.load, root / "here", *other, allow_rounding=allowed),
-            r"another model \(1 difference: 'seen' is I64 in it, torch.float32 in the model\)",
+            r"another model \(1 difference: 'seen' is I64 in it, F32 in the model\)",
         )
 
 
