@@ -112,6 +112,14 @@ def test_an_optimizer_with_names_beside_its_numbers(tmp_path: Path) -> None:
         assert set(index.tensors[name].state) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def test_what_is_in_a_group_and_has_no_state_may_be_frozen(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    net.bias.requires_grad_(False)
+    state = {"model": net.state_dict(), "optim": adam_of(net).state_dict()}
+    index = open_checkpoint(save(tmp_path / "c", state)).index
+    assert {name: saved.is_trained for name, saved in index.tensors.items()} == {"weight": True, "bias": None}
+
+
 def test_what_else_is_beside_an_optimizers_state_is_spoken_of(tmp_path: Path) -> None:
     net = torch.nn.Linear(3, 2)
     given = {"model": net.state_dict(), "optimizer": {**adam_of(net).state_dict(), "scaler": {"scale": 2.0}}}

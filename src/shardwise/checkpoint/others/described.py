@@ -67,7 +67,9 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
             raise CheckpointError(f"two of its tensors are called {name!r}")
         is_in_optimizer = name in group or name in state
         kind: Kind = "parameter" if is_in_optimizer else found.kinds.get(given, "unknown")
-        is_trained = is_in_optimizer if found.groups and kind == "parameter" else None
+        # A group may also hold what is frozen: what has state was trained, and of what has none nobody knows.
+        is_frozen = bool(found.groups) and kind == "parameter" and not is_in_optimizer
+        is_trained = True if state.get(name) else False if is_frozen else None
         tied = tuple(plain(other) for other in found.tied.get(given, ()))
         tensors[name] = Saved(stored, kind, is_trained, tied, group.get(name), state.get(name, {}))
     if lost := [name for name in {**state, **group} if name not in tensors]:
