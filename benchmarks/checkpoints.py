@@ -302,6 +302,7 @@ def main() -> None:
     print(text)
     if options.out is not None:
         stem = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-checkpoints-{options.shape}-{options.device}"
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
         (options.out / f"{stem}.md").write_text(text)
 

@@ -134,3 +134,11 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(CheckpointError, match=words):
             folder.read_index(tmp_path / name)
+
+
+def test_a_path_without_a_name_has_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert folder.partial_of(Path()) == tmp_path / "here.partial"
+    assert folder.find(Path()) is None
+    assert folder.find(Path("/")) is None

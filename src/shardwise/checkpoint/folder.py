@@ -23,11 +23,16 @@ def rank_file(rank: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
+    return _beside(path, ".partial")
 
 
 def replaced_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.replaced")
+    return _beside(path, ".replaced")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    path = path if path.name else path.absolute()  # "." has no name of its own
+    return path.parent / f"{path.name}{ending}"
 
 
 def find(path: Path) -> Path | None:
