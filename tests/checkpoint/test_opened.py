@@ -44,7 +44,9 @@ def test_an_own_checkpoint_comes_before_anything_else_in_its_folder(tmp_path: Pa
 
 def test_what_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"not a checkpoint: .*'.metadata' of torch's DCP.*'model.safetensors'"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no checkpoint of .*torch DCP \(.metadata\).*Hugging Face \(model.safetensors"
+    ):
         open_checkpoint(tmp_path)
     for content in (b"hello", b"", b"PK"):
         (tmp_path / "notes.txt").write_bytes(content)

@@ -101,5 +101,5 @@ def test_what_is_not_there_is_refused_in_a_sentence(ask: Asker, tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     seen = ask("inspect", tmp_path / "empty")
     assert seen.code == 5
-    assert "not a checkpoint" in seen.err
+    assert "holds no checkpoint" in seen.err
     assert seen.err.count("\n") == 1

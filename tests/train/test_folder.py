@@ -101,7 +101,7 @@ def test_another_runs_folder_is_not_taken_for_a_named_checkpoint(here: Path) -> 
     ("asked", "words"),
     [
         ("latest", "holds no complete checkpoint"),
-        ("mine/checkpoints/step-000010", "it is not a checkpoint"),
+        ("mine/checkpoints/step-000010", "it holds no checkpoint"),
         ("nowhere", "there is no checkpoint"),
     ],
 )

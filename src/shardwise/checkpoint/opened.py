@@ -12,9 +12,9 @@ from .others import dcp, deepspeed, hugging_face
 from .reader import Reader
 
 _LOOKED_FOR = (
-    f"{folder.MARKER!r} of shardwise's checkpoints and {steps.CHECKPOINTS!r} of its runs, {dcp.METADATA!r} of torch's "
-    f"DCP, {dcp.MODEL_PART!r} of Accelerate, {deepspeed.LATEST!r} or '*_model_states.pt' of DeepSpeed, "
-    f"{', '.join(map(repr, hugging_face.NAMES))} of Hugging Face"
+    f"shardwise ({folder.MARKER}; {steps.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
+    f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
+    f"({', '.join(hugging_face.NAMES)})"
 )
 # In a folder of ours, none of these is anything by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
@@ -71,7 +71,7 @@ def _open_others(path: Path) -> Opened:
         return Opened(path, hugging_face.read(path, name))
     if (newest := _newest_run_in(path)) is not None:
         raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
-    raise CheckpointError(f"it is not a checkpoint: there is nothing of {_LOOKED_FOR} in it")
+    raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")
 
 
 def _newest_run_in(path: Path) -> Path | None:
