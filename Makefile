@@ -7,17 +7,17 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 CODE   := src tests examples $(wildcard benchmarks)
 
-.PHONY: train test soak check format clean
+.PHONY: train test slow check format clean
 
 train: $(STAMP)
 	$(BIN)/shardwise train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not gpu and not soak" --ignore=tests/architecture --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow" --ignore=tests/architecture --durations=10 $(ARGS)
 
-# The same promises, asked for minutes.
-soak: $(STAMP)
-	$(BIN)/python -m pytest -m "soak and not gpu" $(ARGS)
+# What takes longer: other libraries beside ours, compilers, and the same promises asked for minutes.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu" --durations=10 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check $(CODE)

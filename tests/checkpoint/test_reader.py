@@ -24,8 +24,9 @@ from tests.harness import num_open_files
 BLOCK = 16384
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["around the cache", "through the cache"])
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(reader, "_DIRECT_BYTES", request.param)
     monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "_UNSUMMED_BYTES", BLOCK)

@@ -135,7 +135,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     assert tally.num_kills == 4
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_sixty_kills_at_random_moments(tmp_path: Path) -> None:
     tally = endure(tmp_path / "run", 60, seed=0)
     print(tally)

@@ -28,6 +28,8 @@ from .index import Check, File, Piece, Stored, parts_of
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
 _UNSUMMED_BYTES = 1 << 20
+# Blocks of smaller files are small, and the kernel's own reading ahead asks the disk for more at once.
+_DIRECT_BYTES = 1 << 30
 
 
 class Reader:
@@ -145,7 +147,8 @@ class Reader:
         if len(self._open) == _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         try:
-            file = (os.open if self._is_shared else open_direct)(self._path(number), os.O_RDONLY)
+            through_cache = self._is_shared or self._files[number].num_bytes < _DIRECT_BYTES
+            file = (os.open if through_cache else open_direct)(self._path(number), os.O_RDONLY)
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
         try:
