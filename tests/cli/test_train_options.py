@@ -92,10 +92,15 @@ def test_help_comes_at_once(arguments: str) -> None:
     )
     if arguments.endswith("--help"):
         code += "assert 'shardwise.config' not in sys.modules\n"
+    assert min(seconds_of([sys.executable, "-c", code, *arguments.split()]) for _ in range(3)) < 0.5
+
+
+def seconds_of(command: list[str]) -> float:
+    """Of a core; more where a cache is cold, or a neighbour shares the core."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code, *arguments.split()], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_no_name_is_cut_off_in_80_columns() -> None:
