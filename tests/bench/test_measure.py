@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,9 @@ def hook(grad: torch.Tensor) -> None:
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_ends_the_workers(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "shardwise", "bench", "--shape", "50m", "--steps", "1000", "--json"]
-    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Whoever started the tests may ignore interruptions, which is inherited.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     workers: list[int] = []
     while not workers and bench.poll() is None:
         time.sleep(0.05)

@@ -60,6 +60,7 @@ def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:
     assert rows(folder)[-2]["loss"] < 3.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["", "r=4,alpha=8,targets=q_proj+down_proj"], ids=["full", "lora"])
 def test_a_fine_tune_survives_sigterm_on_other_ranks_under_another_strategy(
     run_ranks: Pool, llama: Path, tmp_path: Path, lora: str
@@ -91,6 +92,7 @@ def test_a_fine_tune_survives_sigterm_on_other_ranks_under_another_strategy(
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ("--max-steps", "60", "--save-steps", "5", "--max-restarts", "1", *QUICK, *SMALL)
     folder = tmp_path / "run"
@@ -106,6 +108,7 @@ def test_a_rank_that_is_killed_is_started_again_from_the_last_checkpoint(tmp_pat
     assert len(losses(folder)) == 60
 
 
+@pytest.mark.slow
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
                "shardwise", "train", "--max-steps", "3", "--output-dir", "run", *QUICK, *SMALL]  # fmt: skip

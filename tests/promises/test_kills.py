@@ -130,6 +130,7 @@ def check_after_a_kill(root: Path, log: Path) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     tally = endure(tmp_path / "run", 4, seed=1)
     assert tally.num_kills == 4
