@@ -76,7 +76,8 @@ def test_an_interruption_ends_the_workers(how: signal.Signals, code: int) -> Non
     command = [sys.executable, "-m", "shardwise", "bench", "--shape", "50m", "--steps", "1000", "--json"]
     # Whoever started the tests may ignore interruptions, which is inherited.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    bench = subprocess.Popen(command, **pipes, preexec_fn=heed)  # noqa: PLW1509  it takes no lock
     workers: list[int] = []
     while not workers and bench.poll() is None:
         time.sleep(0.05)
