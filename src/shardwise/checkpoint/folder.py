@@ -82,7 +82,7 @@ def begin(path: Path) -> Path:
 def settle(path: Path) -> None:
     """What a save that died has left is removed; where it died between two renames, the checkpoint is put in place."""
     if find(path) == partial_of(path):
-        _put_in_place(path)
+        put_in_place(path)
     remove(partial_of(path))
     if find(path) is not None:
         remove(replaced_of(path))
@@ -106,12 +106,13 @@ def complete(path: Path, index: str) -> None:
         _write(draft, hashlib.sha256(text).hexdigest().encode())
         draft.rename(partial / MARKER)
         sync(partial)
-        _put_in_place(path)
+        put_in_place(path)
     except OSError as error:
         raise SaveError(f"cannot complete {partial}: {error.strerror or error}") from error
 
 
-def _put_in_place(path: Path) -> None:
+def put_in_place(path: Path) -> None:
+    """The partial folder gets its name; what has it goes when the new one is there, and comes back if it cannot be."""
     replaced = replaced_of(path)
     remove(replaced)
     if path.exists():

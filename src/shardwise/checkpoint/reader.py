@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
@@ -51,9 +50,9 @@ class Reader:
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
         """What will be read, in this order: threads begin now, and stay ahead. Reading something else is no error."""
-        blocks = ((span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval))
-        # Neighbours often share a block.
-        self._planned = (block for block, _ in groupby(blocks))
+        self._planned = (
+            (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
+        )
         self._ahead.clear()
         self._read_ahead()
 

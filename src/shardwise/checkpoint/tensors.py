@@ -6,7 +6,7 @@ memory than a block beside itself, because every block is summed on its way, and
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SaveError
 from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
 from .index import File, Piece, Stored
@@ -82,16 +82,22 @@ def lay_out(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None)
     return Layout(text, tuple(entries), {key: len(text) + at for key, at in places.items()}, len(text) + end)
 
 
-def write_file(path: Path, layout: Layout) -> File:
-    """Write the tensors and wait until the disk has them."""
+def write_file(
+    path: Path,
+    layout: Layout,
+    rows: Callable[[Entry], Iterable[Tensor]] = lambda entry: [value_of(entry)],
+    is_summed: bool = True,
+) -> File:
+    """Write the tensors, each as the rows that it comes in, and wait until the disk has them."""
     try:
-        with Stream(path, check_bytes(layout.num_bytes)) as stream:
+        with Stream(path, check_bytes(layout.num_bytes) if is_summed else None) as stream:
             stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
             for entry in layout.entries:
-                stream.write(value_of(entry))
+                for row in rows(entry):
+                    stream.write(row)
             stream.finish()
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        raise SaveError(f"cannot write {path}: {error.strerror or error}") from error
     return File(path.name, stream.num_bytes, tuple(stream.checks))
 
 

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError, SaveError
 from ..shard import Interval
-from .disk import Stream, check_bytes
-from .folder import partial_of, sync
+from .folder import partial_of, put_in_place, sync
 from .index import File, Stored
 from .reader import Reader
-from .tensors import Entry, Layout, lay_out
+from .tensors import Entry, Layout, lay_out, write_file
 
 MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's measure
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -95,23 +94,15 @@ def write_sources(path: Path, sources: Sequence[Source], tell: Tell, is_summed: 
     # transformers looks for the word.
     layout = lay_out([Entry(s.name, s.dtype, s.shape, s.read) for s in sources], {"format": "pt"})
     by_name = {source.name: source for source in sources}
-    try:
-        with Stream(path, check_bytes(layout.num_bytes) if is_summed else None) as stream:
-            stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
-            for entry in layout.entries:
-                _write_rows(stream, by_name[entry.key], tell)
-            stream.finish()
-    except OSError as error:
-        raise SaveError(f"cannot write {path}: {error.strerror or error}") from error
-    return File(path.name, stream.num_bytes, tuple(stream.checks)), layout
+    return write_file(path, layout, lambda entry: _told_rows(by_name[entry.key], tell), is_summed), layout
 
 
-def _write_rows(stream: Stream, source: Source, tell: Tell) -> None:
+def _told_rows(source: Source, tell: Tell) -> Iterator[Tensor]:
     num_bytes = 0
     for row in source.rows():
         if row.dtype != source.dtype:
             raise CheckpointError(f"{source.name!r} was announced as {source.dtype} and is {row.dtype}")
-        stream.write(row.detach())
+        yield row.detach()
         num_bytes += row.nbytes
         tell(row.nbytes)
     if num_bytes != source.num_bytes:
@@ -148,26 +139,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for path in (*partial_folder.rglob("*"), partial_folder):
             path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
             sync(path)  # a folder that has its name is complete, also after the power went
-        _replace(partial_folder, folder)
+        put_in_place(folder)
     except OSError as error:
         raise SaveError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
-
-
-def _replace(new: Path, folder: Path) -> None:
-    old = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_note(into: Path, about: Mapping[str, Any]) -> None:
