@@ -7,37 +7,47 @@ were given in, so that nothing is lost, and are cast when gathered.
 
 from dataclasses import dataclass, replace
 
-import torch
-
+from .dtypes import BF16, FP16, FP32, DType, DTypeLike, dtype_of
 from .errors import ConfigurationError, did_you_mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Precision:
-    compute: torch.dtype
-    master: torch.dtype
-    reduce: torch.dtype
-    loss_scaling: bool = False
+    """Dtypes are given as torch's own or by name."""
+
+    compute: DType
+    master: DType
+    reduce: DType
+    loss_scaling: bool
     # Names of modules (patterns) that compute in fp32, with casts at their borders.
-    keep_fp32: tuple[str, ...] = ()
+    keep_fp32: tuple[str, ...]
+
+    def __init__(
+        self,
+        compute: DTypeLike,
+        master: DTypeLike,
+        reduce: DTypeLike,
+        loss_scaling: bool = False,
+        keep_fp32: tuple[str, ...] = (),
+    ) -> None:
+        for field, value in (("compute", compute), ("master", master), ("reduce", reduce)):
+            object.__setattr__(self, field, dtype_of(value))
+        object.__setattr__(self, "loss_scaling", loss_scaling)
+        object.__setattr__(self, "keep_fp32", keep_fp32)
 
 
 PRECISIONS: dict[str, Precision] = {
-    #                           compute         master          reduce
-    "fp32": Precision(torch.float32, torch.float32, torch.float32),
-    "bf16": Precision(torch.bfloat16, torch.float32, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32, torch.float32, loss_scaling=True),
-    "pure-bf16": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    #                     compute master reduce
+    "fp32": Precision(FP32, FP32, FP32),
+    "bf16": Precision(BF16, FP32, FP32),
+    "fp16": Precision(FP16, FP32, FP32, loss_scaling=True),
+    "pure-bf16": Precision(BF16, BF16, BF16),
 }
 
-DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES: dict[str, DType] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
-def precision_of(precision: str | Precision, reduce_dtype: str | torch.dtype | None) -> Precision:
+def precision_of(precision: str | Precision, reduce_dtype: DTypeLike | None) -> Precision:
     """A precision by name or as a value, with the reduce dtype replaced when one is given."""
     if isinstance(precision, str):
         name = precision.lower().replace("_", "-")
@@ -48,10 +58,9 @@ def precision_of(precision: str | Precision, reduce_dtype: str | torch.dtype | N
         raise ConfigurationError(f"precision={precision!r}: give one of {', '.join(PRECISIONS)}, or a Precision")
     if reduce_dtype is None:
         return precision
-    if isinstance(reduce_dtype, str):
-        if reduce_dtype not in DTYPES:
-            raise ConfigurationError(f"unknown reduce_dtype {reduce_dtype!r}; {did_you_mean(reduce_dtype, DTYPES)}")
-        reduce_dtype = DTYPES[reduce_dtype]
-    if reduce_dtype not in DTYPES.values():
+    if isinstance(reduce_dtype, str) and reduce_dtype not in DTYPES:
+        raise ConfigurationError(f"unknown reduce_dtype {reduce_dtype!r}; {did_you_mean(reduce_dtype, DTYPES)}")
+    chosen = dtype_of(reduce_dtype)
+    if chosen not in DTYPES.values():
         raise ConfigurationError(f"reduce_dtype {reduce_dtype} cannot be summed; use one of {', '.join(DTYPES)}")
-    return replace(precision, reduce=reduce_dtype)
+    return replace(precision, reduce=chosen)

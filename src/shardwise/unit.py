@@ -98,13 +98,15 @@ class FlatState:
         self.flat = flat
         self.unit_name = unit_name
         spans = flat.spans
-        self.master = torch.zeros(spans[flat.depth_of_master].num_elems, dtype=flat.master, device=device)
+        self.master = torch.zeros(spans[flat.depth_of_master].num_elems, dtype=flat.master.torch, device=device)
         self.rest: Tensor | None = None
         if flat.has_rest:
-            self.rest = torch.zeros(spans[flat.depth_of_params].num_elems, dtype=flat.compute, device=device)
-        self.whole: Tensor = self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute, device=device)
+            self.rest = torch.zeros(spans[flat.depth_of_params].num_elems, dtype=flat.compute.torch, device=device)
+        self.whole: Tensor = (
+            self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute.torch, device=device)
+        )
         self.compute_params = [
-            nn.Parameter(torch.empty(0, dtype=flat.compute, device=device), requires_grad=flat.trainable)
+            nn.Parameter(torch.empty(0, dtype=flat.compute.torch, device=device), requires_grad=flat.trainable)
             for _ in flat.params
         ]
         own = spans[flat.depth_of_master]
@@ -118,7 +120,7 @@ class FlatState:
             for index, param in enumerate(flat.params)
         ]
         self.grads: Tensor | None = None
-        self.final: Tensor = torch.empty(0, dtype=flat.reduce, device=device)
+        self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
         self._final_views: dict[int, Tensor] = {}
         self.grad_state: Literal["empty", "local", "final"] = "empty"
         self.used = [False] * len(flat.params)
@@ -129,7 +131,7 @@ class FlatState:
         self._places_in: dict[int | None, _Places] = {}
         self._open: _Places = _Places((), ())
         self._elsewhere = {
-            index: torch.zeros((), dtype=flat.master, device=device)
+            index: torch.zeros((), dtype=flat.master.torch, device=device)
             .expand(self.resting_params[index].shape)
             .as_subclass(Elsewhere)
             for index in (self.held if flat.trainable else ())
@@ -160,7 +162,7 @@ class FlatState:
                 return f"the gradient of {name!r} was set by hand, which does nothing: use optimizer.zero_grad()"
         return ""
 
-    def _resting_view(self, held: slice, shape: torch.Size) -> Tensor:
+    def _resting_view(self, held: slice, shape: Sequence[int]) -> Tensor:
         view = self.master[held]
         return view.view(shape) if self.flat.depth_of_master == 0 else view
 
@@ -225,7 +227,7 @@ class FlatState:
         """Make sure that there is memory for `grads`; what is in it means nothing yet."""
         num_elems = self.flat.spans[self.flat.depth_of_grads].num_elems
         if self.grads is None:
-            self.grads = torch.empty(num_elems, dtype=self.flat.reduce, device=self.master.device)
+            self.grads = torch.empty(num_elems, dtype=self.flat.reduce.torch, device=self.master.device)
             self.final = self.grads[self._final_in_grads]
             self._final_views = self._views_of(self.final)
         elif self.grads.untyped_storage().nbytes() == 0:
@@ -238,7 +240,7 @@ class FlatState:
         """What the optimizer reads, by parameter, in the master's dtype."""
         if self.flat.reduce == self.flat.master:
             return self._final_views
-        return self._views_of(self.final.to(self.flat.master))
+        return self._views_of(self.final.to(self.master.dtype))
 
     def give_back_grads(self) -> None:
         """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""

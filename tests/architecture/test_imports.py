@@ -11,6 +11,7 @@ LAYERS: dict[str, int] = {
     "version": 0,
     "cgroup": 0,
     "shard": 0,
+    "dtypes": 0,
     "precision": 0,
     "wire.codec": 0,
     "layout": 1,
@@ -23,6 +24,7 @@ LAYERS: dict[str, int] = {
     "engine": 5,
     "checkpoint": 6,
     "train": 7,
+    "report": 7,
     "": 8,  # the package's own __init__: the API
     "config": 8,
     "bench": 9,

@@ -11,8 +11,8 @@ from shardwise.bench import report
 from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
-from shardwise.bench.links import parse
 from shardwise.bench.rows import Row
+from shardwise.plan.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
 OURS, PEER = "shardwise:zero3", "fsdp2"

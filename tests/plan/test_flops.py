@@ -1,10 +1,10 @@
 """Peaks by the names that devices give themselves, and the FLOP of a token."""
 
 import pytest
-import torch
 
 from shardwise.bench.case import SHAPES
 from shardwise.bench.model import flops_of, num_params
+from shardwise.dtypes import BF16, FP16, FP32
 from shardwise.plan.flops import flops_per_token, peak_flops
 
 
@@ -35,11 +35,11 @@ from shardwise.plan.flops import flops_per_token, peak_flops
 )
 def test_the_peak_of_a_device(name: str, teraflops: float | None) -> None:
     expected = None if teraflops is None else teraflops * 1e12
-    assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == expected
+    assert peak_flops(name, BF16) == peak_flops(name, FP16) == expected
 
 
 def test_no_peak_is_claimed_for_32_bits() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", FP32) is None
 
 
 def test_flops_of_a_token() -> None:

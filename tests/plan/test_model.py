@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigurationError
-from shardwise.plan.model import FoundUnit, find_units, matches
+from shardwise.plan.model import FoundUnit, matches
+from shardwise.plan.units import find_units
 from tests.support.models import HUGGING_FACE, MODELS
 
 
@@ -226,7 +227,7 @@ def test_a_size_threshold_cuts_from_the_bottom() -> None:
 def test_every_unit_but_the_root_reaches_the_threshold(threshold: int) -> None:
     for unit in find_units(Stack(), threshold):
         if unit.name != "root":
-            assert sum(param.shape.numel() for param in unit.params) >= threshold
+            assert sum(param.num_elems for param in unit.params) >= threshold
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_dtype_and_trainability_are_recorded() -> None:
     model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.bfloat16))
     model[0].requires_grad_(False)
     params = [param for unit in find_units(model) for param in unit.params]
-    assert [(param.dtype, param.trainable) for param in params] == [(torch.float64, False)] * 2 + [
+    assert [(param.dtype.torch, param.trainable) for param in params] == [(torch.float64, False)] * 2 + [
         (torch.bfloat16, True)
     ] * 2
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
-from shardwise.engine.memory import NUM_REDUCTIONS
 from shardwise.engine.runtime import Engine
 from shardwise.layout import PRESETS, Strategy
 from shardwise.plan.memory import StateBytes, state_bytes
+from shardwise.plan.schedule import NUM_REDUCTIONS
 from tests.harness import Pool
 from tests.support.strategies import ALL, NAMED, STRATEGIES
 

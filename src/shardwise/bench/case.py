@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..plan.links import Fabric, parse
 from ..train.shapes import PRESETS
-from .links import Fabric, parse
 from .names import FLOORS, label
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..layout import layouts_for
-from ..plan.model import find_units
+from ..plan.units import find_units
 from .calls import AddedCalls, added_calls
 from .case import Case, one_process
 from .launch import Launch, Outcome, Say

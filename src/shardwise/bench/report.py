@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..plan.links import parse
 from .compare import Findings, Session
-from .links import parse
 from .machine import machine
 from .model import num_params
 from .names import label

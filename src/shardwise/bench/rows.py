@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..plan.flops import peak_flops
+from ..plan.links import parse
 from ..precision import precision_of
 from .case import Case
 from .compare import Findings, losses_of
-from .links import parse
 from .model import flops_of
 from .names import FLOORS, OURS, label
 

@@ -60,7 +60,7 @@ def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 def _specs(engine: Engine) -> list[tuple[Spec, torch.dtype]]:
     """Every parameter, with the dtype in which it rests."""
-    return [(spec, state.flat.master) for unit in engine.units for state in unit.states for spec in state.flat.params]
+    return [(spec, state.master.dtype) for unit in engine.units for state in unit.states for spec in state.flat.params]
 
 
 def _saved_name(spec: Spec, index: Index) -> str:

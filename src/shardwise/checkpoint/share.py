@@ -98,7 +98,7 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
 
 def _described(spec: Param, flat: Flat) -> Saved:
     tied = tuple(site.name for site in spec.sites if site.name != spec.name)
-    return Saved(Stored(tuple(spec.shape), NAMES[flat.master], ()), "parameter", spec.trainable, tied)
+    return Saved(Stored(tuple(spec.shape), NAMES[flat.master.torch], ()), "parameter", spec.trainable, tied)
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:

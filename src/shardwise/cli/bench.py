@@ -98,8 +98,8 @@ def bench(
     from ..bench import compare, report
     from ..bench.case import SHAPES, Case, settings_of, with_intra
     from ..bench.launch import launch
-    from ..bench.links import parse
     from ..bench.names import peers_in, strategies_in
+    from ..plan.links import parse
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the workers
     folder = out or Path("benchmark-results")

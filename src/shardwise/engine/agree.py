@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError, ShardwiseError, WireError
 from ..plan.model import FoundUnit
+from ..plan.schedule import UnitPlan
 from ..version import VERSION
 from ..wire.collectives import Channel, exchange
-from .schedule import UnitPlan
 
 T = TypeVar("T")
 Report = TypeVar("Report")

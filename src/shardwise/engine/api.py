@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cgroup import cgroup_values, memory_limit
+from ..dtypes import FP16, DTypeLike
 from ..errors import ConfigurationError, MemoryExceededError, StateError, did_you_mean
 from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, make_axes, num_local_ranks
@@ -20,7 +21,9 @@ from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
 from ..plan.flat import flats_of
 from ..plan.memory import state_bytes
-from ..plan.model import FoundUnit, Units, find_units
+from ..plan.model import FoundUnit
+from ..plan.schedule import Schedule, UnitPlan, make_schedule
+from ..plan.units import Units, find_units
 from ..precision import Precision, precision_of
 from ..unit import FlatState, Unit
 from ..wire.collectives import exchange
@@ -31,7 +34,6 @@ from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .runtime import Engine, channels_of
-from .schedule import Schedule, UnitPlan, make_schedule
 
 # `auto` leaves this share of the free memory to activations and temporary buffers.
 AUTO_RESERVE = 0.25
@@ -45,7 +47,7 @@ def shard(
     strategy: Strategy = AUTO,
     *,
     precision: str | Precision = "bf16",
-    reduce_dtype: str | torch.dtype | None = None,
+    reduce_dtype: DTypeLike | None = None,
     node_size: int | None = None,
     units: Units = "auto",
     memory_budget: int | None = None,
@@ -82,7 +84,7 @@ def shard(
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
     install_direct_gradients(engine, modules)
-    install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute)
+    install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute.torch)
     install_root_hooks(engine, model)
     sharded = None
     if optimizer is not None:
@@ -251,7 +253,7 @@ def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        if precision.compute == torch.float16:
+        if precision.compute == FP16:
             names.update(getattr(module, "_keep_in_fp32_modules", None) or ())
     return sorted(pattern for name in names for pattern in (name, f"*.{name}"))
 

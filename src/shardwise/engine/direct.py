@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dtypes import FP32
 from ..unit import FlatState
 from .runtime import Engine
 
@@ -78,7 +79,7 @@ def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> N
 def _can_multiply_into(state: FlatState) -> bool:
     """Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only."""
     flat = state.flat
-    return flat.reduce == flat.compute or (state.master.is_cuda and flat.reduce == torch.float32)
+    return flat.reduce == flat.compute or (state.master.is_cuda and flat.reduce == FP32)
 
 
 def _is_plain(module: nn.Linear) -> bool:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import StateError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.memory import StateBytes, state_bytes
+from ..plan.schedule import NUM_REDUCTIONS
 from ..unit import FlatState
 from .guards import engine_of
-from .memory import NUM_REDUCTIONS
 from .runtime import Engine
 
 

@@ -79,7 +79,7 @@ class _UnscaleGradient(torch.autograd.Function):
 
 def install_root_hooks(engine: Engine, model: nn.Module) -> None:
     """What happens once per forward of the model: a clean start, inputs cast, gradients scaled inside it for fp16."""
-    compute = engine.precision.compute
+    compute = engine.precision.compute.torch
     is_scaled = engine.scale.loss_scale is not None
 
     def enter(tensor: Tensor) -> Tensor:

@@ -7,12 +7,9 @@ its storage to nothing: autograd's aliases keep the storage, and find the weight
 import torch
 from torch import Tensor
 
+from ..plan.schedule import NUM_REDUCTIONS, Schedule, aligned
 from ..unit import Unit
-from .schedule import Schedule, aligned
 from .streams import Mark
-
-# Reduction slots: one travels while the next is written. Gradients that rest whole need none.
-NUM_REDUCTIONS = 2
 
 
 class GatherMemory:
@@ -79,7 +76,7 @@ class GatherMemory:
                 state.bind(state.master)
                 continue
             num_bytes = flat.num_elems * flat.compute.itemsize
-            state.bind(memory[start : start + num_bytes].view(flat.compute))
+            state.bind(memory[start : start + num_bytes].view(flat.compute.torch))
             start += aligned(num_bytes)
 
 
@@ -113,7 +110,7 @@ class ReductionMemory:
                     found.append(None)
                     continue
                 num_bytes = flat.num_elems * flat.reduce.itemsize
-                found.append(memory[start : start + num_bytes].view(flat.reduce))
+                found.append(memory[start : start + num_bytes].view(flat.reduce.torch))
                 start += aligned(num_bytes)
             self._views[key] = found
         return self._views[key]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..plan.schedule import NUM_REDUCTIONS, Schedule
 from ..unit import Channels, FlatState, GradScale, Reduction, Unit
-from .memory import NUM_REDUCTIONS, ReductionMemory
-from .schedule import Schedule
+from .memory import ReductionMemory
 from .streams import Lane, Mark
 
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from ..errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
+from ..plan.schedule import Occupancy, Schedule, make_schedule
 from ..precision import Precision
 from ..unit import Channels, FlatState, GradScale, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
 from .memory import GatherMemory
 from .reductions import Reductions
-from .schedule import Occupancy, Schedule, make_schedule
 from .streams import Lane, Mark
 
 # The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
@@ -87,7 +87,7 @@ class Engine:
         self._forward_began: Mark = None
         self._awaits_step = False
         self.scale = GradScale.mean(
-            mesh.world_size, precision.compute, precision.reduce, loss_scale, mesh.world.averages
+            mesh.world_size, precision.compute.torch, precision.reduce.torch, loss_scale, mesh.world.averages
         )
         self.is_loss_scaled = False
         self._budget_bytes = budget_bytes

@@ -118,7 +118,7 @@ def whole_parts(
                 if resting in names:
                     value = buffer[interval.start : interval.stop].view(spec.shape)
                     # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
-                    part |= dict.fromkeys(names[resting], value.to("cpu", spec.dtype, copy=True))
+                    part |= dict.fromkeys(names[resting], value.to("cpu", spec.dtype.torch, copy=True))
         yield part
     others = {name: value for name, value in entries.items() if not isinstance(value, nn.Parameter)}
     yield {
@@ -209,7 +209,7 @@ def _gather_master(engine: Engine, state: FlatState) -> Tensor:
     """All of a flat in the master's precision, in memory of its own."""
     flat = state.flat
     own = flat.spans[flat.depth_of_master]
-    buffer = torch.zeros(flat.num_elems, dtype=flat.master, device=state.master.device)
+    buffer = torch.zeros(flat.num_elems, dtype=flat.master.torch, device=state.master.device)
     buffer[own.start : own.stop].copy_(state.master)
     with engine.mesh.ledger.uncounted():
         state.run_hops(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))

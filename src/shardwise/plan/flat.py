@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import torch
-
+from ..dtypes import FP32, DType
 from ..layout import Layout
 from ..precision import Precision
 from ..shard import Interval, nested_shards, place
@@ -40,9 +39,9 @@ class Flat:
     layout: Layout
     axis_sizes: tuple[int, ...]
     axis_indices: tuple[int, ...]
-    compute: torch.dtype
-    master: torch.dtype
-    reduce: torch.dtype
+    compute: DType
+    master: DType
+    reduce: DType
     trainable: bool
 
     @property
@@ -64,7 +63,7 @@ class Flat:
 
     @cached_property
     def _placed(self) -> tuple[tuple[Interval, ...], int]:
-        sizes = [param.shape.numel() for param in self.params]
+        sizes = [param.num_elems for param in self.params]
         return place(sizes, prod(self.axis_sizes[: self.depth_of_master]))
 
     @property
@@ -130,11 +129,11 @@ def flats_of(
     keep_fp32: Sequence[str],
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
-    groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[Param]] = {}
+    groups: dict[tuple[DType, DType, DType, bool], list[Param]] = {}
     for param in unit.params:
         kept = matches(param.sites[0].module, keep_fp32)
-        compute = torch.float32 if kept else precision.compute
-        master = (torch.float32 if kept else precision.master) if param.trainable else param.dtype
+        compute = FP32 if kept else precision.compute
+        master = (FP32 if kept else precision.master) if param.trainable else param.dtype
         # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
         groups.setdefault((compute, master, param.dtype, param.trainable), []).append(param)
     sizes = tuple(axes[axis][0] for axis in layout.chain)

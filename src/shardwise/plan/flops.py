@@ -2,7 +2,7 @@
 
 import re
 
-import torch
+from ..dtypes import BF16, FP16, DType
 
 # Dense FLOP/s in 16 bits, summed in fp32, from the vendors' data sheets; the first name that is words of the device's.
 _PEAK_FLOPS = {
@@ -18,11 +18,11 @@ _PEAK_FLOPS = {
 }  # fmt: skip
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+def peak_flops(device_name: str, dtype: DType) -> float | None:
     """Dense FLOP/s of a device; None where a share of it would say nothing: unknown devices, and 32 bits, whose peak
     depends on whether products may be rounded to tf32."""
     # A laptop's chip has the name of another one.
-    if dtype not in (torch.bfloat16, torch.float16) or "laptop" in device_name.lower():
+    if dtype not in (BF16, FP16) or "laptop" in device_name.lower():
         return None
     found = (flops for name, flops in _PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE))
     return next(found, None)

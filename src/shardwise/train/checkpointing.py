@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..errors import ConfigurationError, did_you_mean
-from ..plan.model import find_blocks, modules_of_class
+from ..plan.units import find_blocks, modules_of_class
 
 Mode = Literal["none", "selective", "full"]
 

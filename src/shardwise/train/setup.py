@@ -21,7 +21,7 @@ from ..engine.guards import engine_of
 from ..engine.whole import load_full_state_dict
 from ..errors import ConfigurationError
 from ..plan.flops import peak_flops
-from ..plan.model import find_blocks
+from ..plan.units import find_blocks
 from ..precision import precision_of
 from ..wire.collectives import exchange
 from .batching import Batching

@@ -27,9 +27,7 @@ def start_of(run: Run) -> Start:
     flats = [flat for plan in engine.schedule.units for flat in plan.flats]
     # Masters, and two moments of what is trained.
     num_bytes = sum(
-        param.shape.numel() * flat.master.itemsize * (3 if flat.trainable else 1)
-        for flat in flats
-        for param in flat.params
+        param.num_elems * flat.master.itemsize * (3 if flat.trainable else 1) for flat in flats for param in flat.params
     )
     layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
     asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"

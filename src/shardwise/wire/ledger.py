@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import torch
+from ..dtypes import DTypeLike, dtype_of
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -35,8 +35,9 @@ class Call:
 
 
 @cache
-def describe_call(kind: Kind, axis: str, num_ranks: int, num_elems: int, dtype: torch.dtype) -> Call:
-    return Call(kind, axis, str(dtype).removeprefix("torch."), num_elems * dtype.itemsize, num_ranks)
+def describe_call(kind: Kind, axis: str, num_ranks: int, num_elems: int, dtype: DTypeLike) -> Call:
+    known = dtype_of(dtype)
+    return Call(kind, axis, known.name, num_elems * known.itemsize, num_ranks)
 
 
 @dataclass(frozen=True, slots=True, order=True)

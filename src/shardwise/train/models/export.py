@@ -109,7 +109,7 @@ def _gathered_sources(
             for resting, spec in zip(state.resting_params, state.flat.params, strict=True):
                 if resting in names:
                     name = names.pop(resting)[0]
-                    sources.append(Source(name, spec.dtype, tuple(spec.shape), partial(take, name)))
+                    sources.append(Source(name, spec.dtype.torch, tuple(spec.shape), partial(take, name)))
     for buffer, (name, *_) in names.items():
         sources.append(Source(name, buffer.dtype, tuple(buffer.shape), partial(take, name)))
     return sources, firsts

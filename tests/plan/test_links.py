@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.bench.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
 from shardwise.errors import ConfigurationError
+from shardwise.plan.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
 from shardwise.wire.ledger import Call, Kind
 
 WORLD = list(range(8))

@@ -4,15 +4,15 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.schedule import Event, Schedule, UnitPlan, make_schedule, step_events
+from shardwise.dtypes import BF16, FP32, DType
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, Layout
 from shardwise.plan.flat import Flat
 from shardwise.plan.model import Param, Site
+from shardwise.plan.schedule import Event, Schedule, UnitPlan, make_schedule, step_events
 from shardwise.wire.ledger import add_up
 from tests.support.strategies import STRATEGIES
 
@@ -33,20 +33,20 @@ def unit(
     holds_units: bool = False,
     backward_reads: bool = True,
     trainable: bool = True,
-    compute: torch.dtype = torch.bfloat16,
+    compute: DType = BF16,
 ) -> UnitPlan:
     """One matrix in a world of four, two nodes of two."""
     row = PRESETS[layout] if isinstance(layout, str) else layout
     sizes = {"world": 4, "node": 2, "replicate": 2}
-    shape = torch.Size([num_elems])
+    shape = (num_elems,)
     flat = Flat(
-        params=(Param(f"{name}.weight", shape, torch.float32, trainable, (Site(name, "weight"),)),),
+        params=(Param(f"{name}.weight", shape, FP32, trainable, (Site(name, "weight"),)),),
         layout=row,
         axis_sizes=tuple(sizes[axis] for axis in row.chain),
         axis_indices=(0,) * len(row.chain),
         compute=compute,
-        master=torch.float32,
-        reduce=torch.float32,
+        master=FP32,
+        reduce=FP32,
         trainable=trainable,
     )
     return UnitPlan(name, row, (flat,), holds_units=holds_units, backward_reads=backward_reads)
@@ -122,7 +122,7 @@ def test_whole_parameters_are_gathered_lazily(layout: str) -> None:
 
 
 def test_ddp_in_one_dtype_moves_gradients_only() -> None:
-    units = [unit(name, "ddp", compute=torch.float32) for name in "ab"]
+    units = [unit(name, "ddp", compute=FP32) for name in "ab"]
     events = step_events(schedule_of(units), num_micro_batches=2)
     assert not any(event.calls for event in events if event.verb not in ("reduce", "agree"))
     calls = [[call.kind for call in event.calls] for event in events if event.verb == "reduce"]

@@ -15,16 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
+from ..dtypes import INT32, DType
 from ..errors import ConfigurationError
 from ..layout import Layout
-from ..plan.flat import Flat, Hop
 from ..shard import BLOCK_ELEMS
 from ..wire.ledger import Call, describe_call
+from .flat import Flat, Hop
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
+# Reduction slots: one travels while the next is written. Gradients that rest whole need none.
+NUM_REDUCTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +226,7 @@ def _agreement(schedule: Schedule) -> Event:
     flats = [flat for unit in schedule.units for flat in unit.flats if flat.trainable]
     num_params = sum(len(flat.params) for flat in flats)
     num_ranks = schedule.num_ranks
-    calls = (
-        [describe_call("all_reduce", "world", num_ranks, num_params, torch.int32)] if num_ranks > 1 and flats else []
-    )
+    calls = [describe_call("all_reduce", "world", num_ranks, num_params, INT32)] if num_ranks > 1 and flats else []
     return Event("agree", "all", tuple(calls))
 
 
@@ -269,7 +268,7 @@ def _reduce_calls(unit: UnitPlan, is_last: bool) -> Iterator[Call]:
             yield from _calls(flat, flat.reduce_hops + (flat.sync_hops if is_last else ()), flat.reduce)
 
 
-def _calls(flat: Flat, hops: Iterable[Hop], dtype: torch.dtype) -> Iterator[Call]:
+def _calls(flat: Flat, hops: Iterable[Hop], dtype: DType) -> Iterator[Call]:
     sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
     for hop in hops:
         num_elems = flat.spans[hop.depth].num_elems

@@ -1,0 +1,75 @@
+"""What a step is asked to do, as far as it decides memory, traffic and time."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import ConfigurationError, did_you_mean
+from ..precision import Precision, precision_of
+
+Optimizer = Literal["adamw", "adamw8bit", "sgd"]
+Checkpointing = Literal["none", "selective", "full"]
+Loss = Literal["chunked", "plain", "fused"]
+EngineName = Literal["shardwise", "fsdp2"]
+
+# Tensors of the master's size and dtype that an optimizer keeps. 8 bits come with a scale for 256 elements.
+MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of rank `r` beside the linear layers named so; no targets: peft's choice for the family."""
+
+    r: int = 16
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigurationError(f"lora: rank {self.r} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Sizes are of one rank. `loss`: chunked is the trainer's own, plain what most models do, fused Liger's.
+
+    `engine` is whose habits are costed: another than ours only to compare with what others have published.
+    """
+
+    seq: int = 2048
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    precision: str = "bf16"
+    reduce: str | None = None
+    optimizer: Optimizer = "adamw"
+    lora: Lora | None = None
+    checkpointing: Checkpointing = "none"
+    compile: bool = False
+    loss: Loss = "chunked"
+    engine: EngineName = "shardwise"
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "micro_batch", "num_micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"training: {name} {getattr(self, name)}, but it must be at least 1")
+        for name, known in (
+            ("optimizer", get_args(Optimizer)),
+            ("checkpointing", get_args(Checkpointing)),
+            ("loss", get_args(Loss)),
+            ("engine", get_args(EngineName)),
+        ):
+            if getattr(self, name) not in known:
+                value = str(getattr(self, name))
+                raise ConfigurationError(f"training: {name} {value!r}; {did_you_mean(value, known)}")
+        precision_of(self.precision, self.reduce)
+
+    @property
+    def formats(self) -> Precision:
+        return precision_of(self.precision, self.reduce)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.seq * self.micro_batch
+
+    @property
+    def num_moments(self) -> float:
+        return MOMENTS[self.optimizer]
