@@ -304,7 +304,7 @@ def timed(run: Run, num_steps: int) -> Answer:
 def seconds_alone(run: Run, wait: Callable[[], object]) -> tuple[float, float]:
     """Of a step that finds the device idle: until the host has queued it, and until it ends.
 
-    A device's queue holds about a thousand kernels: where a step has more, the host waits for room, and that counts too.
+    A device's queue holds about a thousand kernels: where a step has more, waiting for room counts too.
     """
     wait()
     began = time.perf_counter()
