@@ -1,15 +1,18 @@
 """The table: how each way of sharded training differs from the others.
 
 Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says
-over which ranks each of them is split, and until when gathered parameters are kept. That is all: the
-engine reads the answers, and no other file knows the name of a preset.
+over which ranks each of them is split, in which memory it rests, as what it travels, and until when gathered
+parameters are kept. That is all: the engine reads the answers, and no other file knows the name of a preset.
 
 `whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
 the nodes hold equal copies), `world` that all ranks together hold one copy.
+
+What rests on the host or on disk, and what travels in fewer bits, is costed by the planner; the engine of this version
+refuses to run it (`Layout.runs`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -17,18 +20,30 @@ from .errors import ConfigurationError, did_you_mean
 
 Split = Literal["whole", "node", "world"]
 Until = Literal["forward", "backward", "always"]
+Place = Literal["device", "host", "disk"]
+Encoding = Literal["as_is", "bf16", "fp8", "int8", "int4"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never."""
+    """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never.
+
+    `*_on` is where something rests between its uses; `kept` is the part of the optimizer that stays on the device all
+    the same. `*_as` is what it travels as between ranks.
+    """
 
     params: Split = "whole"
     grads: Split = "whole"
     optimizer: Split = "whole"
     gathered_until: Until = "always"
+    params_on: Place = "device"
+    grads_on: Place = "device"
+    optimizer_on: Place = "device"
+    kept: float = 0.0
+    params_as: Encoding = "as_is"
+    grads_as: Encoding = "as_is"
 
     def __post_init__(self) -> None:
         for field, known in (
@@ -36,6 +51,8 @@ class Layout:
             ("grads", SPLITS),
             ("optimizer", SPLITS),
             ("gathered_until", get_args(Until)),
+            *((f"{what}_on", get_args(Place)) for what in ("params", "grads", "optimizer")),
+            *((f"{what}_as", get_args(Encoding)) for what in ("params", "grads")),
         ):
             value = getattr(self, field)
             if value not in known:
@@ -53,6 +70,35 @@ class Layout:
                 f"layout: params={self.params!r} with gathered_until={self.gathered_until!r} contradict each "
                 "other: parameters that are always gathered are whole, and whole ones always gathered"
             )
+        self._refuse_contradicting_places()
+
+    def _refuse_contradicting_places(self) -> None:
+        if self.params_on != "device" and self.gathered_until == "always":
+            raise ConfigurationError(
+                f"layout: params_on={self.params_on!r} with gathered_until='always': parameters that are always "
+                "gathered never leave the device; split them, or leave params_on='device'"
+            )
+        if self.params_on != "device" and self.optimizer_on == "device":
+            raise ConfigurationError(
+                f"layout: params_on={self.params_on!r} with optimizer_on='device': the optimizer's masters are larger "
+                "than the parameters; move the optimizer first"
+            )
+        if self.grads_on == "disk" or (self.grads_on == "host" and self.optimizer_on == "device"):
+            raise ConfigurationError(
+                f"layout: grads_on={self.grads_on!r} with optimizer_on={self.optimizer_on!r}: gradients go to the host "
+                "where the optimizer reads them there, and never to disk"
+            )
+        if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
+            raise ConfigurationError(
+                f"layout: kept={self.kept} with optimizer_on={self.optimizer_on!r}: it is the part, 0 to 1, of an "
+                "optimizer on the host or on disk that stays on the device"
+            )
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine of this version can run it."""
+        places = (self.params_on, self.grads_on, self.optimizer_on)
+        return set(places) == {"device"} and {self.params_as, self.grads_as} == {"as_is"}
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -69,10 +115,12 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return next((name for name, layout in PRESETS.items() if layout == self), "custom")
+        return next((name for name, layout in (PRESETS | PLANNED).items() if layout == self), "custom")
 
     def __str__(self) -> str:
-        answers = ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        is_plain = {field.name: values[field.name] == field.default for field in fields(self)[4:]}
+        answers = ", ".join(f"{name} {value}" for name, value in values.items() if not is_plain.get(name))
         return f"{self.name} ({answers})"
 
 
@@ -89,12 +137,21 @@ PRESETS: dict[str, Layout] = {
     "hpz": Layout("node", "world", "world", "forward"),
 }
 
+# Rows that the planner costs and the engine cannot run yet.
+PLANNED: dict[str, Layout] = {
+    "zeropp": replace(PRESETS["hpz"], params_as="int8", grads_as="int4"),
+    "zero2_offload": replace(PRESETS["zero2"], grads_on="host", optimizer_on="host"),
+    "zero3_offload": replace(PRESETS["zero3"], params_on="host", grads_on="host", optimizer_on="host"),
+    "zero3_nvme": replace(PRESETS["zero3"], params_on="disk", grads_on="host", optimizer_on="disk"),
+}
+
 ALIASES: dict[str, str] = {
     "no_shard": "ddp",
     "fsdp": "zero3",
     "full_shard": "zero3",
     "hybrid_shard": "hsdp",
     "mics": "hsdp",
+    "zero++": "zeropp",
 }
 
 AUTO = "auto"
@@ -116,9 +173,10 @@ def layout_of(strategy: str | Layout) -> Layout:
         raise ConfigurationError(f"strategy {AUTO!r} chooses for the whole model: it cannot be one entry of a mapping")
     name = strategy.lower().replace("-", "_")
     name = ALIASES.get(name, name)
-    if name not in PRESETS:
-        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
-    return PRESETS[name]
+    known = PRESETS | PLANNED
+    if name not in known:
+        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*known, *ALIASES, AUTO})}")
+    return known[name]
 
 
 def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:

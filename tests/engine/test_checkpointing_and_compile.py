@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
-from shardwise.plan.schedule import step_events
+from shardwise.plan.events import step_events
 from shardwise.wire.ledger import Row, add_up
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens

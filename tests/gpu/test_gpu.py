@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.guards import engine_of
 from shardwise.layout import PRESETS
-from shardwise.plan.schedule import step_events
+from shardwise.plan.events import step_events
 from shardwise.train.model import Transformer
 from shardwise.train.shapes import TransformerShape
 from shardwise.wire.ledger import add_up

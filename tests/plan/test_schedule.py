@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from shardwise.dtypes import BF16, FP32, DType
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, Layout
+from shardwise.plan.events import Event, step_events
 from shardwise.plan.flat import Flat
 from shardwise.plan.model import Param, Site
-from shardwise.plan.schedule import Event, Schedule, UnitPlan, make_schedule, step_events
+from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
 from shardwise.wire.ledger import add_up
 from tests.support.strategies import STRATEGIES
 
@@ -91,7 +92,7 @@ def test_zero3_step() -> None:
         "backward a",
         "reduce a",
         "agree all",
-        *(f"update {name}" for name in "abcd"),
+        *(f"update {name}" for name in "dcba"),
     ]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.guards import engine_of
 from shardwise.layout import PRESETS
-from shardwise.plan.schedule import step_events
+from shardwise.plan.events import step_events
 from shardwise.shard import BLOCK_ELEMS, round_up
 from shardwise.wire.ledger import Call, Traffic, add_up
 from tests.harness import Pool

@@ -132,6 +132,12 @@ def _prepare(
     _refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
     keep_fp32 = (*precision.keep_fp32, *_kept_by_model(model, precision))
     plans = _layouts(axes, found, strategy, precision, keep_fp32, free_bytes)
+    for plan in plans:
+        if not plan.layout.runs:
+            raise ConfigurationError(
+                f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot run "
+                "it yet; what runs rests on the device and travels as it is"
+            )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():

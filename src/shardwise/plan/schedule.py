@@ -3,7 +3,7 @@
 A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a
 gather has anything to do depends on what memory holds at that moment, and that is kept by `Occupancy`,
 a small state machine over the schedule. The engine executes schedule and occupancy on real buffers;
-`step_events` runs the same two without any, and so predicts every collective of a step exactly.
+`events.step_events` runs the same two without any, and so predicts every collective of a step exactly.
 
 Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
 slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
@@ -11,15 +11,12 @@ slot, so the last units of the forward need no gather in the backward. Units gat
 units that other units lie inside, have memory of their own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from ..dtypes import INT32, DType
 from ..errors import ConfigurationError
 from ..layout import Layout
 from ..shard import BLOCK_ELEMS
-from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
 
 # Flats of one unit share a slot; each starts at a multiple of this.
@@ -71,6 +68,10 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         return self.units[0].flats[0].num_ranks
+
+    @property
+    def trainable_flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats if flat.trainable]
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -194,83 +195,3 @@ class Occupancy:
     def forget_all(self) -> None:
         self.masters_changed()
         self.held = [False] * len(self.held)
-
-
-Verb = Literal["gather", "forward", "backward", "reduce", "agree", "update"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    verb: Verb
-    unit: str
-    calls: tuple[Call, ...] = ()
-
-
-def step_events(schedule: Schedule, num_micro_batches: int = 1, first_step: bool = False) -> list[Event]:
-    """A whole training step. Later steps begin with the gathers started right after the update before."""
-    occupancy = Occupancy(schedule)
-    if not first_step:
-        _micro_batches(schedule, occupancy, num_micro_batches)
-        occupancy.masters_changed()
-    events: list[Event] = []
-    if not first_step:
-        events.extend(_gathers(schedule, occupancy, schedule.after_step))
-    events.extend(_micro_batches(schedule, occupancy, num_micro_batches))
-    events.append(_agreement(schedule))
-    events.extend(Event("update", unit.name) for unit in schedule.units if unit.trainable)
-    return events
-
-
-def _agreement(schedule: Schedule) -> Event:
-    """The ranks tell each other which parameters were used: one number each, once a step."""
-    flats = [flat for unit in schedule.units for flat in unit.flats if flat.trainable]
-    num_params = sum(len(flat.params) for flat in flats)
-    num_ranks = schedule.num_ranks
-    calls = [describe_call("all_reduce", "world", num_ranks, num_params, INT32)] if num_ranks > 1 and flats else []
-    return Event("agree", "all", tuple(calls))
-
-
-def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> list[Event]:
-    events: list[Event] = []
-    for index in range(num_micro_batches):
-        events.extend(_micro_batch(schedule, occupancy, is_last=index == num_micro_batches - 1))
-    return events
-
-
-def _micro_batch(schedule: Schedule, occupancy: Occupancy, is_last: bool) -> Iterator[Event]:
-    units = schedule.units
-    for unit in schedule.order:
-        yield from _gathers(schedule, occupancy, schedule.before_forward[unit])
-        yield Event("forward", units[unit].name)
-    for unit in reversed(schedule.order):
-        yield from _gathers(schedule, occupancy, schedule.before_backward[unit])
-        yield Event("backward", units[unit].name)
-        if units[unit].layout.gathered_until == "backward":
-            occupancy.release(unit)
-        if units[unit].trainable:
-            yield Event("reduce", units[unit].name, tuple(_reduce_calls(units[unit], is_last)))
-
-
-def _gathers(schedule: Schedule, occupancy: Occupancy, units: Iterable[int]) -> Iterator[Event]:
-    for unit in units:
-        if not occupancy.is_ready(unit):
-            calls = [
-                call
-                for flat, refresh, gather in occupancy.take(unit)
-                for call in _calls(flat, (*refresh, *gather), flat.compute)
-            ]
-            yield Event("gather", schedule.units[unit].name, tuple(calls))
-
-
-def _reduce_calls(unit: UnitPlan, is_last: bool) -> Iterator[Call]:
-    for flat in unit.flats:
-        if flat.trainable:
-            yield from _calls(flat, flat.reduce_hops + (flat.sync_hops if is_last else ()), flat.reduce)
-
-
-def _calls(flat: Flat, hops: Iterable[Hop], dtype: DType) -> Iterator[Call]:
-    sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
-    for hop in hops:
-        num_elems = flat.spans[hop.depth].num_elems
-        if sizes[hop.axis] > 1 and num_elems:
-            yield describe_call(hop.kind, hop.axis, sizes[hop.axis], num_elems, dtype)

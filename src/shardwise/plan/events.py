@@ -1,0 +1,180 @@
+"""A training step as the list of everything that happens in it: the engine's schedule, run without tensors.
+
+The planner costs this list, and the tests compare it with the ledger of a real step, byte for byte. An event may move
+bytes between ranks (`calls`), and between the memories of its own rank (`moves`): to the device and back to the host
+over the bus, from disk and to it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..dtypes import INT32, DType, dtype_of
+from ..layout import Encoding
+from ..wire.codec import encoded_bytes
+from ..wire.ledger import Call, describe_call
+from .flat import Flat, Hop
+from .schedule import Occupancy, Schedule, UnitPlan
+
+Verb = Literal["gather", "forward", "backward", "reduce", "agree", "norm", "update"]
+Way = Literal["to_device", "to_host", "read", "write"]
+
+ALL = "all"  # the unit of an event that concerns every one
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    way: Way
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`host_elems` are parameters that the host updates."""
+
+    verb: Verb
+    unit: str
+    calls: tuple[Call, ...] = ()
+    moves: tuple[Move, ...] = ()
+    host_elems: int = 0
+
+
+def step_events(
+    schedule: Schedule,
+    num_micro_batches: int = 1,
+    *,
+    first_step: bool = False,
+    clips: bool = False,
+    num_moments: float = 2,
+) -> list[Event]:
+    """A whole training step. Later steps begin with the gathers started right after the update before."""
+    occupancy = Occupancy(schedule)
+    if not first_step:
+        _micro_batches(schedule, occupancy, num_micro_batches)
+        occupancy.masters_changed()
+    events: list[Event] = []
+    if not first_step:
+        events.extend(_gathers(schedule, occupancy, schedule.after_step))
+    events.extend(_micro_batches(schedule, occupancy, num_micro_batches))
+    events.append(_agreement(schedule))
+    if clips:
+        events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
+    events.extend(_update(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
+    return events
+
+
+def _agreement(schedule: Schedule) -> Event:
+    """The ranks tell each other which parameters were used: one number each, once a step."""
+    num_params = sum(len(flat.params) for flat in schedule.trainable_flats)
+    num_ranks = schedule.num_ranks
+    calls = [describe_call("all_reduce", "world", num_ranks, num_params, INT32)] if num_ranks > 1 and num_params else []
+    return Event("agree", ALL, tuple(calls))
+
+
+def _norm_calls(schedule: Schedule) -> Iterator[Call]:
+    """One number for each way of splitting, summed along the axes of each."""
+    sizes = {
+        flat.layout.chain[: flat.depth_of_master]: flat.axis_sizes[: flat.depth_of_master]
+        for flat in schedule.trainable_flats
+    }
+    for axes in sorted(sizes):
+        for axis, size in zip(axes, sizes[axes], strict=True):
+            if size > 1:
+                yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
+
+
+def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> list[Event]:
+    events: list[Event] = []
+    for index in range(num_micro_batches):
+        events.extend(_micro_batch(schedule, occupancy, is_last=index == num_micro_batches - 1))
+    return events
+
+
+def _micro_batch(schedule: Schedule, occupancy: Occupancy, is_last: bool) -> Iterator[Event]:
+    units = schedule.units
+    for unit in schedule.order:
+        yield from _gathers(schedule, occupancy, schedule.before_forward[unit])
+        yield Event("forward", units[unit].name)
+    for unit in reversed(schedule.order):
+        yield from _gathers(schedule, occupancy, schedule.before_backward[unit])
+        yield Event("backward", units[unit].name)
+        if units[unit].layout.gathered_until == "backward":
+            occupancy.release(unit)
+        if units[unit].trainable:
+            yield _reduce(units[unit], is_last)
+
+
+def _gathers(schedule: Schedule, occupancy: Occupancy, units: Iterable[int]) -> Iterator[Event]:
+    for unit in units:
+        if not occupancy.is_ready(unit):
+            is_stale = not occupancy.rest_fresh[unit]
+            plan = schedule.units[unit]
+            calls: list[Call] = []
+            moves: list[Move] = []
+            for flat, refresh, gather in occupancy.take(unit):
+                calls.extend(_calls(flat, (*refresh, *gather), flat.compute, plan.layout.params_as))
+                moves.extend(_fetches(flat, is_stale))
+            yield Event("gather", plan.name, tuple(calls), _added_up(moves))
+
+
+def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
+    """Parameters that rest elsewhere come for every gather, masters that changed elsewhere come once."""
+    layout = flat.layout
+    if layout.params_on != "device":
+        at_rest = flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+        if layout.params_on == "disk":
+            yield Move("read", at_rest)
+        yield Move("to_device", at_rest)
+    elif layout.optimizer_on != "device" and flat.trainable and is_stale:
+        yield Move("to_device", elsewhere(flat) * flat.compute.itemsize)
+
+
+def _reduce(unit: UnitPlan, is_last: bool) -> Event:
+    calls: list[Call] = []
+    moves: list[Move] = []
+    for flat in unit.flats:
+        if flat.trainable:
+            hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
+            calls.extend(_calls(flat, hops, flat.reduce, unit.layout.grads_as))
+            if unit.layout.optimizer_on != "device" and (is_last or unit.layout.grads_on == "host"):
+                whole = flat.spans[flat.depth_of_grads].num_elems
+                moves.append(Move("to_host", (elsewhere(flat) if is_last else whole) * flat.reduce.itemsize))
+    return Event("reduce", unit.name, tuple(calls), _added_up(moves))
+
+
+def _update(unit: UnitPlan, num_moments: float) -> Event:
+    host_elems = 0
+    moves: list[Move] = []
+    for flat in unit.flats:
+        if flat.trainable and unit.layout.optimizer_on != "device":
+            num_elems = elsewhere(flat)
+            host_elems += num_elems
+            if unit.layout.optimizer_on == "disk":
+                num_bytes = round(num_elems * flat.master.itemsize * (1 + num_moments))
+                moves += [Move("read", num_bytes), Move("write", num_bytes)]
+            if unit.layout.params_on == "disk":
+                moves.append(Move("write", num_elems * flat.compute.itemsize))
+    return Event("update", unit.name, (), _added_up(moves), host_elems)
+
+
+def elsewhere(flat: Flat) -> int:
+    """Elements of the master that do not rest on the device."""
+    if flat.layout.optimizer_on == "device":
+        return 0
+    return round(flat.spans[flat.depth_of_master].num_elems * (1 - flat.layout.kept))
+
+
+def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
+    ways = dict.fromkeys(move.way for move in moves)
+    return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
+
+
+def _calls(flat: Flat, hops: Iterable[Hop], dtype: DType, encoding: Encoding) -> Iterator[Call]:
+    sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
+    for hop in hops:
+        num_elems = flat.spans[hop.depth].num_elems
+        if sizes[hop.axis] > 1 and num_elems:
+            if encoding == "as_is":
+                yield describe_call(hop.kind, hop.axis, sizes[hop.axis], num_elems, dtype)
+            else:
+                yield Call(hop.kind, hop.axis, encoding, encoded_bytes(encoding, num_elems), sizes[hop.axis])
