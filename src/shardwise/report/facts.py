@@ -1,0 +1,172 @@
+"""What a plan says, looked up with care: plans come from files, and files may be old, partial or somebody else's.
+
+`CLASSES` is the order in which memory is stacked: state at the bottom, then what travels, then what is computed.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from ..train.figures import count, plural
+
+Json = dict[str, Any]
+
+CLASSES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered units",
+    "reduce": "reduction",
+    "activations": "activations",
+    "loss": "loss",
+    "context": "CUDA and NCCL",
+}
+RESERVE = "reserve"  # what the allocator holds beyond what is in use
+LANES = {
+    "compute": "compute",
+    "gather": "gather",
+    "reduce": "reduce",
+    "copy": "copy to and from the host",
+    "host": "host",
+    "disk": "disk",
+}
+WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "over PCIe", "disk": "to and from disk"}
+
+
+def number(value: object) -> float | None:
+    """A number that can be drawn, or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None  # type: ignore[return-value]
+
+
+def amount(values: object, *names: str) -> float:
+    """A number deep inside of mappings; 0 where there is none."""
+    for name in names:
+        values = values.get(name) if isinstance(values, dict) else None
+    return number(values) or 0
+
+
+def mapping(values: object) -> Json:
+    return values if isinstance(values, dict) else {}
+
+
+def rows(values: object) -> list[Json]:
+    return [row for row in values if isinstance(row, dict)] if isinstance(values, list) else []
+
+
+def text_of(value: object) -> str:
+    """As it may be printed: without what would move a cursor."""
+    return "".join(char if char.isprintable() else "?" for char in str("" if value is None else value).strip())
+
+
+def strategies(plan: Json) -> list[Json]:
+    """The recommended one first, then what fits, the fastest first, then what comes nearest to fitting."""
+
+    def rank(strategy: Json) -> tuple[bool, bool, float]:
+        fits = bool(strategy.get("fits"))
+        cost = number(strategy.get("step_seconds")) if fits else needed(strategy)
+        return strategy is not best, not fits, math.inf if cost is None else cost
+
+    best = recommended(plan)
+    return sorted(rows(plan.get("strategies")), key=rank)
+
+
+def recommended(plan: Json) -> Json | None:
+    name = plan.get("recommended")
+    return next((row for row in rows(plan.get("strategies")) if name and row.get("name") == name), None)
+
+
+def gpu_bytes(plan: Json) -> float | None:
+    cluster = mapping(plan.get("cluster"))
+    return number(mapping(cluster.get("gpu")).get("memory_bytes")) or number(cluster.get("gpu_memory_bytes"))
+
+
+def stacked(num_bytes: Json) -> dict[str, float]:
+    """Bytes by class, from the bottom to the top; classes that hold nothing are left out."""
+    found = {name: amount(num_bytes, name) for name in CLASSES}
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def reserve(strategy: Json) -> float:
+    """What the allocator holds beyond what is in use at the peak."""
+    held = mapping(strategy.get("per_gpu_bytes"))
+    return max(0.0, amount(held, "peak_reserved") - sum(stacked(held).values()))
+
+
+def needed(strategy: Json) -> float:
+    """What a GPU must have: all classes at the peak and the allocator's reserve."""
+    held = mapping(strategy.get("per_gpu_bytes"))
+    return max(amount(held, "peak_reserved"), sum(stacked(held).values()))
+
+
+def interval(strategy: Json) -> tuple[float, float] | None:
+    held = mapping(strategy.get("per_gpu_bytes"))
+    low, high = number(held.get("peak_reserved_low")), number(held.get("peak_reserved_high"))
+    return None if low is None or high is None or high <= low else (low, high)
+
+
+def uses(plan: Json, *names: str) -> bool:
+    """Whether any strategy has something there."""
+    return any(amount(strategy, *names) > 0 for strategy in rows(plan.get("strategies")))
+
+
+def world_size(plan: Json) -> int:
+    cluster = mapping(plan.get("cluster"))
+    return int(amount(cluster, "num_nodes") * amount(cluster, "node_size"))
+
+
+def cluster_words(plan: Json) -> str:
+    cluster = mapping(plan.get("cluster"))
+    gpu = text_of(mapping(cluster.get("gpu")).get("name") or cluster.get("gpu_name")) or "GPU"
+    num_nodes, node_size = int(amount(cluster, "num_nodes")), int(amount(cluster, "node_size"))
+    if not num_nodes or not node_size:
+        return ""
+    nodes = f" ({plural(num_nodes, 'node')} x {node_size})" if num_nodes > 1 else ""
+    return f"{num_nodes * node_size:,} x {gpu}{nodes}"
+
+
+def model_words(plan: Json) -> str:
+    model = mapping(plan.get("model"))
+    num_params = number(model.get("num_params"))
+    words = [text_of(model.get("name")), f"{count(num_params)} parameters" if num_params else ""]
+    return ", ".join(word for word in words if word)
+
+
+def training_words(plan: Json) -> str:
+    training = mapping(plan.get("training"))
+    lora = mapping(training.get("lora"))
+    words = [
+        f"{int(amount(training, 'seq')):,} tokens a sample" if amount(training, "seq") else "",
+        text_of(training.get("precision")),
+        text_of(training.get("optimizer")),
+        f"LoRA of rank {int(amount(lora, 'r'))}" if lora else "",
+        "compiled" if training.get("compile") else "",
+        f"{text_of(training.get('loss'))} loss" if training.get("loss") else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def batch_words(strategy: Json) -> str:
+    """Of one strategy: it may have a micro-batch and checkpointing of its own."""
+    words = []
+    if amount(strategy, "micro_batch"):
+        words.append(f"micro-batch {int(amount(strategy, 'micro_batch'))}")
+    if amount(strategy, "num_micro_batches") > 1:
+        words.append(f"{int(amount(strategy, 'num_micro_batches'))} of them a step")
+    if strategy.get("checkpointing") not in (None, "", "none"):
+        words.append(f"{text_of(strategy.get('checkpointing'))} checkpointing")
+    return ", ".join(words)
+
+
+def layout_words(strategy: Json) -> str:
+    """What `--strategy` takes: a name, or a mapping from patterns to layouts."""
+    layout = strategy.get("strategy", strategy.get("layout"))
+    if isinstance(layout, dict):
+        return ", ".join(f"{text_of(pattern)}: {text_of(value)}" for pattern, value in layout.items())
+    return text_of(layout)
+
+
+def joined(words: Iterable[str], last: str = "and") -> str:
+    """a, b and c."""
+    *first, end = list(words) or [""]
+    return f"{', '.join(first)} {last} {end}" if first else end
