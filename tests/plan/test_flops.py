@@ -29,13 +29,17 @@ from shardwise.plan.flops import flops_per_token, peak_flops
         ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A1000", None),
-        ("Tesla T4", None),
         ("cpu", None),
     ],
 )
 def test_the_peak_of_a_device(name: str, teraflops: float | None) -> None:
     expected = None if teraflops is None else teraflops * 1e12
     assert peak_flops(name, BF16) == peak_flops(name, FP16) == expected
+
+
+def test_no_peak_is_claimed_for_a_format_that_a_device_does_not_multiply() -> None:
+    assert peak_flops("Tesla T4", FP16) == 65e12
+    assert peak_flops("Tesla T4", BF16) is None
 
 
 def test_no_peak_is_claimed_for_32_bits() -> None:
