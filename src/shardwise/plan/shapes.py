@@ -159,7 +159,7 @@ def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[FoundUnit
     # Blocks are known by their class in transformers; in the in-tree one, by coming more than once.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
-        parts = with_adapters(parts, lora.r, _targets(shape, lora))
+        parts = with_adapters(parts, lora.r, targets_of(shape, lora))
     return tuple(units_from(parts, shape.dtype, splits_blocks=splits_blocks, trains_all=lora is None))
 
 
@@ -169,7 +169,7 @@ _IN_TREE_WORDS = {
 }  # fmt: skip
 
 
-def _targets(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
+def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
     """Those that are asked for, or peft's choice for the family."""
     if shape.code == "in-tree":
         return tuple(_IN_TREE_WORDS.get(name, name) for name in lora.targets) or ("query", "value")

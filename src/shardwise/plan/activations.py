@@ -1,0 +1,134 @@
+"""What every unit of a model asks for in a micro-batch, from the sizes alone.
+
+Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once (losses.py). What
+belongs to no block goes by when it runs: `root` is what comes first (token ids, the rotary table, an embedding that is
+no unit), and what comes last (the last norm, the head, the loss) is the head's, or `LOSS` where the head is no unit.
+
+What is not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+from .blocks import Setting, block_of
+from .losses import end
+from .measure import measure
+from .model import ROOT, FoundUnit
+from .operations import Habits
+from .shapes import ModelShape, targets_of, units_of
+from .storages import ROUND_BYTES, Tensor
+from .tape import Tape
+from .training import Training
+from .work import Work
+
+LOSS = "loss"
+
+_EMBEDDINGS = ("embed", "embed_tokens", "wte")
+_HEADS = ("head", "lm_head")
+_INDEX_BYTES = 8
+
+
+def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
+    """By unit name, in the order in which they begin, and `LOSS` last where the head is no unit."""
+    return dict(_works(shape, replace(training, num_micro_batches=1, optimizer="adamw", reduce=None)))
+
+
+@cache
+def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
+    at = setting_of(shape, training)
+    units = units_of(shape, training.lora)
+    embed, head = (_named(units, names) for names in (_EMBEDDINGS, _HEADS))
+    blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
+    first, other = _block_works(at, training)
+    found = {ROOT: _begin(at, training, has_embedding=embed is None, is_tied=shape.tied)}
+    if embed is not None:
+        found[embed] = _embedding(at, training)
+    found |= {name: other if index else first for index, name in enumerate(blocks)}
+    if not blocks:
+        found[ROOT] = _together(found[ROOT], [first, *[other] * (shape.layers - 1)])
+    num_elems = training.num_tokens * shape.hidden
+    found[head or LOSS] = measure(
+        partial(end, at, training.loss, training.engine == "shardwise"), num_elems, at.itemsize, kind="loss"
+    )
+    names = {unit.name for unit in units}
+    return tuple((name, work) for name, work in found.items() if name in names or name == LOSS)
+
+
+def setting_of(shape: ModelShape, training: Training) -> Setting:
+    habits = Habits(
+        writes_directly=training.engine == "shardwise" and not training.compile,
+        is_fused=training.compile,
+        rank=training.lora.r if training.lora else 0,
+        targets=targets_of(shape, training.lora) if training.lora else (),
+    )
+    return Setting(shape, training.micro_batch, training.seq, training.formats.compute.itemsize, habits)
+
+
+def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
+    """The first block's and the others': under adapters no gradient goes back beyond the first."""
+    num_elems = training.num_tokens * at.shape.hidden
+    block = block_of(at, training.engine == "shardwise")
+    run = partial(measure, block, num_elems, at.itemsize, checkpointing=training.checkpointing)
+    other = run()
+    return (run(needs_input_grad=False) if training.lora else other), other
+
+
+def _begin(at: Setting, training: Training, has_embedding: bool, is_tied: bool) -> Work:
+    """Tokens and targets, and the rotary table: cosine and sine for every position, in fp32 or (transformers') twice as
+    wide in the compute dtype."""
+    shape = at.shape
+    table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
+    held = 2 * _rounded(_INDEX_BYTES * training.num_tokens) + _rounded(table)
+    begin = Work(held, held, 0, 0)
+    if not has_embedding:
+        return begin
+    work = _embedding(at, training)
+    return replace(
+        work,
+        saved_bytes=work.saved_bytes + held,
+        forward_peak_bytes=work.forward_peak_bytes + held,
+        # A tied weight has a gradient already, the head's: this one is added to it.
+        grad_bytes=0 if is_tied else work.grad_bytes,
+    )
+
+
+def _embedding(at: Setting, training: Training) -> Work:
+    """Rows are looked up; the gradient is as large as the weight, and the token ids are sorted to make it."""
+    shape = at.shape
+    num_elems = training.num_tokens * shape.hidden
+    rows = shape.vocab + shape.num_positions
+
+    def look_up(t: Tape, x: Tensor) -> Tensor:
+        scratch = 3 * _INDEX_BYTES * training.num_tokens
+        weight = at.habits.weight(rows * shape.hidden)
+        return t.op([x], num_elems, weights=[weight], scratch_bytes=scratch)
+
+    work = measure(look_up, 0, at.itemsize, needs_input_grad=False)
+    return replace(work, moved_bytes=float(2 * work.output_bytes))
+
+
+def _together(begin: Work, blocks: list[Work]) -> Work:
+    """All as one unit, where a model has only one."""
+    saved = begin.saved_bytes
+    peak = begin.forward_peak_bytes
+    for work in blocks:
+        peak = max(peak, saved + work.forward_peak_bytes + work.output_bytes)
+        saved += work.saved_bytes
+    return replace(
+        blocks[0],
+        saved_bytes=saved,
+        forward_peak_bytes=peak,
+        grad_bytes=begin.grad_bytes + sum(work.grad_bytes for work in blocks),
+        products=tuple(product for work in blocks for product in work.products),
+        attention_flops=sum(work.attention_flops for work in blocks),
+        moved_bytes=begin.moved_bytes + sum(work.moved_bytes for work in blocks),
+        num_kernels=begin.num_kernels + sum(work.num_kernels for work in blocks),
+    )
+
+
+def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
+    return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

@@ -1,0 +1,48 @@
+"""What a block asks for: its tape, run forward and backward once, with or without checkpointing."""
+
+from dataclasses import replace
+from typing import Literal
+
+from .storages import Gradients, Storage, Tensor
+from .tape import Block, Tape
+from .work import Work
+
+
+def measure(
+    block: Block,
+    num_elems: int,
+    itemsize: int,
+    *,
+    checkpointing: Literal["none", "selective", "full"] = "none",
+    input_itemsize: int | None = None,
+    needs_input_grad: bool = True,
+    kind: Literal["activations", "loss"] = "activations",
+) -> Work:
+    """What a block asks for, with an input of `num_elems`."""
+    tape = Tape(itemsize)
+    meter = tape.meter
+    x = tape.input(num_elems, input_itemsize, needs_input_grad)
+    before = meter.live
+    out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
+    del x
+    output_bytes = out.storage.num_bytes
+    saved_bytes, forward_peak = meter.live - output_bytes, meter.peak - before
+    forward = Work(
+        saved_bytes, forward_peak, 0, output_bytes, 0,
+        tuple(tape.products), tape.attention_flops, tape.moved_bytes, tape.num_kernels, kind=kind,
+    )  # fmt: skip
+    if out.node is None:
+        return forward
+    tape.products, tape.attention_flops = [], 0.0
+    grads: Gradients = [tape.new(out.num_elems, out.itemsize)]
+    last = Tensor(Storage(meter, 0), 0, 0, out.node, out.slot)
+    del out
+    meter.peak = before = meter.live
+    reached = tape.backward(last, grads)
+    again = sum(product.flops for product in tape.products) + tape.attention_flops
+    return replace(
+        forward,
+        backward_peak_bytes=meter.peak - before,
+        grad_bytes=meter.live - sum(grad.storage.num_bytes for grad in reached.values()),
+        recomputed=again / forward.flops if forward.flops else 0.0,
+    )

@@ -1,0 +1,231 @@
+"""The operations that transformers are made of, on a tape: what each saves and allocates in torch, in eager mode.
+
+`Habits` says how they are run: whether gradients of weights are written directly (the engine does, for plain linear
+layers), whether elementwise chains are fused (a compiled block), which projections have adapters.
+"""
+
+from dataclasses import dataclass
+
+from .kernels import AttentionShape
+from .storages import Tensor, Weight
+from .tape import Tape
+from .work import Product
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """`rank` 0: no adapters, every weight is trained; else all but the adapters of `targets` are frozen."""
+
+    writes_directly: bool = True
+    is_fused: bool = False
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+
+    @property
+    def trains_base(self) -> bool:
+        return self.rank == 0
+
+    def weight(self, num_elems: int) -> Weight:
+        """Of anything but a plain linear layer."""
+        return Weight(num_elems, self.trains_base)
+
+
+def linear(
+    tape: Tape,
+    habits: Habits,
+    x: Tensor,
+    fan: tuple[int, int],
+    name: str = "",
+    bias: bool = False,
+    *,
+    plain: bool = True,
+    num_weights: int = 1,
+) -> Tensor:
+    """A projection, with its adapter if it has one. Not `plain`: its gradient is autograd's (GPT-2's Conv1D).
+    With several weights of this size, each takes a part of the rows."""
+    out = _product(tape, x, fan, habits.trains_base, habits.writes_directly and plain, bias, num_weights)
+    if habits.rank and name in habits.targets:
+        return _adapted(tape, habits, x, out, fan)
+    return out
+
+
+def _adapted(tape: Tape, habits: Habits, x: Tensor, result: Tensor, fan: tuple[int, int]) -> Tensor:
+    width_in, width_out = fan
+    direct = habits.writes_directly
+    narrow = _product(tape, x, (width_in, habits.rank), True, direct)
+    return add(tape, result, scale(tape, _product(tape, narrow, (habits.rank, width_out), True, direct)))
+
+
+def _product(
+    tape: Tape,
+    x: Tensor,
+    fan: tuple[int, int],
+    trainable: bool,
+    is_direct: bool,
+    bias: bool = False,
+    num_weights: int = 1,
+) -> Tensor:
+    width_in, width_out = fan
+    rows = x.num_elems // width_in
+    weights = [Weight(num_weights * width_in * width_out, trainable, is_direct)]
+    return tape.op(
+        [x],
+        rows * width_out,
+        saves=[x] if trainable else (),
+        weights=[*weights, Weight(width_out, trainable)] if bias else weights,
+        saves_late=trainable and is_direct,
+        is_kept=_is_kept(tape, width_in, width_out),
+        product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
+    )
+
+
+def _is_kept(tape: Tape, width: int, new_width: int) -> bool:
+    """The rule of selective checkpointing in train/checkpointing.py."""
+    if new_width > width:
+        tape.num_wide += 1
+        return tape.num_wide % 2 == 1
+    return width < 2 * new_width
+
+
+def rms_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
+    """torch's own, one kernel."""
+    return _norm(tape, habits, x, width, 4, 1)
+
+
+def layer_norm(tape: Tape, habits: Habits, x: Tensor, width: int, bias: bool = True) -> Tensor:
+    return _norm(tape, habits, x, width, 8, 1 + bias)
+
+
+def _norm(tape: Tape, habits: Habits, x: Tensor, width: int, row_bytes: int, num_weights: int) -> Tensor:
+    return tape.op(
+        [x],
+        x.num_elems,
+        itemsize=x.itemsize,
+        saves=[x],
+        extra_bytes=row_bytes * (x.num_elems // width),
+        weights=[habits.weight(width)] * num_weights,
+    )
+
+
+def llama_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
+    """transformers' RMS norm: in fp32, one operation after the other."""
+    if habits.is_fused:
+        return rms_norm(tape, habits, x, width)
+    rows, wide = x.num_elems // width, 4 * x.num_elems
+    states = cast(tape, x, 4)
+    squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], scratch_bytes=2 * wide)
+    variance = tape.op([squares], rows, itemsize=4)
+    del squares
+    root = tape.op([scale(tape, variance)], rows, itemsize=4, saves_result=True)
+    states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], scratch_bytes=wide)
+    narrow = cast(tape, states, x.itemsize)
+    weight = habits.weight(width)
+    return tape.op(
+        [narrow],
+        x.num_elems,
+        itemsize=x.itemsize,
+        saves=[narrow] if weight.trainable else (),
+        scratch_bytes=narrow.num_bytes if weight.trainable else 0,
+        weights=[weight],
+    )
+
+
+def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
+    return x if x.itemsize == itemsize else tape.op([x], x.num_elems, itemsize=itemsize)
+
+
+def scale(tape: Tape, x: Tensor) -> Tensor:
+    """Times something that no gradient goes to; also a negation, a sum with a number."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize)
+
+
+def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, True])
+
+
+def subtract(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, False])
+
+
+def multiply(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    saves = [kept for kept, other in ((a, b), (b, a)) if other.node is not None]
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, saves=saves)
+
+
+def activation(tape: Tape, x: Tensor) -> Tensor:
+    """SiLU, GELU: the input is saved."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves=[x])
+
+
+def gated(tape: Tape, habits: Habits, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up"""
+    if habits.is_fused:
+        return tape.op([gate, up], gate.num_elems, saves=[gate, up])
+    return multiply(tape, activation(tape, gate), up)
+
+
+def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal, without a mask."""
+    return tape.op(
+        [query, key, value],
+        query.num_elems,
+        saves=[query, key, value],
+        saves_result=True,
+        extra_bytes=shape.statistics_bytes,
+        scratch_bytes=shape.scratch_bytes,
+        is_kept=True,
+        attention_flops=shape.flops,
+    )
+
+
+def rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+    """Rotary positions of the in-tree transformer: in fp32, and back."""
+    if habits.is_fused:
+        return scale(tape, x)
+    # The heads are brought before the positions by a view. The gradient lies the other way, and is copied once.
+    turned_view = tape.view(x, is_copied_back=True)
+    first, second = tape.split(cast(tape, turned_view, 4), 2)
+    turned = tape.cat(
+        (
+            subtract(tape, scale(tape, first), scale(tape, second)),
+            add(tape, scale(tape, second), scale(tape, first)),
+        )
+    )
+    return cast(tape, turned, x.itemsize)
+
+
+def llama_rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+    """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
+    if habits.is_fused:
+        return scale(tape, x)
+    return add(tape, scale(tape, x), scale(tape, _rotate_half(tape, x)))
+
+
+def _rotate_half(tape: Tape, x: Tensor) -> Tensor:
+    first = tape.view(x, x.num_elems // 2)
+    second = tape.view(x, x.num_elems // 2)
+    return tape.cat((scale(tape, second), first))
+
+
+def softmax(tape: Tape, x: Tensor) -> Tensor:
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves_result=True)
+
+
+def dropout(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+    """A byte for each element says what was dropped. Fused, it is drawn again."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, extra_bytes=0 if habits.is_fused else x.num_elems)
+
+
+def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+    """GPT-2's GELU in transformers, written out: x / 2 * (1 + tanh(c * (x + d * x ** 3)))."""
+    if habits.is_fused:
+        return activation(tape, x)
+    half = scale(tape, x)
+    cube = tape.op([x], x.num_elems, saves=[x], scratch_bytes=2 * x.num_bytes)
+    inner = scale(tape, add(tape, x, scale(tape, cube)))
+    del cube
+    curve = tape.op([inner], x.num_elems, saves_result=True)
+    del inner
+    risen = tape.op([curve], x.num_elems, passes=[True])
+    del curve
+    return multiply(tape, half, risen)

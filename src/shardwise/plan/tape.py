@@ -1,0 +1,238 @@
+"""A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
+
+A forward is written like the torch code that it stands for, with the methods of `Tape` in place of operations. A
+`Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
+and the graph how long what was saved lives. The backward runs nodes in torch's order, the last recorded first, frees
+what a node saved once it has run, and adds gradients in place where torch does: where nobody else holds the storage.
+
+Operations differ by values, not by classes: how large the result is, what is saved, and which gradients are new memory
+(an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from .storages import Gradients, Meter, Node, Storage, Tensor, Weight
+from .work import Product
+
+Block = Callable[["Tape", Tensor], Tensor]
+
+
+class Tape:
+    """`itemsize` is the compute dtype's. `is_recording` is torch's grad mode."""
+
+    def __init__(self, itemsize: int) -> None:
+        self.itemsize = itemsize
+        self.meter = Meter()
+        self.is_recording = True
+        self.grads: list[Tensor] = []
+        self.products: list[Product] = []
+        self.attention_flops = self.moved_bytes = 0.0
+        self.num_kernels = 0
+        # Results that a selective checkpoint keeps: filled by its forward, emptied by its recompute.
+        self.kept: list[list[Tensor]] | None = None
+        self.is_replaying = False
+        self.drops_saved = False
+        self.num_wide = 0
+        # How many tensors were saved; a recompute ends at the last of them, and what comes after costs nothing.
+        self.num_saved = 0
+        self.last_saved = -1
+        self._sequence = 0
+
+    def new(self, num_elems: int, itemsize: int | None = None) -> Tensor:
+        itemsize = self.itemsize if itemsize is None else itemsize
+        return Tensor(Storage(self.meter, 0 if self.is_over else num_elems * itemsize), num_elems, itemsize)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_saved == self.last_saved
+
+    def node(self, inputs: Sequence[Tensor], num_outputs: int = 1) -> Node:
+        self._sequence += 1
+        return Node(self._sequence, inputs, num_outputs)
+
+    def input(self, num_elems: int, itemsize: int | None = None, needs_grad: bool = True) -> Tensor:
+        tensor = self.new(num_elems, itemsize)
+        tensor.node = self.node(()) if needs_grad else None
+        return tensor
+
+    def op(
+        self,
+        inputs: Sequence[Tensor],
+        num_elems: int,
+        *,
+        itemsize: int | None = None,
+        saves: Sequence[Tensor] = (),
+        saves_result: bool = False,
+        extra_bytes: int = 0,
+        passes: Sequence[bool] = (),
+        scratch_bytes: int = 0,
+        weights: Sequence[Weight] = (),
+        saves_late: bool = False,
+        is_kept: bool = False,
+        product: Product | None = None,
+        attention_flops: float = 0.0,
+    ) -> Tensor:
+        """A result of `num_elems`. `extra_bytes` are saved beside it (statistics of a norm), `scratch_bytes` live in
+        the backward. An input that `passes` gets the gradient itself; one that does not, new memory of its size.
+        Weights that are trained get a gradient too. `saves_late`: torch saves only after it has computed.
+        """
+        needs_grad = self.is_recording and (any(x.node for x in inputs) or any(w.trainable for w in weights))
+        node = self.node(inputs) if needs_grad else None
+        saved = [tensor.alias() for tensor in saves] if node else []
+        num_saved = len(saved)
+        if not saves_late:
+            self._count_saved(num_saved)
+        if is_kept and self.is_replaying and self.kept:
+            out, *beside = [tensor.alias() for tensor in self.kept.pop(0)]
+        else:
+            if not self.is_over:
+                self.num_kernels += 1
+                self.attention_flops += attention_flops
+                if product is not None:
+                    self.products.append(product)
+                elif not attention_flops:
+                    out_bytes = num_elems * (self.itemsize if itemsize is None else itemsize)
+                    self.moved_bytes += out_bytes + sum(x.num_bytes for x in inputs)
+            beside = [self.new(extra_bytes, 1)] if extra_bytes else []
+            out = self.new(num_elems, itemsize)
+            if is_kept and self.kept is not None:
+                self.kept.append([out.alias(), *(tensor.alias() for tensor in beside)])
+        if saves_late:
+            self._count_saved(num_saved)
+        if node is None:
+            return out
+        if beside or saves_result:
+            saved += [*beside, *([out.alias()] if saves_result else [])]
+            self._count_saved(len(beside) + saves_result)
+        sizes = [(x.num_elems, x.itemsize) if x.node else None for x in inputs]
+        hands_on = [*passes, *[False] * (len(sizes) - len(passes))]
+
+        def backward(grads: Gradients) -> list[Tensor | None]:
+            grad = grads.pop()
+            assert grad is not None
+            scratch = self.new(scratch_bytes, 1)
+            found: list[Tensor | None] = []
+            for weight in weights:
+                if weight.trainable and not weight.is_direct:
+                    self.grads.append(self.new(weight.num_elems))
+            for size, passed in zip(sizes, hands_on, strict=True):
+                found.append(None if size is None else grad.alias(size[0]) if passed else self.new(*size))
+            del scratch
+            return found
+
+        node.saved = [] if self.drops_saved else saved
+        node.backward, out.node = backward, node
+        return out
+
+    def _count_saved(self, num_tensors: int) -> None:
+        if not self.is_over:
+            self.num_saved += num_tensors
+
+    def split(self, x: Tensor, num_parts: int) -> list[Tensor]:
+        """Equal parts of a tensor as views; their gradients are put together in new memory."""
+        return self.split_at(x, [x.num_elems // num_parts] * num_parts)
+
+    def split_at(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        parts = [x.alias(size) for size in sizes]
+        if self.is_recording and x.node:
+            node = self.node((x,), len(sizes))
+            num_elems, itemsize = x.num_elems, x.itemsize
+            node.backward = lambda grads: [self.new(num_elems, itemsize)]
+            for slot, part in enumerate(parts):
+                part.node, part.slot = node, slot
+        return parts
+
+    def view(self, x: Tensor, num_elems: int | None = None, is_copied_back: bool = False) -> Tensor:
+        """The same memory, or the first part of it. `is_copied_back`: its gradient does not lie as the input's must,
+        and is copied; that of a part is always put into new memory."""
+        out = x.alias(num_elems)
+        if self.is_recording and x.node:
+            node = out.node = self.node((x,))
+            size = (x.num_elems, x.itemsize) if is_copied_back or num_elems is not None else None
+            node.backward = lambda grads: [grads.pop() if size is None else self.new(*size)]
+        return out
+
+    def cat(self, parts: Sequence[Tensor]) -> Tensor:
+        """New memory; the gradients are views of the whole one."""
+        return self.op(
+            parts, sum(part.num_elems for part in parts), itemsize=parts[0].itemsize, passes=[True] * len(parts)
+        )
+
+    def backward(self, out: Tensor, grads: Gradients) -> dict[Node, Tensor]:
+        """Run everything behind `out`, whose gradient is taken out of `grads`; returns what reaches the inputs."""
+        assert out.node is not None
+        root, slot = out.node, out.slot
+        del out
+        waiting: dict[Node, int] = {}
+        found = [root]
+        seen = {root}
+        while found:
+            for edge in found.pop().inputs:
+                if edge is not None:
+                    waiting[edge[0]] = waiting.get(edge[0], 0) + 1
+                    if edge[0] not in seen:
+                        seen.add(edge[0])
+                        found.append(edge[0])
+        buffers: dict[Node, Gradients] = {root: [None] * root.num_outputs}
+        buffers[root][slot] = grads.pop()
+        ready = [(-root.sequence, root)]
+        reached: dict[Node, Tensor] = {}
+        while ready:
+            _, node = heappop(ready)
+            buffer = buffers.pop(node, [None])
+            if node.backward is None:
+                grad = buffer.pop()
+                if grad is not None:
+                    reached[node] = grad
+                    del grad
+                continue
+            arrived = list(node.backward(buffer))
+            buffer.clear()
+            node.saved.clear()
+            node.backward = None
+            for edge in node.inputs:
+                grad = arrived.pop(0)
+                if edge is None:
+                    continue
+                other, slot = edge
+                if grad is not None:
+                    self._add(buffers.setdefault(other, [None] * other.num_outputs), slot, grad)
+                del grad
+                waiting[other] -= 1
+                if not waiting[other]:
+                    heappush(ready, (-other.sequence, other))
+        return reached
+
+    def _add(self, buffer: Gradients, slot: int, grad: Tensor) -> None:
+        old = buffer[slot]
+        if old is None:
+            buffer[slot] = grad
+        elif old.storage.uses > 1:
+            buffer[slot] = self.new(old.num_elems, old.itemsize)
+
+    def checkpoint(self, block: Block, x: Tensor, selects: bool) -> Tensor:
+        """Run a block so that it saves its input, and the results it selects; its backward runs it again."""
+        kept: list[list[Tensor]] = []
+        self.num_saved, self.num_wide, self.drops_saved, self.kept = 0, 0, True, kept if selects else None
+        out = block(self, x)
+        num_saved, self.drops_saved, self.kept = self.num_saved, False, None
+        node = self.node((x,))
+        node.saved = [x.alias(), *(tensor for result in kept for tensor in result)]
+        needs_grad = x.node is not None
+
+        def backward(grads: Gradients) -> list[Tensor | None]:
+            again = node.saved[0].alias()
+            again.node = leaf = self.node(()) if needs_grad else None
+            # From here on the recompute's own references decide how long what was kept lives.
+            del node.saved[1:]
+            self.num_saved, self.num_wide, self.last_saved = 0, 0, num_saved
+            self.kept, self.is_replaying = kept if selects else None, True
+            recomputed = block(self, again)
+            del again
+            self.last_saved, self.kept, self.is_replaying = -1, None, False
+            reached = self.backward(recomputed, grads)
+            return [reached.pop(leaf) if leaf is not None else None]
+
+        out.node, node.backward = node, backward
+        return out
