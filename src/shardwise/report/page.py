@@ -1,0 +1,210 @@
+"""One page for a plan, a run, or a run with its plan. It needs nothing but itself: style and drawings are inside, there
+is no script, and its policy forbids the network. Everything that comes from files is escaped.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..train.figures import count, size
+from ..version import VERSION
+from . import bars, facts, step
+from .beside import page_parts
+from .facts import CLASSES, RESERVE, WIRES, Json, amount, mapping, number, rows, text_of
+from .table import gigabytes, seconds, verdict
+
+HERE = Path(__file__).parent
+DAY_S = 86_400
+
+
+def render(plan: Json | None, run: Json | None = None) -> str:
+    """The page as text: write it into one file."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"size": size, "gb": gigabytes, "seconds": seconds}
+    page = environment.get_template("page.html.j2")
+    css = Markup((HERE / "page.css").read_text())
+    return page.render(
+        css=css,
+        version=VERSION,
+        title=_title(plan, run),
+        plan=None if plan is None else _plan(plan, is_choice=run is None),
+        run=None if run is None else page_parts(run),
+    )
+
+
+def _title(plan: Json | None, run: Json | None) -> str:
+    if run is not None:
+        return f"Run {text_of(run.get('name'))}"
+    words = [facts.model_words(plan or {}), facts.cluster_words(plan or {})]
+    return " on ".join(word for word in words if word) or "Plan"
+
+
+def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
+    shown, best, limit = facts.strategies(plan), facts.recommended(plan), facts.gpu_bytes(plan)
+    chosen = best or (shown[0] if len(shown) == 1 else None)
+    scale = bars.scale_of(shown, limit)
+    used = {name for row in shown for name in facts.stacked(mapping(row.get("per_gpu_bytes")))}
+    used |= {RESERVE} if any(facts.reserve(row) for row in shown) else set()
+    batches = {facts.batch_words(row) for row in shown}
+    return {
+        "is_choice": is_choice,
+        "device": facts.device_word(plan),
+        "recommended": None if best is None else text_of(best["name"]),
+        "verdict": verdict(plan),
+        "why": _sentence(text_of(plan.get("why"))),
+        "batches": batches.pop() if len(batches) == 1 else "",
+        "tiles": [] if chosen is None else _tiles(plan, chosen),
+        "layout": "" if chosen is None else facts.layout_words(chosen),
+        "batch": "" if chosen is None else facts.batch_words(chosen),
+        "legend": [(name, label) for name, label in _legend() if name in used],
+        "strategies": [_strategy(row, scale, row is best, limit) for row in shown],
+        "axis": Markup(bars.memory_axis(scale)),
+        "limit": limit,
+        "limit_word": Markup(bars.limit_word(scale, f"{facts.device_word(plan)} {gigabytes(limit)} GB"))
+        if limit
+        else "",
+        "step": None if chosen is None else _step(chosen, limit),
+        "wires": _wires(plan, shown),
+        "traffic": [] if chosen is None else _collectives(chosen),
+        "refusals": [_strategy(row, scale, False, limit) for row in shown if not row.get("fits")],
+        "conditions": {name: _pairs(plan.get(name)) for name in ("model", "cluster", "training") if plan.get(name)},
+        "explain": [
+            {
+                **{key: text_of(term.get(key)) for key in ("term", "formula", "source")},
+                "bytes": number(term.get("bytes")),
+            }
+            for term in rows(plan.get("explain"))
+        ],
+    }
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _legend() -> list[tuple[str, str]]:
+    return [*CLASSES.items(), (RESERVE, "held by the allocator")]
+
+
+def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
+    """Name, figure, and a word below it."""
+    limit, between, device = facts.gpu_bytes(plan), facts.interval(chosen), facts.device_word(plan)
+    speed, world, mfu = (
+        number(chosen.get("tokens_per_second_per_gpu")),
+        facts.world_size(plan),
+        number(chosen.get("mfu")),
+    )
+    of = f"of {gigabytes(limit)} GB" if limit else ""
+    of += f", {gigabytes(between[0])} to {gigabytes(between[1])}" if between else ""
+    found = [(f"memory of a {device}", size(facts.needed(chosen)), of.strip(", "))]
+    if number(chosen.get("step_seconds")) is not None:
+        found.append(("step", seconds(number(chosen["step_seconds"])), "" if mfu is None else f"MFU {mfu:.1%}"))
+    if speed is not None:
+        found.append(("speed", f"{speed:,.0f}", f"tokens/s on each {device}"))
+        if world:
+            found.append(("in a day", count(speed * world * DAY_S), f"tokens on {world:,} {device}s"))
+    return found
+
+
+def _strategy(row: Json, scale: bars.Scale, is_best: bool, limit: float | None) -> dict[str, Any]:
+    need = facts.needed(row)
+    held = mapping(row.get("per_gpu_bytes"))
+    between = facts.interval(row)
+    return {
+        "name": text_of(row.get("name")),
+        "is_best": is_best,
+        "fits": bool(row.get("fits")),
+        "runs": row.get("runs") is not False,
+        "batch": facts.batch_words(row),
+        "bar": Markup(bars.memory_bar(row, scale)),
+        "needed": need,
+        "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
+        "times": f"{need / limit:.1f} times that" if limit and need > scale.full else "",
+        "bytes": {name: amount(held, name) for name in CLASSES} | {RESERVE: facts.reserve(row)},
+        "step_s": number(row.get("step_seconds")),
+        "speed": number(row.get("tokens_per_second_per_gpu")),
+        "mfu": number(row.get("mfu")),
+        "host_bytes": amount(row, "host_bytes"),
+        "disk_bytes": amount(row, "disk_bytes"),
+        "why_not": text_of(row.get("why_not")),
+        "nearest": text_of(row.get("nearest")),
+    }
+
+
+def _step(chosen: Json, limit: float | None) -> dict[str, Any] | None:
+    full_s, instants = step.duration_of(chosen), step.instants_of(chosen)
+    lanes = step.lanes_of(chosen, full_s) if full_s else []
+    if not full_s or not (instants or lanes):
+        return None
+    memory = step.memory_over_time(instants, full_s, limit) if instants else None
+    if memory is not None:
+        memory = {**memory, "drawing": Markup(memory["drawing"])}
+    return {
+        "name": text_of(chosen.get("name")),
+        "seconds": full_s,
+        "memory": memory,
+        "peak": text_of(mapping(chosen.get("peak")).get("text")),
+        "parts": [(name, CLASSES[name], value) for name, value in memory["peak"].held.items()] if memory else [],
+        "lanes": [lane._replace(drawing=Markup(lane.drawing)) for lane in lanes],
+        "axis": Markup(step.time_axis(full_s)),
+        "zooms": step.ZOOMS,
+    }
+
+
+def _wires(plan: Json, shown: list[Json]) -> dict[str, Any]:
+    used = {name: label for name, label in WIRES.items() if facts.uses(plan, "traffic_bytes", name)}
+    most = {name: max(amount(row, "traffic_bytes", name) for row in shown) for name in used}
+    table = []
+    for row in shown:
+        cells = []
+        for name, label in used.items():
+            value = amount(row, "traffic_bytes", name)
+            about = f"{text_of(row.get('name'))}, {label}: {size(value)}"
+            cells.append((value, Markup(bars.plain_bar(value, most[name], f"w-{name}", about))))
+        table.append((text_of(row.get("name")), cells))
+    return {"labels": list(used.values()), "rows": table}
+
+
+def _collectives(chosen: Json) -> list[dict[str, Any]]:
+    found = rows(chosen.get("traffic"))
+    most = max((amount(row, "wire_bytes") for row in found), default=0.0)
+    return [
+        {
+            **{name: text_of(row.get(name)) for name in ("axis", "kind", "dtype")},
+            "num_calls": int(amount(row, "num_calls")),
+            "bytes": amount(row, "wire_bytes"),
+            "bar": Markup(
+                bars.plain_bar(amount(row, "wire_bytes"), most, "w-intra_node", size(amount(row, "wire_bytes")))
+            ),
+        }
+        for row in found
+    ]
+
+
+def _pairs(values: object) -> list[tuple[str, str]]:
+    """Names and values of a flat or a nested mapping, as words."""
+    return [
+        (name.replace("_", " "), _worded(name, value)) for name, value in mapping(values).items() if value is not None
+    ]
+
+
+def _worded(name: str, value: object) -> str:
+    if isinstance(value, dict) and "gigabytes_per_s" in value:
+        return f"{amount(value, 'gigabytes_per_s'):g} GB/s, {amount(value, 'latency_us'):g} us"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_worded(key, inner)}" for key, inner in value.items() if inner is not None
+        )
+    if isinstance(value, list | tuple):
+        return ", ".join(text_of(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if (known := number(value)) is not None:
+        if name.endswith(("bytes", "bytes_per_s")):
+            return size(known) + ("/s" if name.endswith("_per_s") else "")
+        return f"{known:,}" if isinstance(value, int) else f"{known:,.4g}"
+    return text_of(value)

@@ -1,0 +1,211 @@
+"""What a run did beside what was planned for it, from the files in its folder alone; the run may still be going on.
+
+`metrics.jsonl` has what was seen, `plan.json` what was planned, `traffic.json` both for the bytes of a step. What is
+missing is told in a sentence of `notes`.
+"""
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import ConfigurationError
+from .curve import Curve, Point
+from .facts import Json, amount, mapping, number, rows, text_of, world_size
+
+CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
+
+PROCESS = "whole process"
+
+# What of a plan stands beside what of a row. Slots for gathered units and for reductions are one kind of memory there.
+PLANNED = {
+    "params": ("params",),
+    "grads": ("grads",),
+    "optimizer": ("optimizer",),
+    "buffers": ("gathered", "reduce"),
+    "activations": ("activations", "loss"),
+    "peak": ("peak_active",),
+    "reserved": ("peak_reserved",),
+}
+SEEN = {
+    "params": "memory_params",
+    "grads": "memory_peak_grads",
+    "optimizer": "memory_optimizer",
+    "buffers": "memory_peak_buffers",
+    "activations": "memory_peak_activations",
+    "peak": "memory_peak",
+    "reserved": "memory_reserved",
+}
+
+
+def read_run(folder: Path) -> tuple[Json, Json | None]:
+    """The run, and its plan if there is one."""
+    _require_run(folder)
+    notes: list[str] = []
+    config = mapping(_json_in(folder / CONFIG, notes))
+    metrics = _rows_in(folder / METRICS, notes)
+    plan = _plan_in(folder / PLAN, notes)
+    steps = _by_step(row for row in metrics if number(row.get("loss")) is not None)
+    evaluations = _by_step(row for row in metrics if number(row.get("eval_loss")) is not None)
+    if not steps:
+        notes.append("No step is in metrics.jsonl yet: there is no loss, memory or time to show.")
+    left = _rows_in(folder / LEFT, []) if (folder / LEFT).exists() else []
+    world = world_size(plan) if plan else 0
+    run = {
+        "folder": str(folder),
+        "name": folder.resolve().name,
+        "model": text_of(config.get("model")),
+        "strategy": text_of(config.get("strategy")),
+        "precision": text_of(config.get("precision")),
+        "step": int(amount(steps[-1], "step")) if steps else 0,
+        "max_steps": number(config.get("max_steps")),
+        "tokens": int(amount(steps[-1], "tokens")) if steps else 0,
+        "loss": {"first": steps[0]["loss"], "last": steps[-1]["loss"]} if steps else {},
+        "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
+        "memory": _memory(steps, plan, notes),
+        "traffic": _traffic(folder / TRAFFIC, notes),
+        "time": _time(steps, plan, world),
+        "curve": {
+            "train": [[int(row["step"]), row["loss"]] for row in steps],
+            "evaluation": [[int(row["step"]), row["eval_loss"]] for row in evaluations],
+            "left": _given_up(left),
+        },
+        "notes": notes,
+    }
+    return run, plan
+
+
+def curve_of(run: Json) -> Curve:
+    curve = mapping(run.get("curve"))
+    train, evaluation = ([Point(*pair) for pair in curve.get(name, [])] for name in ("train", "evaluation"))
+    return Curve(train, evaluation, [[Point(*pair) for pair in part] for part in curve.get("left", [])])
+
+
+def _require_run(folder: Path) -> None:
+    try:
+        if not folder.exists():
+            raise ConfigurationError(f"{folder}: there is no such folder")
+        is_run = (folder / CONFIG).is_file() and folder.is_dir()
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: {error.strerror or error}") from error
+    if not is_run:
+        raise ConfigurationError(f"{folder} is no run folder: it has no {CONFIG}; give one that `shardwise train` made")
+
+
+def _json_in(file: Path, notes: list[str]) -> object:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{file.name} cannot be read: {error}.")
+        return None
+
+
+def _rows_in(file: Path, notes: list[str]) -> list[Json]:
+    """Every complete row with a step; a last line that is being written is left out."""
+    found: list[Any] = []
+    try:
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error}.")
+        return []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return [row for row in rows(found) if number(row.get("step")) is not None]
+
+
+def _plan_in(file: Path, notes: list[str]) -> Json | None:
+    if not file.exists():
+        notes.append("There is no plan.json in this run's folder: nothing to compare memory and time with.")
+        return None
+    plan = _json_in(file, notes)
+    if plan is not None and not rows(mapping(plan).get("strategies")):
+        notes.append("plan.json holds no strategy: nothing to compare memory and time with.")
+    return mapping(plan) if rows(mapping(plan).get("strategies")) else None
+
+
+def _by_step(found: Any) -> list[Json]:
+    """Each step once, the last word counts, in order."""
+    steps = {row["step"]: row for row in found}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _given_up(left: list[Json]) -> list[list[list[float]]]:
+    """Rows that were put aside, cut where the steps begin again."""
+    parts: list[list[list[float]]] = []
+    last = math.inf
+    for row in left:
+        if number(row.get("loss")) is None:
+            continue
+        if row["step"] <= last:
+            parts.append([])
+        parts[-1].append([int(row["step"]), row["loss"]])
+        last = row["step"]
+    return parts
+
+
+def _memory(steps: list[Json], plan: Json | None, notes: list[str]) -> list[Json]:
+    held = mapping(rows(plan.get("strategies"))[0].get("per_gpu_bytes")) if plan else {}
+    on_gpu = any(number(row.get("memory_reserved")) is not None for row in steps)
+    found = []
+    for name, key in SEEN.items():
+        seen = max((value for row in steps if (value := number(row.get(key))) is not None), default=None)
+        parts = [value for part in PLANNED[name] if (value := number(held.get(part))) is not None]
+        planned = sum(parts) if parts else None
+        if seen is not None or (planned is not None and name != "reserved"):
+            found.append({"class": name, "planned_bytes": planned, "seen_bytes": seen})
+    if steps and not on_gpu:
+        # There the peak is of all that the process holds, Python and the data too: nothing that was planned.
+        found = [row | ({"class": PROCESS, "planned_bytes": None} if row["class"] == "peak" else {}) for row in found]
+    return found
+
+
+def _traffic(file: Path, notes: list[str]) -> list[Json]:
+    if not file.exists():
+        notes.append("There is no traffic.json in this run's folder: what a step moved is not known.")
+        return []
+    found = mapping(_json_in(file, notes))
+    sides = {kind: {_key(row): row for row in rows(found.get(kind))} for kind in ("planned", "seen")}
+    return [
+        {
+            **dict(zip(("axis", "kind", "dtype"), key, strict=True)),
+            **{f"{side}_calls": number(sides[side].get(key, {}).get("num_calls")) for side in sides},
+            **{f"{side}_bytes": number(sides[side].get(key, {}).get("wire_bytes")) for side in sides},
+        }
+        for key in sorted({*sides["planned"], *sides["seen"]})
+    ]
+
+
+def _key(row: Json) -> tuple[str, str, str]:
+    return text_of(row.get("axis")), text_of(row.get("kind")), text_of(row.get("dtype"))
+
+
+def _time(steps: list[Json], plan: Json | None, world: int) -> Json:
+    """What was seen is the median of all rows but the first, which holds the warm-up."""
+    timed = steps[1:] or steps
+    speeds, mfus = ([v for row in timed if (v := number(row.get(key))) is not None] for key in ("tokens_per_s", "mfu"))
+    tokens = _tokens_per_step(steps)
+    found: Json = {}
+    if speeds:
+        found["seen_tokens_per_s"] = median(speeds)
+        if tokens:
+            found["seen_step_s"] = tokens / max(median(speeds), 1e-9)
+    if mfus:
+        found["seen_mfu"] = median(mfus)
+    if plan:
+        strategy = rows(plan.get("strategies"))[0]
+        speed = number(strategy.get("tokens_per_second_per_gpu"))
+        found |= {"planned_step_s": number(strategy.get("step_seconds")), "planned_mfu": number(strategy.get("mfu"))}
+        found["planned_tokens_per_s"] = speed * world if speed is not None and world else None
+    return found
+
+
+def _tokens_per_step(steps: list[Json]) -> float | None:
+    """From the last two rows that count them: batches may have been of another size before."""
+    known = [row for row in steps if number(row.get("tokens")) is not None]
+    if len(known) < 2:
+        return known[0]["tokens"] / known[0]["step"] if known and known[0]["step"] else None
+    return (known[-1]["tokens"] - known[-2]["tokens"]) / (known[-1]["step"] - known[-2]["step"])
