@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def launcher(
         stderr=subprocess.PIPE if terminal is None else terminal,
         env=environment(**variables),
         start_new_session=True,  # a group of its own, as a terminal makes for a command
+        # Whoever started the tests may ignore it, which is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         yield process

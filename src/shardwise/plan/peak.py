@@ -1,0 +1,195 @@
+"""What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
+
+The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
+at rest, the ring of gather slots. Some comes and goes: units gathered until their backward, gradients (from the
+backward of their unit to the step), reduction slots (from the first reduction of a backward to its end), activations
+(from a unit's forward to its backward) and what a forward or a backward needs while it runs. The peak is the largest
+sum at one instant, never a sum of the largest.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .events import Event, elsewhere
+from .flat import Flat
+from .schedule import NUM_REDUCTIONS, Schedule, UnitPlan
+from .training import Training
+from .work import Work
+
+LOSS_NAME = "loss"
+CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
+PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSES))
+
+# The optimizer sees masters in parts of about this many elements (optim/sharded.py).
+PART_ELEMS = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Bytes by class, in the order of `CLASSES`, at most during the event of this name."""
+
+    name: str
+    num_bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.num_bytes)
+
+    def by_class(self) -> dict[str, int]:
+        return dict(zip(CLASSES, self.num_bytes, strict=True))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank: what its allocator lends out, and what rests on its host and its disk."""
+
+    instants: tuple[Instant, ...]
+    host_bytes: int
+    disk_bytes: int
+
+    @cached_property
+    def peak(self) -> Instant:
+        return max(self.instants, key=lambda instant: instant.total)
+
+
+def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, Work], training: Training) -> Memory:
+    num_moments = training.num_moments
+    units = {unit.name: unit for unit in schedule.units}
+    held = [0] * len(CLASSES)
+    for unit in schedule.units:
+        for flat in unit.flats:
+            params, optimizer = device_state(flat, num_moments)
+            held[PARAMS] += params
+            held[OPTIMIZER] += optimizer
+    held[GATHERED] += sum(schedule.slot_bytes)
+    comes_and_goes = set()
+    for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
+        if slot is None and unit.layout.gathered_until == "backward":
+            comes_and_goes.add(unit.name)
+        elif slot is None and unit.layout.gathered_until == "forward":
+            held[GATHERED] += unit.gathered_bytes
+    found: list[Instant] = []
+    is_gathered: set[str] = set()
+    has_grads: set[str] = set()
+    slot_bytes, num_slots = schedule.reduction_slot_bytes, 0
+    unfetched = of_root = 0
+    in_backward = False
+
+    def note(name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = held.copy()
+        row[kind] += extra
+        found.append(Instant(name, tuple(row)))
+
+    for event in events:
+        verb, name = event.verb, event.unit
+        if verb == "gather":
+            if name in comes_and_goes and name not in is_gathered:
+                is_gathered.add(name)
+                held[GATHERED] += units[name].gathered_bytes
+        elif verb == "forward":
+            if num_slots:
+                held[REDUCE] -= num_slots * slot_bytes
+                num_slots = 0
+            held[GRADS] -= unfetched + of_root
+            unfetched = of_root = 0
+            in_backward = False
+            work = works[name]
+            kind = LOSS if work.kind == "loss" else ACTIVATIONS
+            note(f"forward {name}", kind, work.forward_peak_bytes)
+            held[kind] += work.saved_bytes
+        elif verb == "backward":
+            if not in_backward and LOSS_NAME in works:
+                # The head belongs to the root: its work comes after the last unit, its weights' gradient stays till the end.
+                loss = works[LOSS_NAME]
+                note("forward loss", LOSS, loss.forward_peak_bytes)
+                note("backward loss", LOSS, loss.saved_bytes + loss.output_bytes + loss.backward_peak_bytes)
+                held[GRADS] += loss.grad_bytes
+                of_root += loss.grad_bytes
+            in_backward = True
+            unit, work = units[name], works[name]
+            kind = LOSS if work.kind == "loss" else ACTIVATIONS
+            if unit.reduced_bytes and num_slots < NUM_REDUCTIONS:
+                num_slots += 1
+                held[REDUCE] += slot_bytes
+            if unit.trainable and name not in has_grads:
+                has_grads.add(name)
+                held[GRADS] += resting_grads(unit)
+            note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
+            held[kind] -= work.saved_bytes
+            # What autograd made is held until the next unit's reduction begins.
+            held[GRADS] += work.grad_bytes - unfetched
+            unfetched = work.grad_bytes
+            if name in is_gathered:
+                is_gathered.discard(name)
+                held[GATHERED] -= unit.gathered_bytes
+        elif verb == "agree":
+            held[GRADS] -= unfetched + of_root
+            unfetched = of_root = 0
+            held[REDUCE] -= num_slots * slot_bytes
+            num_slots = 0
+            note("update", OPTIMIZER, _cast_for_update(schedule))
+    return Memory(tuple(found), host_bytes(schedule, num_moments), disk_bytes(schedule, num_moments))
+
+
+def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
+    """Bytes of parameters and of the optimizer that stay on the device between steps."""
+    layout = flat.layout
+    master = flat.spans[flat.depth_of_master].num_elems
+    params = optimizer = 0
+    if flat.depth_of_params == 0 and not flat.master_is_whole:
+        params += flat.num_elems * flat.compute.itemsize
+    if layout.params_on == "device" and (flat.has_rest or (elsewhere(flat) and flat.depth_of_params)):
+        params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+    if not flat.trainable:
+        return params + (master * flat.master.itemsize if layout.params_on == "device" else 0), 0
+    here = master - elsewhere(flat)
+    optimizer += round(here * flat.master.itemsize * num_moments)
+    if flat.master == flat.compute:
+        return params + here * flat.master.itemsize, optimizer
+    return params, optimizer + here * flat.master.itemsize
+
+
+def resting_grads(unit: UnitPlan) -> int:
+    """Gradients that rest on the host pass through a part of this size on their way."""
+    return sum(
+        flat.spans[flat.depth_of_grads].num_elems * flat.reduce.itemsize
+        for flat in unit.flats
+        if flat.trainable and flat.layout.grads_on == "device"
+    )
+
+
+def _cast_for_update(schedule: Schedule) -> int:
+    """Gradients are cast to the master's dtype where theirs differs, a part at a time."""
+    flats = [flat for flat in schedule.trainable_flats if flat.reduce != flat.master]
+    sizes = [flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in flats]
+    return min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS)
+
+
+def host_bytes(schedule: Schedule, num_moments: float) -> int:
+    """On the host of one rank: what rests there, and weights and gradients on their way to and from disk."""
+    total = 0
+    for unit in schedule.units:
+        for flat in unit.flats:
+            layout, away = flat.layout, elsewhere(flat)
+            if layout.params_on == "host":
+                total += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+            elif away:
+                total += away * flat.compute.itemsize
+            if flat.trainable:
+                if layout.optimizer_on == "host":
+                    total += round(away * flat.master.itemsize * (1 + num_moments))
+                if away:
+                    total += away * flat.reduce.itemsize
+    return total
+
+
+def disk_bytes(schedule: Schedule, num_moments: float) -> int:
+    total = 0
+    for unit in schedule.units:
+        for flat in unit.flats:
+            if flat.layout.params_on == "disk":
+                total += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+            if flat.trainable and flat.layout.optimizer_on == "disk":
+                total += round(elsewhere(flat) * flat.master.itemsize * (1 + num_moments))
+    return total

@@ -1,0 +1,55 @@
+"""What one rank moves in a step: over which axes (as the ledger counts it), inside and between nodes, to and from the
+host, and from and to disk.
+
+Between nodes counts what has to cross a node's border: every element that the node lacks comes in once, and its ranks
+share the work. The rest of the ledger's bytes stays inside. A ring through all ranks may carry more across the border
+than that; the seconds (`time.py`) are the ring's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..wire.ledger import SHARE_OF_BUFFER, Call, Traffic, add_up
+from .events import Event, Way
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    by_call: Traffic
+    intra_node: float
+    inter_node: float
+    to_device: int
+    to_host: int
+    read: int
+    write: int
+
+    @property
+    def pcie(self) -> int:
+        return self.to_device + self.to_host
+
+    @property
+    def disk(self) -> int:
+        return self.read + self.write
+
+
+def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> Moved:
+    calls = [call for event in events for call in event.calls]
+    inter = sum(crossing_bytes(call, num_nodes, node_size) for call in calls)
+    moves = [move for event in events for move in event.moves]
+
+    def moved(way: Way) -> int:
+        return sum(move.num_bytes for move in moves if move.way == way)
+
+    by_call = add_up(calls)
+    return Moved(
+        by_call, by_call.wire_bytes - inter, inter, moved("to_device"), moved("to_host"), moved("read"), moved("write")
+    )
+
+
+def crossing_bytes(call: Call, num_nodes: int, node_size: int) -> float:
+    """What one rank has to take across its node's border, of a collective over one of the mesh's axes."""
+    if call.axis == "node" or num_nodes == 1:
+        return 0.0
+    if call.axis == "replicate":
+        return call.wire_bytes
+    return SHARE_OF_BUFFER[call.kind] * call.num_bytes * (num_nodes - 1) / num_nodes / node_size
