@@ -8,10 +8,12 @@ and GPT-1T are Megatron's.
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..dtypes import BF16, FP16, FP32
 from ..errors import ConfigurationError, did_you_mean
+from .hf_config import shape_of_config
 from .shapes import ModelShape
 
 
@@ -139,6 +141,14 @@ NAMED = {**PUBLISHED, **_MEASURED_MPT, **IN_TREE}
 _SAID = {"gpt-3": "gpt-175b", "gpt3-175b": "gpt-175b"}
 # Words that say how the weights were trained on, and not what they are.
 _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
+
+
+def shape_of(model: str) -> ModelShape:
+    """By what `--model` takes: a name, or a config.json, or the folder of one."""
+    path = Path(model).expanduser()
+    if model not in IN_TREE and (path.is_dir() or path.suffix == ".json"):
+        return shape_of_config(path)
+    return shape_named(model)
 
 
 def shape_named(name: str) -> ModelShape:

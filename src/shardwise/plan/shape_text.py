@@ -2,8 +2,8 @@
 
 `layers`, `hidden`, `heads` and `vocab` must be said. Without more, it is the in-tree transformer: as many key-value
 heads as heads, of hidden / heads each, and a gated feed-forward of 8/3 hidden, up to the next 256 (4 hidden where
-`gated=no`); `bias` is all projections'. What the in-tree transformer has not makes it a model of transformers. `params=7.5e9` by itself is a model
-whose states alone are planned.
+`gated=no`). `bias` is that of all projections. What the in-tree transformer has not makes it a model of transformers.
+`params=7.5e9` by itself is a model whose states alone are planned.
 """
 
 import re

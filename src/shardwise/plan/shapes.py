@@ -37,6 +37,7 @@ class ModelShape:
     gated: bool = True  # the feed-forward has a third matrix
     bias: bool = False  # of the attention's output and the feed-forward
     qkv_bias: bool = False
+    head_bias: bool = False  # of the output projection
     norm: Norm = "rms"
     norm_bias: bool = True  # of a layer norm; RMS norms have none
     num_norms: int = 2  # of a block
@@ -189,7 +190,7 @@ def _parts(shape: ModelShape) -> Parts:
         after=(
             vectors(norm, shape.hidden, has_bias),
             *_other(shape.other_outside_elems),
-            linear(head, shape.hidden, shape.vocab, is_tied=shape.tied),
+            linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
         ),
     )
 

@@ -1,0 +1,131 @@
+"""A shape from a Hugging Face config.json.
+
+Sizes have a few names each, under which all families keep them; what families do otherwise than Llama is in
+`hf_families.py`. A family that is not there and has the usual sizes is taken for a Llama. What makes blocks differ from
+each other, or attention keep something else than keys and values, is refused: a plan of it would be wrong.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..dtypes import FP32, DType, dtype_of
+from ..errors import ConfigurationError
+from .hf_families import DEFAULTS, FOUR_HIDDEN, TIED, Config, Fields, habits_of
+from .shapes import ModelShape
+
+SHAPE_KEY = "shardwise_shape"  # in what the trainer exports: the in-tree shape itself
+
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocab": ("vocab_size",),
+}
+_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
+# Keys that are not 0, and what they mean.
+_REFUSED = {
+    "quantization_config": "weights are quantised, which cannot be trained: use the unquantised ones",
+    "is_encoder_decoder": "it has an encoder",
+    "kv_lora_rank": "attention keeps a latent vector in place of keys and values",
+    "n_shared_experts": "some experts are shared by all tokens",
+    "num_shared_experts": "some experts are shared by all tokens",
+    "shared_expert_intermediate_size": "some experts are shared by all tokens",
+    "first_k_dense_replace": "some blocks have no experts",
+    "mlp_only_layers": "some blocks have no experts",
+    "interleave_moe_layer_step": "some blocks have no experts",
+}
+
+
+def shape_of_config(config: str | Path | Config) -> ModelShape:
+    """Of a config.json, the folder it lies in, or what is in it."""
+    if not isinstance(config, Mapping):
+        path = Path(config).expanduser()
+        name, config = str(config), _read(path / "config.json" if path.is_dir() else path)
+    else:
+        name = str(config.get("_name_or_path") or config.get("model_type") or "config")
+    if isinstance(config.get(SHAPE_KEY), Mapping):
+        return _in_tree(name, config[SHAPE_KEY])
+    text = config.get("text_config")
+    inner: Fields = {**config, **text} if isinstance(text, Mapping) else {**config}
+    kind = str(inner.get("model_type", ""))
+    inner = {**DEFAULTS.get(kind, {}), **{key: value for key, value in inner.items() if value is not None}}
+    for key, why in _REFUSED.items():
+        if inner.get(key):
+            raise ConfigurationError(f"model {name!r}: its config.json has {key}: {why}; this is not planned for")
+    if inner.get("decoder_sparse_step", 1) != 1:
+        raise ConfigurationError(
+            f"model {name!r}: its config.json has decoder_sparse_step: some blocks have no experts"
+        )
+    return _shape(name, kind, inner)
+
+
+def _shape(name: str, kind: str, config: Config) -> ModelShape:
+    missing = [" or ".join(keys) for keys in _SIZES.values() if _first(config, keys) is None]
+    has_ffn = kind in FOUR_HIDDEN or _first(config, (*_FFN, *_EXPERT_FFN)) is not None
+    missing += [] if has_ffn else [" or ".join(_FFN)]
+    if _first(config, _EXPERTS) is not None and "num_experts_per_tok" not in config:
+        missing.append("num_experts_per_tok")
+    if missing:
+        raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
+    fields: Fields = {size: _whole(name, config, keys) for size, keys in _SIZES.items()}
+    hidden, heads = fields["hidden"], fields["heads"]
+    fields["kv_heads"] = _whole(name, config, _KV_HEADS, heads)
+    if config.get("head_dim") is None and hidden % heads:
+        raise ConfigurationError(
+            f"model {name!r}: its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
+        )
+    fields["head_dim"] = _whole(name, config, ("head_dim",), hidden // heads)
+    fields["ffn"] = _whole(name, config, (*_FFN, *_EXPERT_FFN), 4 * hidden)
+    if _first(config, _EXPERTS) is not None:
+        fields["num_experts"] = _whole(name, config, _EXPERTS)
+        fields["num_active_experts"] = _whole(name, config, ("num_experts_per_tok",))
+        fields["expert_ffn"] = _whole(name, config, _EXPERT_FFN)
+    fields["tied"] = bool(config.get("tie_word_embeddings", kind in TIED))
+    fields |= habits_of(kind, config, fields)
+    return ModelShape(name=name, dtype=_dtype(config), **fields)
+
+
+def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:
+    keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    missing = [key for key in keys if type(sizes.get(key)) is not int or sizes[key] < 1]
+    if missing:
+        raise ConfigurationError(f"model {name!r}: the {SHAPE_KEY} in its config.json has no {', no '.join(missing)}")
+    head_dim = sizes["hidden"] // sizes["heads"]
+    values = {key: sizes[key] for key in keys}
+    return ModelShape(name=name, head_dim=head_dim, tied=bool(sizes.get("tied")), code="in-tree", **values)
+
+
+def _first(config: Config, keys: tuple[str, ...]) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _whole(name: str, config: Config, keys: tuple[str, ...], default: int | None = None) -> int:
+    key = next((key for key in keys if config.get(key) is not None), None)
+    value = default if key is None else config[key]
+    if type(value) is not int or value < 1:
+        raise ConfigurationError(
+            f"model {name!r}: {key or keys[0]} in its config.json is {value!r}, not a whole number of at least 1"
+        )
+    return value
+
+
+def _dtype(config: Config) -> DType:
+    given = config.get("dtype") or config.get("torch_dtype")
+    return dtype_of(given) if isinstance(given, str) else FP32
+
+
+def _read(path: Path) -> Config:
+    if not path.is_file():
+        raise ConfigurationError(f"model {str(path)!r}: there is no such file")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model {str(path)!r} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"model {str(path)!r} holds a {type(value).__name__}, not an object")
+    return value
