@@ -12,11 +12,11 @@ from functools import cache, partial
 
 from .blocks import Setting, block_of
 from .losses import end
-from .measure import measure
+from .measure import chain, measure
 from .model import ROOT, FoundUnit
 from .operations import Habits
 from .shapes import ModelShape, targets_of, units_of
-from .storages import ROUND_BYTES, Tensor
+from .storages import Tensor, rounded
 from .tape import Tape
 from .training import Training
 from .work import Work
@@ -45,7 +45,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
         found[embed] = _embedding(at, training)
     found |= {name: other if index else first for index, name in enumerate(blocks)}
     if not blocks:
-        found[ROOT] = _together(found[ROOT], [first, *[other] * (shape.layers - 1)])
+        found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
     num_elems = training.num_tokens * shape.hidden
     found[head or LOSS] = measure(
         partial(end, at, training.loss, training.engine == "shardwise"), num_elems, at.itemsize, kind="loss"
@@ -56,7 +56,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
 
 def setting_of(shape: ModelShape, training: Training) -> Setting:
     habits = Habits(
-        writes_directly=training.engine == "shardwise" and not training.compile,
+        writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
@@ -78,7 +78,7 @@ def _begin(at: Setting, training: Training, has_embedding: bool, is_tied: bool) 
     wide in the compute dtype."""
     shape = at.shape
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
-    held = 2 * _rounded(_INDEX_BYTES * training.num_tokens) + _rounded(table)
+    held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
     begin = Work(held, held, 0, 0)
     if not has_embedding:
         return begin
@@ -107,28 +107,5 @@ def _embedding(at: Setting, training: Training) -> Work:
     return replace(work, moved_bytes=float(2 * work.output_bytes))
 
 
-def _together(begin: Work, blocks: list[Work]) -> Work:
-    """All as one unit, where a model has only one."""
-    saved = begin.saved_bytes
-    peak = begin.forward_peak_bytes
-    for work in blocks:
-        peak = max(peak, saved + work.forward_peak_bytes + work.output_bytes)
-        saved += work.saved_bytes
-    return replace(
-        blocks[0],
-        saved_bytes=saved,
-        forward_peak_bytes=peak,
-        grad_bytes=begin.grad_bytes + sum(work.grad_bytes for work in blocks),
-        products=tuple(product for work in blocks for product in work.products),
-        attention_flops=sum(work.attention_flops for work in blocks),
-        moved_bytes=begin.moved_bytes + sum(work.moved_bytes for work in blocks),
-        num_kernels=begin.num_kernels + sum(work.num_kernels for work in blocks),
-    )
-
-
 def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
     return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

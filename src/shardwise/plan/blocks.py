@@ -70,7 +70,11 @@ def _in_tree_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
 def _gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
     h, hidden, ffn, bias = at.habits, at.shape.hidden, at.shape.ffn, at.shape.bias
     gate, up, down = names
-    mixed = gated(t, h, linear(t, h, x, (hidden, ffn), gate, bias), linear(t, h, x, (hidden, ffn), up, bias))
+    fan = hidden, ffn
+    if h.is_fused:
+        mixed = gated(t, linear(t, h, x, fan, gate, bias), linear(t, h, x, fan, up, bias))
+    else:
+        mixed = multiply(t, activation(t, linear(t, h, x, fan, gate, bias)), linear(t, h, x, fan, up, bias))
     return linear(t, h, mixed, (ffn, hidden), down, bias)
 
 
@@ -134,7 +138,12 @@ def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
     sent = t.op([x], num_sent * shape.hidden)
     weights = shape.num_experts
     both = linear(t, h, sent, (shape.hidden, 2 * ffn if shape.gated else ffn), "experts", num_weights=weights)
-    mixed = gated(t, h, *t.split(both, 2)) if shape.gated else activation(t, both)
+    if shape.gated:
+        gate, up = t.split(both, 2)
+        mixed = gated(t, gate, up) if h.is_fused else multiply(t, activation(t, gate), up)
+        del gate, up
+    else:
+        mixed = activation(t, both)
     out = linear(t, h, mixed, (ffn, shape.hidden), "experts", num_weights=weights)
     weighted = t.op([out, chosen], out.num_elems, saves=[out, chosen], scratch_bytes=out.num_bytes)
     del out, both, mixed, sent
@@ -143,26 +152,35 @@ def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
 
 def gpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
     """GPT-2's: its projections are no linear layers to torch, its dropout is on unless the model is told otherwise."""
+    h, hidden = at.habits, at.shape.hidden
+    residual = x
+    x = layer_norm(t, h, x, hidden)
+    mixed = _gpt_attention(at, t, x)
+    x = add(t, mixed, residual)
+    residual = x
+    x = layer_norm(t, h, x, hidden)
+    return add(t, residual, _gpt_ffn(at, t, x))
+
+
+def _gpt_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
     h, shape = at.habits, at.shape
-    width = shape.query_width + 2 * shape.kv_width
-    residual = x
-    x = layer_norm(t, h, x, shape.hidden)
-    fused = linear(t, h, x, (shape.hidden, width), "c_attn", shape.qkv_bias, plain=False)
+    sizes = shape.query_width, shape.kv_width, shape.kv_width
     num_rows = x.num_elems // shape.hidden
-    query, key, value = t.split_at(fused, [num_rows * shape.query_width, *[num_rows * shape.kv_width] * 2])
-    del fused
+    query, key, value = t.split_at(
+        linear(t, h, x, (shape.hidden, sum(sizes)), "c_attn", shape.qkv_bias, plain=False),
+        [num_rows * size for size in sizes],
+    )
     mixed = attention(t, at.attention, query, key, value)
-    del query, key, value
-    x = dropout(t, h, linear(t, h, mixed, (shape.query_width, shape.hidden), "c_proj", shape.bias, plain=False))
-    del mixed
-    x = add(t, x, residual)
-    residual = x
-    x = layer_norm(t, h, x, shape.hidden)
+    mixed = linear(t, h, mixed, (shape.query_width, shape.hidden), "c_proj", shape.bias, plain=False)
+    return dropout(t, h, mixed)
+
+
+def _gpt_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
+    h, shape = at.habits, at.shape
     x = linear(t, h, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
     x = gelu_tanh(t, h, x)
     x = linear(t, h, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
-    x = dropout(t, h, x)
-    return add(t, residual, x)
+    return dropout(t, h, x)
 
 
 def titan_block(at: Setting, t: Tape, x: Tensor) -> Tensor:

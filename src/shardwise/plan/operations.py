@@ -4,17 +4,20 @@
 layers), whether elementwise chains are fused (a compiled block), which projections have adapters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .kernels import AttentionShape
-from .storages import Tensor, Weight
+from .storages import ROUND_BYTES, Tensor, Weight, rounded
 from .tape import Tape
 from .work import Product
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """`rank` 0: no adapters, every weight is trained; else all but the adapters of `targets` are frozen."""
+    """`rank` 0: no adapters, every weight is trained; else all but the adapters of `targets` are frozen.
+
+    In compiled code gradients are never written directly.
+    """
 
     writes_directly: bool = True
     is_fused: bool = False
@@ -24,6 +27,13 @@ class Habits:
     @property
     def trains_base(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_direct(self) -> bool:
+        return self.writes_directly and not self.is_fused
+
+    def eager(self) -> "Habits":
+        return replace(self, is_fused=False)
 
     def weight(self, num_elems: int) -> Weight:
         """Of anything but a plain linear layer."""
@@ -43,7 +53,7 @@ def linear(
 ) -> Tensor:
     """A projection, with its adapter if it has one. Not `plain`: its gradient is autograd's (GPT-2's Conv1D).
     With several weights of this size, each takes a part of the rows."""
-    out = _product(tape, x, fan, habits.trains_base, habits.writes_directly and plain, bias, num_weights)
+    out = _product(tape, x, fan, habits.trains_base, habits.is_direct and plain, bias, num_weights)
     if habits.rank and name in habits.targets:
         return _adapted(tape, habits, x, out, fan)
     return out
@@ -51,7 +61,7 @@ def linear(
 
 def _adapted(tape: Tape, habits: Habits, x: Tensor, result: Tensor, fan: tuple[int, int]) -> Tensor:
     width_in, width_out = fan
-    direct = habits.writes_directly
+    direct = habits.is_direct
     narrow = _product(tape, x, (width_in, habits.rank), True, direct)
     return add(tape, result, scale(tape, _product(tape, narrow, (habits.rank, width_out), True, direct)))
 
@@ -157,11 +167,9 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
     return tape.op([x], x.num_elems, itemsize=x.itemsize, saves=[x])
 
 
-def gated(tape: Tape, habits: Habits, gate: Tensor, up: Tensor) -> Tensor:
-    """activation(gate) * up"""
-    if habits.is_fused:
-        return tape.op([gate, up], gate.num_elems, saves=[gate, up])
-    return multiply(tape, activation(tape, gate), up)
+def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up, fused."""
+    return tape.op([gate, up], gate.num_elems, saves=[gate, up])
 
 
 def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -171,7 +179,7 @@ def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, val
         query.num_elems,
         saves=[query, key, value],
         saves_result=True,
-        extra_bytes=shape.statistics_bytes,
+        extra_bytes=rounded(shape.statistics_bytes) + 2 * ROUND_BYTES,  # and the state of a random generator
         scratch_bytes=shape.scratch_bytes,
         is_kept=True,
         attention_flops=shape.flops,
@@ -220,12 +228,14 @@ def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
     """GPT-2's GELU in transformers, written out: x / 2 * (1 + tanh(c * (x + d * x ** 3)))."""
     if habits.is_fused:
         return activation(tape, x)
-    half = scale(tape, x)
-    cube = tape.op([x], x.num_elems, saves=[x], scratch_bytes=2 * x.num_bytes)
-    inner = scale(tape, add(tape, x, scale(tape, cube)))
-    del cube
-    curve = tape.op([inner], x.num_elems, saves_result=True)
-    del inner
-    risen = tape.op([curve], x.num_elems, passes=[True])
-    del curve
-    return multiply(tape, half, risen)
+    return multiply(tape, scale(tape, x), _raised(tape, x))
+
+
+def _raised(tape: Tape, x: Tensor) -> Tensor:
+    """1 + tanh(c * (x + d * x ** 3)), each result gone once the next is there."""
+    curve = tape.op([scale(tape, add(tape, x, scale(tape, _cube(tape, x))))], x.num_elems, saves_result=True)
+    return tape.op([curve], x.num_elems, passes=[True])
+
+
+def _cube(tape: Tape, x: Tensor) -> Tensor:
+    return tape.op([x], x.num_elems, saves=[x], scratch_bytes=2 * x.num_bytes)

@@ -3,7 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-ROUND_BYTES = 512  # as torch's allocator for GPUs does
+ROUND_BYTES = 512
+
+
+def rounded(num_bytes: int) -> int:
+    """As torch's allocator for GPUs does."""
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 class Meter:
@@ -18,7 +23,7 @@ class Storage:
 
     def __init__(self, meter: Meter, num_bytes: int) -> None:
         self.meter, self.uses = meter, 0
-        self.num_bytes = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+        self.num_bytes = rounded(num_bytes)
         meter.live += self.num_bytes
         meter.peak = max(meter.peak, meter.live)
 

@@ -1,0 +1,287 @@
+"""Runs one module on the meta device, forward and backward, and counts the memory that comes and goes.
+
+Every operation passes by `Counting`, which follows the storages of results until they are freed. `StandIns` replaces
+what runs otherwise on a GPU: attention is one kernel that saves its inputs, its result and a number per row; an RMS norm
+saves its input and a number per row; a plain linear layer writes its weight's gradient without making it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .kernels import AttentionShape
+from .storages import rounded
+from .work import Product, Work
+
+_PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten.mm.dtype: 0}
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+# References to a gradient that only autograd's buffer holds, seen from inside a dispatch mode.
+_NUM_OWN_REFERENCES = (4, 2)
+
+
+class Counting(TorchDispatchMode):
+    """`live` and `peak` are bytes, rounded up as torch's allocator for GPUs does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.products: list[Product] = []
+        self.attention_flops = self.moved_bytes = 0.0
+        self.num_kernels = 0
+        self._known: set[int] = set()
+        self._external: list[Any] = []
+        self._frozen: set[int] = set()
+        self._depth = 0
+
+    def noting(self, forward: "Forward", stand_ins: "StandIns") -> "Forward":
+        """Products and traffic are noted inside of it, also where a backward runs it again."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                with stand_ins:
+                    return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return noted
+
+    def leave_out(self, tensors: Any) -> None:
+        """Do not count what is there already: weights, inputs of the model."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._known.add(storage._cdata)
+                self._external.append(storage)
+                if not tensor.requires_grad:
+                    self._frozen.add(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.add.Tensor and not self._depth and _is_accumulation(args):
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is _ATTENTION:
+            # On a GPU the result lies as the queries do if these are dense, else token by token.
+            result = torch.empty_like(args[0].transpose(1, 2)).transpose(1, 2), *result[1:]
+        is_new = False
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                is_new |= self._count(tensor.untyped_storage())
+        if func is _ATTENTION_BACKWARD:
+            self.peak = max(self.peak, self.live + _attention_shape(args[1], args[2]).scratch_bytes)
+        if is_new and self._depth:
+            self._note(func, args, result)
+        return result
+
+    def _count(self, storage: Any) -> bool:
+        key = storage._cdata
+        if key in self._known:
+            return False
+        num_bytes = rounded(storage.nbytes())
+        self._known.add(key)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, num_bytes)
+        return True
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self.live -= num_bytes
+        self._known.discard(key)
+
+    def _note(self, func: Any, args: Any, result: Any) -> None:
+        if func is torch.ops.aten.empty.memory_format:
+            return
+        self.num_kernels += 1
+        if func in _PRODUCTS:
+            a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
+            trainable = b.untyped_storage()._cdata not in self._frozen
+            self.products.append(Product(a.shape[0], b.shape[1], a.shape[1], trainable=trainable))
+        elif func is _ATTENTION:
+            self.attention_flops += _attention_shape(args[0], args[1]).flops
+        elif func is torch.ops.aten.embedding.default:
+            self.moved_bytes += 2 * result.numel() * result.element_size()
+        else:
+            tensors = [part for part in tree_leaves((args, result)) if isinstance(part, Tensor)]
+            self.moved_bytes += sum(part.numel() * part.element_size() for part in tensors)
+
+
+def _is_accumulation(args: Any) -> bool:
+    """Whether autograd adds a gradient to one that nobody else holds: without a mode around it, it does so in place."""
+    num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+    return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
+
+
+def _attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
+    batch, heads, seq, head_dim = query.shape
+    return AttentionShape(batch, seq, heads, key.shape[1], head_dim, query.element_size())
+
+
+class StandIns(TorchFunctionMode):
+    """`direct` are the weights whose gradients are written where they belong."""
+
+    def __init__(self, direct: frozenset[Tensor]) -> None:
+        super().__init__()
+        self._direct = direct
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+        if func in (F.rms_norm, torch.rms_norm):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return _RmsNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
+        if func is F.linear and torch.is_grad_enabled() and args[1] in self._direct:
+            return _Linear.apply(*args, *(kwargs.get("bias"),) * (len(args) < 3))  # type: ignore[no-untyped-call]
+        if func is F.dropout and kwargs.get("training", True):
+            return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True  # who asks for values asks whether a mask hides nothing
+        return func(*args, **kwargs)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        of = [torch.empty_like(tensor) if needed else None
+              for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=True)]  # fmt: skip
+        return tuple(of)
+
+
+class _Linear(torch.autograd.Function):
+    """As the engine's (engine/direct.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight if x.requires_grad else None)
+        out = F.linear(x, weight, bias)
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            None if weight is None else rows.mm(weight).view(x.shape),
+            None,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+class _Source(torch.autograd.Function):
+    """Where the module's input comes from, which nobody but the module holds."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Sink(torch.autograd.Function):
+    """Where its output goes, and the gradient comes from, which only the module's backward holds."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, begins: Callable[[], None]) -> Tensor:
+        ctx.size, ctx.dtype, ctx.begins = out.shape, out.dtype, begins
+        return out.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        made = torch.empty(ctx.size, dtype=ctx.dtype, device="meta")
+        ctx.begins()
+        return made, None
+
+
+Forward = Callable[..., Any]
+
+
+def measure_call(
+    forward: Forward,
+    around: Callable[[Forward], Forward] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[Tensor],
+    stand_ins: StandIns,
+) -> Work:
+    """What a call asks for. The first argument that a gradient goes back to, else the first that is no index, is its
+    input; all others are there anyway. `around` is what activation checkpointing puts around the forward."""
+    counting = Counting()
+    counting.leave_out(weights)
+    floating = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor) and part.is_floating_point()]
+    like = next((part for part in floating if part.requires_grad), next(iter(floating), None))
+    counting.leave_out((args, kwargs))
+    noted = counting.noting(forward, stand_ins)
+    run = noted if around is None else around(noted)
+    seed = torch.empty((), device="meta", requires_grad=True)
+    with counting:
+        out, before = _called(counting, run, args, kwargs, like, seed)
+        output_bytes = rounded(out.untyped_storage().nbytes())
+        work = Work(
+            saved_bytes=counting.live - output_bytes,
+            forward_peak_bytes=counting.peak - before,
+            backward_peak_bytes=0,
+            output_bytes=output_bytes,
+            products=tuple(counting.products),
+            attention_flops=counting.attention_flops,
+            moved_bytes=counting.moved_bytes,
+            num_kernels=counting.num_kernels,
+        )
+        if out.grad_fn is None:
+            return work
+        counting.products, counting.attention_flops = [], 0.0
+        begun: list[int] = []
+
+        def begins() -> None:
+            begun.append(counting.live)
+            counting.peak = counting.live
+
+        sink = _Sink.apply(out, begins)  # type: ignore[no-untyped-call]
+        del out
+        torch.autograd.backward((sink,))
+    grad_bytes = sum(rounded(weight.grad.untyped_storage().nbytes()) for weight in weights if weight.grad is not None)
+    for weight in weights:
+        weight.grad = None
+    again = sum(product.flops for product in counting.products) + counting.attention_flops
+    return replace(
+        work,
+        backward_peak_bytes=counting.peak - begun[0],
+        grad_bytes=grad_bytes,
+        recomputed=again / work.flops if work.flops else 0.0,
+    )
+
+
+def _called(
+    counting: Counting, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor | None, seed: Tensor
+) -> tuple[Tensor, int]:
+    """The output, and what lived before. The input is held by nobody once the call is over."""
+    made: list[Tensor] = []
+    if like is not None:
+        if like.requires_grad:
+            made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
+        else:
+            made.append(torch.empty_like(like))
+    before = counting.peak = counting.live
+    args, kwargs = tree_map(lambda part: made[0] if part is like and like is not None else part, (args, kwargs))
+    made.clear()
+    found = [part for part in tree_leaves(run(*args, **kwargs)) if isinstance(part, Tensor)]
+    return next((part for part in found if part.grad_fn is not None), found[0]), before
