@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import ConfigurationError, StateError
+from ..plan.schedule import PART_ELEMS
 from ..unit import Channels, FlatState
 from .clip import global_norm
 from .scaler import LossScaler
@@ -267,10 +268,6 @@ def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
         for group in optimizer.param_groups
     ]
-
-
-# Launching the update of fewer elements takes longer than running it.
-PART_ELEMS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)

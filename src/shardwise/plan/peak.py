@@ -13,7 +13,7 @@ from functools import cached_property
 
 from .events import Event, elsewhere
 from .flat import Flat
-from .schedule import NUM_REDUCTIONS, Schedule, UnitPlan
+from .schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
 from .training import Training
 from .work import Work
 
@@ -21,8 +21,8 @@ LOSS_NAME = "loss"
 CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
 PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSES))
 
-# The optimizer sees masters in parts of about this many elements (optim/sharded.py).
-PART_ELEMS = 32 << 20
+# What libraries take from the allocator for matrix products: forwards and backwards run in a thread each.
+WORKSPACE_BYTES = 2 * (32 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
     num_moments = training.num_moments
     units = {unit.name: unit for unit in schedule.units}
     held = [0] * len(CLASSES)
+    held[ACTIVATIONS] = WORKSPACE_BYTES
+    clips = any(event.verb == "norm" for event in events)
     for unit in schedule.units:
         for flat in unit.flats:
             params, optimizer = device_state(flat, num_moments)
@@ -75,6 +77,18 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
     slot_bytes, num_slots = schedule.reduction_slot_bytes, 0
     unfetched = of_root = 0
     in_backward = False
+
+    # Layers that write where the collective reads need the place before their backward, others after it.
+    writes_directly = {unit.name: _writes_directly(unit, works[unit.name]) for unit in schedule.units}
+
+    def open_for(unit: UnitPlan) -> None:
+        nonlocal num_slots
+        if unit.reduced_bytes and num_slots < NUM_REDUCTIONS:
+            num_slots += 1
+            held[REDUCE] += slot_bytes
+        if unit.name not in has_grads:
+            has_grads.add(unit.name)
+            held[GRADS] += resting_grads(unit)
 
     def note(name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
         row = held.copy()
@@ -100,7 +114,7 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             held[kind] += work.saved_bytes
         elif verb == "backward":
             if not in_backward and LOSS_NAME in works:
-                # The head belongs to the root: its work comes after the last unit, its weights' gradient stays till the end.
+                # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
                 loss = works[LOSS_NAME]
                 note("forward loss", LOSS, loss.forward_peak_bytes)
                 note("backward loss", LOSS, loss.saved_bytes + loss.output_bytes + loss.backward_peak_bytes)
@@ -109,14 +123,13 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             in_backward = True
             unit, work = units[name], works[name]
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
-            if unit.reduced_bytes and num_slots < NUM_REDUCTIONS:
-                num_slots += 1
-                held[REDUCE] += slot_bytes
-            if unit.trainable and name not in has_grads:
-                has_grads.add(name)
-                held[GRADS] += resting_grads(unit)
+            if writes_directly[name]:
+                open_for(unit)
             note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
             held[kind] -= work.saved_bytes
+            if unit.trainable and not writes_directly[name]:
+                open_for(unit)
+                note(f"reduce {name}", GRADS, work.grad_bytes)
             # What autograd made is held until the next unit's reduction begins.
             held[GRADS] += work.grad_bytes - unfetched
             unfetched = work.grad_bytes
@@ -128,8 +141,16 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             unfetched = of_root = 0
             held[REDUCE] -= num_slots * slot_bytes
             num_slots = 0
+            note("the gradients' norm", GRADS, _cast_for_norm(schedule) if clips else 0)
             note("update", OPTIMIZER, _cast_for_update(schedule))
     return Memory(tuple(found), host_bytes(schedule, num_moments), disk_bytes(schedule, num_moments))
+
+
+def _writes_directly(unit: UnitPlan, work: Work) -> bool:
+    """Blocks do; an embedding does not, nor what holds other units; a head only if its loss leaves that to it."""
+    if unit.holds_units or not unit.backward_reads:
+        return False
+    return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
 
 
 def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
@@ -164,6 +185,12 @@ def _cast_for_update(schedule: Schedule) -> int:
     flats = [flat for flat in schedule.trainable_flats if flat.reduce != flat.master]
     sizes = [flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in flats]
     return min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS)
+
+
+def _cast_for_norm(schedule: Schedule) -> int:
+    """torch takes norms of a copy in fp64, which has the bytes of its pieces' results too."""
+    longest = max((flat.spans[flat.depth_of_master].num_elems for flat in schedule.trainable_flats), default=0)
+    return 8 * min(longest, NORM_ELEMS)
 
 
 def host_bytes(schedule: Schedule, num_moments: float) -> int:

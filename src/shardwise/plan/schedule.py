@@ -23,6 +23,10 @@ from .flat import Flat, Hop
 ALIGN_BYTES = 2 * BLOCK_ELEMS
 # Reduction slots: one travels while the next is written. Gradients that rest whole need none.
 NUM_REDUCTIONS = 2
+# The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
+# running it. Norms are taken of pieces of this many.
+PART_ELEMS = 32 << 20
+NORM_ELEMS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class UnitPlan:
     @property
     def trainable(self) -> bool:
         return any(flat.trainable for flat in self.flats)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Gradients as autograd makes them: in the compute dtype."""
+        return sum(flat.num_elems * flat.compute.itemsize for flat in self.flats if flat.trainable)
 
     @property
     def gathered_bytes(self) -> int:
