@@ -1,5 +1,6 @@
 """The loss of a run over its steps: the training loss as a line, evaluations as rings, what a resume gave up dashed."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,11 +33,8 @@ def draw(curve: Curve) -> dict[str, object]:
 
     first = ticks(top - bottom, 4)
     step = first[1] - first[0] if len(first) > 1 else 1.0
-    lines = {}
-    value = step * -(-bottom // step)
-    while value < top:
-        lines[place(Point(0, value))[1] / 10] = f"{value:.4g}"
-        value += step
+    values = [at * step for at in range(math.ceil(bottom / step), math.ceil(top / step))]
+    lines = {place(Point(0, value))[1] / 10: f"{value:.4g}" for value in values}
     shapes = [element("path", class_="grid", d=f"M0 {10 * at:.1f}H1000") for at in lines]
     shapes += [path(map(place, thinned(given_up)), class_="left") for given_up in curve.left if given_up]
     if len(curve.train) > 1:

@@ -21,6 +21,7 @@ CLASSES = {
     "loss": "loss",
     "context": "CUDA and NCCL",
 }
+LARGEST = 1e24  # what is larger is no amount of anything
 RESERVE = "reserve"  # what the allocator holds beyond what is in use
 LANES = {
     "compute": "compute",
@@ -35,15 +36,16 @@ WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "
 
 def number(value: object) -> float | None:
     """A number that can be drawn, or None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        return None
+    return value
 
 
 def amount(values: object, *names: str) -> float:
-    """A number deep inside of mappings; 0 where there is none."""
+    """A number deep inside of mappings; 0 where there is none, or no amount of anything."""
     for name in names:
         values = values.get(name) if isinstance(values, dict) else None
-    return number(values) or 0
+    return max(number(values) or 0, 0)
 
 
 def mapping(values: object) -> Json:

@@ -99,8 +99,8 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
         number(chosen.get("mfu")),
     )
     of = f"of {gigabytes(limit)} GB" if limit else ""
-    of += f", {gigabytes(between[0])} to {gigabytes(between[1])}" if between else ""
-    found = [(f"memory of a {device}", size(facts.needed(chosen)), of.strip(", "))]
+    of += f"; between {gigabytes(between[0])} and {gigabytes(between[1])}" if between else ""
+    found = [(f"memory of a {device}", size(facts.needed(chosen)), of.strip("; "))]
     if number(chosen.get("step_seconds")) is not None:
         found.append(("step", seconds(number(chosen["step_seconds"])), "" if mfu is None else f"MFU {mfu:.1%}"))
     if speed is not None:
@@ -123,7 +123,7 @@ def _strategy(row: Json, scale: bars.Scale, is_best: bool, limit: float | None) 
         "bar": Markup(bars.memory_bar(row, scale)),
         "needed": need,
         "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
-        "times": f"{need / limit:.1f} times that" if limit and need > scale.full else "",
+        "times": f"{need / limit:.1f} times what there is" if limit and need > scale.full else "",
         "bytes": {name: amount(held, name) for name in CLASSES} | {RESERVE: facts.reserve(row)},
         "step_s": number(row.get("step_seconds")),
         "speed": number(row.get("tokens_per_second_per_gpu")),

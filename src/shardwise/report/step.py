@@ -14,9 +14,10 @@ from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, u
 from .table import seconds
 
 MOST_INSTANTS = 600
-FINEST = 1 / 4000  # of the step: spans of a lane that lie closer than this are one
+FINEST = 1 / 2500  # of the step: spans of a lane that lie closer than this are one
 ZOOMS = (1, 4, 16)
 HEADROOM = 1.1
+FILLED = 0.95  # of a span's width: what is left tells it from the next
 PASSES = ("forward", "backward")
 
 
@@ -138,7 +139,7 @@ def _lane(name: str, spans: list[Span], full_s: float) -> Lane:
         left, width = (STRETCHED * value / full_s for value in (span.begin_s, span.end_s - span.begin_s))
         kind = span.name.partition(" ")[0]
         classes = f"l-{name} {kind}" if kind in PASSES else f"l-{name}"
-        shapes.append(rect_about(about, left, 0, width, STRETCHED, class_=classes))
+        shapes.append(rect_about(about, left, 0, width * FILLED, STRETCHED, class_=classes))
     label = f"{LANES.get(name, name)}: busy {seconds(busy_s)} of {seconds(full_s)}, {len(spans):,} spans"
     return Lane(
         LANES.get(name, name), busy_s, busy_s / full_s, stretched(shapes, class_="lane", role="img", aria_label=label)
@@ -159,15 +160,13 @@ def _merged(spans: list[Span], full_s: float) -> list[Span]:
 
 
 def time_axis(full_s: float) -> str:
-    """Marks for every zoom: those of a closer look are hidden until it is asked for."""
-    marks, seen = [], set()
+    """Marks for every zoom; the page shows those of one."""
+    marks = []
     for zoom in ZOOMS:
         for value in ticks(full_s, 5 * zoom):
             share = 100 * value / full_s
-            if f"{share:.2f}" not in seen:
-                seen.add(f"{share:.2f}")
-                anchor = "start" if share < 2 else "end" if share > 96 else "middle"
-                marks.append(text(_short(value), class_=f"z{zoom}", x=f"{share:.2f}%", y=14, text_anchor=anchor))
+            anchor = "start" if share * zoom < 3 else "end" if (100 - share) * zoom < 5 else "middle"
+            marks.append(text(_short(value), class_=f"z{zoom}", x=f"{share:.3f}%", y=14, text_anchor=anchor))
     return element("svg", *marks, class_="axis", aria_hidden="true")
 
 
