@@ -151,7 +151,7 @@ def test_quantities() -> None:
 def test_shapes_and_hardware_do_without_torch() -> None:
     code = (
         "import sys\n"
-        "from shardwise.plan import cluster, families, flops, hf_config, shape_text\n"
+        "from shardwise.plan import cluster, families, flops, hf_config, measured, shape_text\n"
         "from shardwise.plan.shapes import units_of\n"
         "units_of(families.shape_of('llama-3-70b')), cluster.make_cluster('8xH100', 128)\n"
         "sys.exit('torch' in sys.modules)"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import textwrap
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,9 @@ MARKS = {"ok": " ", "worse": "!", "broken": "X"}
 def doctor(
     folder: Annotated[Path, typer.Option(help="Where runs would write; its disk is measured.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output.")] = False,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure what this machine reaches, for plans, into this file.")
+    ] = None,
 ) -> None:
     """Look at versions, GPUs, memory, limits, disk and network.
 
@@ -30,7 +34,12 @@ def doctor(
         shardwise doctor
 
         shardwise doctor --folder /scratch/runs --json
+
+        shardwise doctor --measure hardware.json
     """
+    if measure is not None:
+        _measure(measure, folder, as_json)
+        return
     from ..doctor import software
 
     findings = list(software.look())
@@ -41,6 +50,43 @@ def doctor(
     findings += disk.look(folder)
     print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1) if as_json else _text(findings))
     raise typer.Exit(1 if any(finding.grade == "broken" for finding in findings) else 0)
+
+
+def _measure(file: Path, folder: Path, as_json: bool) -> None:
+    from ..errors import ConfigurationError
+    from ..plan.measured import write_measured
+
+    if not file.absolute().parent.is_dir():
+        raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")
+    from ..doctor.measure import measure
+
+    began_s = time.monotonic()
+    found = measure(folder)
+    write_measured(found, file)
+    if as_json:
+        print(file.read_text(), end="")
+        return
+    seen = dataclasses.asdict(found)
+    names = {
+        "products, 16 bits": ("flops", 1e12, "TFLOP/s"),
+        "products, fp32": ("fp32_flops", 1e12, "TFLOP/s"),
+        "memory": ("memory_bytes", 1e9, "GB"),
+        "its bandwidth": ("memory_bytes_per_s", 1e9, "GB/s"),
+        "to the host": ("to_host_bytes_per_s", 1e9, "GB/s"),
+        "from the host": ("from_host_bytes_per_s", 1e9, "GB/s"),
+        "gathering": ("gather_bytes_per_s", 1e9, "GB/s of bus bandwidth"),
+        "all-reducing": ("all_reduce_bytes_per_s", 1e9, "GB/s of bus bandwidth"),
+        "latency of both": ("collective_latency_us", 1, "us"),
+        "host memory": ("host_memory_bytes", 1e9, "GB"),
+        "updates on the host": ("host_adam_elems_per_s", 1e9, "billion parameters/s"),
+        "disk, free": ("disk_bytes", 1e9, "GB"),
+        "disk, read": ("disk_read_bytes_per_s", 1e9, "GB/s"),
+        "disk, write": ("disk_write_bytes_per_s", 1e9, "GB/s"),
+    }
+    print(f"{found.num_devices} x {found.device}, measured in {time.monotonic() - began_s:.1f} s, for plans: {file}")
+    for name, (key, unit, word) in names.items():
+        value = "not measured" if seen[key] is None else f"{seen[key] / unit:.3g} {word}"
+        print(f"  {name:<{INDENT - 2}}{value}")
 
 
 def _with_torch() -> "Iterable[Finding]":

@@ -20,7 +20,7 @@ CHECKPOINT_BYTES = 12
 
 
 def look(folder: Path) -> Iterator[Finding]:
-    place = _existing(folder)
+    place = existing(folder)
     free = shutil.disk_usage(place).free
     meaning = f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter"
     if free < LEAST_FREE:
@@ -61,6 +61,6 @@ def speeds(folder: Path) -> tuple[float, float]:
     return num_written / write_s, num_read / read_s
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """The folder, or what of its path is there: a run would make the rest."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())

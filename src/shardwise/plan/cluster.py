@@ -87,7 +87,7 @@ def make_cluster(
         node_size=node_size,
         num_nodes=nodes,
         intra=link,
-        inter=_between(network or gpu.network, node_size, link),
+        inter=between(network or gpu.network, node_size, link),
         pcie=gpu.pcie if pcie is None else _named_or_rate(pcie, TO_HOST, HOST_LATENCY_US, "--pcie"),
         switch=gpu.switch if link == gpu.intra else None,
         network=network or gpu.network,
@@ -109,7 +109,7 @@ def _within(text: str, gpu: Gpu) -> Link:
     return _named_or_rate(text, WITHIN, LATENCY_US, "--intra")
 
 
-def _between(text: str, node_size: int, intra: Link) -> Link:
+def between(text: str, node_size: int, intra: Link) -> Link:
     name = text.lower().replace("_", "-")
     name = _SAID.get(name, name)
     if name in NETWORKS:
