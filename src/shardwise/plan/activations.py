@@ -7,17 +7,20 @@ no unit), and what comes last (the last norm, the head, the loss) is the head's,
 What is not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from .blocks import Setting, block_of
+from .blocks import gpt_block, in_tree_block, llama_block
 from .losses import end
 from .measure import chain, measure
 from .model import ROOT, FoundUnit
 from .operations import Habits
+from .published import mpt_block, titan_block
+from .setting import Setting
 from .shapes import ModelShape, targets_of, units_of
 from .storages import Tensor, rounded
-from .tape import Tape
+from .tape import Block, Tape
 from .training import Training
 from .work import Work
 
@@ -109,3 +112,15 @@ def _embedding(at: Setting, training: Training) -> Work:
 
 def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
     return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
+
+
+def block_of(at: Setting, is_ours: bool) -> Block:
+    """`is_ours`: run by our engine; else by those whose measurements are published."""
+    kind: Callable[[Setting, Tape, Tensor], Tensor]
+    if not is_ours:
+        kind = titan_block if at.shape.gated else mpt_block
+    elif at.shape.code == "in-tree":
+        kind = in_tree_block
+    else:
+        kind = gpt_block if at.shape.num_positions else llama_block
+    return partial(kind, at)

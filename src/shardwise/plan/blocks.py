@@ -1,20 +1,17 @@
 """Blocks of transformers as tapes, each written like the code that it stands for.
 
-The in-tree block (train/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's; and
-two that only published measurements are about: torchtitan's Llama and llm-foundry's MPT. A compiled block is the same
-code with its elementwise chains fused: what they would save in between is computed again.
+The in-tree block (train/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's. A
+compiled block is the same code with its elementwise chains fused: what they would save in between is computed again.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from .kernels import AttentionShape
+from .attentions import attention, llama_rotate, rotate
 from .operations import (
     Habits,
     activation,
     add,
-    attention,
     cast,
     dropout,
     gated,
@@ -22,38 +19,19 @@ from .operations import (
     layer_norm,
     linear,
     llama_norm,
-    llama_rotate,
     multiply,
     rms_norm,
-    rotate,
-    scale,
     softmax,
 )
-from .shapes import ModelShape
+from .setting import Setting
 from .storages import Tensor
-from .tape import Block, Tape
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A block of this shape, in this batch, run in this way."""
-
-    shape: ModelShape
-    batch: int
-    seq: int
-    itemsize: int
-    habits: Habits
-
-    @property
-    def attention(self) -> AttentionShape:
-        shape = self.shape
-        return AttentionShape(self.batch, self.seq, shape.heads, shape.kv_heads, shape.head_dim, self.itemsize)
+from .tape import Tape
 
 
 def in_tree_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
     h, hidden = at.habits, at.shape.hidden
     x = add(t, x, _in_tree_attention(at, t, rms_norm(t, h, x, hidden)))
-    return add(t, x, _gated_ffn(at, t, rms_norm(t, h, x, hidden), ("gate", "up", "down")))
+    return add(t, x, gated_ffn(at, t, rms_norm(t, h, x, hidden), ("gate", "up", "down")))
 
 
 def _in_tree_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
@@ -62,12 +40,14 @@ def _in_tree_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
     key = rotate(t, h, linear(t, h, x, (shape.hidden, shape.kv_width), "key"))
     value = linear(t, h, x, (shape.hidden, shape.kv_width), "value")
     mixed = attention(t, at.attention, query, key, value)
-    # What is mixed lies as the queries do, head by head, and has to be copied to lie token by token.
-    flat = t.op([mixed], mixed.num_elems, passes=[True])
-    return linear(t, h, flat, (shape.query_width, shape.hidden), "out")
+    if at.attention.kernel != "efficient":
+        # What is mixed lies as the queries do, head by head, and has to be copied to lie token by token.
+        flat = t.op([mixed], mixed.num_elems, passes=[True])
+        return linear(t, h, flat, (shape.query_width, shape.hidden), "out")
+    return linear(t, h, mixed, (shape.query_width, shape.hidden), "out")
 
 
-def _gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
+def gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
     h, hidden, ffn, bias = at.habits, at.shape.hidden, at.shape.ffn, at.shape.bias
     gate, up, down = names
     fan = hidden, ffn
@@ -120,7 +100,7 @@ def _llama_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
     if shape.num_experts > 1:
         return _experts(at, t, x)
     if shape.gated:
-        return _gated_ffn(at, t, x, ("gate_proj", "up_proj", "down_proj"))
+        return gated_ffn(at, t, x, ("gate_proj", "up_proj", "down_proj"))
     mixed = activation(t, linear(t, h, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
     return linear(t, h, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
 
@@ -181,65 +161,3 @@ def _gpt_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
     x = gelu_tanh(t, h, x)
     x = linear(t, h, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, h, x)
-
-
-def titan_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
-    h, shape = at.habits, at.shape
-    width, kv_width = (shape.hidden, shape.query_width), (shape.hidden, shape.kv_width)
-    normed = llama_norm(t, h, x, shape.hidden)
-    query, key, value = (linear(t, h, normed, fan) for fan in (width, kv_width, kv_width))
-    del normed
-    query, key = _complex_rotated(t, h, query), _complex_rotated(t, h, key)
-    if shape.heads != shape.kv_heads:
-        key, value = (t.op([part], query.num_elems) for part in (key, value))
-    mixed = attention(t, replace(at.attention, kv_heads=shape.heads), query, key, value)
-    del query, key, value
-    x = add(t, x, linear(t, h, mixed, (shape.query_width, shape.hidden)))
-    del mixed
-    return add(t, x, _gated_ffn(at, t, llama_norm(t, h, x, shape.hidden), ("w1", "w3", "w2")))
-
-
-def _complex_rotated(t: Tape, h: Habits, x: Tensor) -> Tensor:
-    return scale(t, x) if h.is_fused else cast(t, scale(t, cast(t, x, 4)), x.itemsize)
-
-
-def mpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """llm-foundry's, with layer norms in 16 bits and flash attention; queries, keys and values from one product."""
-    h, shape = at.habits, at.shape
-    num_rows = x.num_elems // shape.hidden
-    normed = layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias)
-    fused = linear(t, h, normed, (shape.hidden, shape.query_width + 2 * shape.kv_width), bias=shape.qkv_bias)
-    parts = t.split_at(fused, [num_rows * shape.query_width, *[num_rows * shape.kv_width] * 2])
-    del normed, fused
-    mixed = attention(t, at.attention, *parts)
-    del parts
-    x = add(t, x, linear(t, h, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
-    del mixed
-    wide = linear(t, h, layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias), (shape.hidden, shape.ffn))
-    return add(t, x, linear(t, h, activation(t, wide), (shape.ffn, shape.hidden), bias=shape.bias))
-
-
-def plain_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """The one of the benchmarks' `Blocks`: no positions, as many keys as queries."""
-    h, hidden = at.habits, at.shape.hidden
-    normed = rms_norm(t, h, x, hidden)
-    query, key, value = (linear(t, h, normed, (hidden, hidden)) for _ in range(3))
-    mixed = attention(t, at.attention, query, key, value)
-    x = add(t, x, linear(t, h, mixed, (hidden, hidden)))
-    normed = rms_norm(t, h, x, hidden)
-    ffn = at.shape.ffn
-    return add(t, x, linear(t, h, multiply(t, activation(t, linear(t, h, normed, (hidden, ffn))),
-                                          linear(t, h, normed, (hidden, ffn))), (ffn, hidden)))  # fmt: skip
-
-
-def block_of(at: Setting, is_ours: bool) -> Block:
-    """`is_ours`: run by our engine; else by those whose measurements are published."""
-    kind: Callable[[Setting, Tape, Tensor], Tensor]
-    if not is_ours:
-        kind = titan_block if at.shape.gated else mpt_block
-    elif at.shape.code == "in-tree":
-        kind = in_tree_block
-    else:
-        kind = gpt_block if at.shape.num_positions else llama_block
-    return partial(kind, at)

@@ -40,6 +40,11 @@ class AttentionShape:
         return "efficient" if self.heads == self.kv_heads else "math"
 
     @property
+    def softmax_scratch_bytes(self) -> int:
+        """Of a softmax that is written out: a copy without rows that are hidden altogether, and which these are."""
+        return (self.itemsize + 1) * self.batch * self.heads * self.seq * self.seq
+
+    @property
     def scratch_bytes(self) -> int:
         rows = -(-self.seq // _ROW_MULTIPLE) * _ROW_MULTIPLE
         multiple = 32 if self.head_dim <= 128 else 64

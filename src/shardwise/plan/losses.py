@@ -7,8 +7,8 @@ fused    Liger's: as chunked, with gradients in the compute dtype and chunks no 
 
 from dataclasses import dataclass
 
-from .blocks import Setting
 from .operations import Habits, cast, layer_norm, linear, llama_norm, rms_norm
+from .setting import Setting
 from .storages import Gradients, Tensor
 from .tape import Tape
 from .training import Loss
@@ -21,7 +21,7 @@ CHUNK_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`is_plain`: a linear layer that knows nothing of the loss. `holds_logits`: the caller does, for the whole step."""
+    """`is_plain`: a linear layer that knows nothing of the loss. `holds_logits`: the caller does, for a whole step."""
 
     hidden: int
     vocab: int

@@ -6,8 +6,7 @@ layers), whether elementwise chains are fused (a compiled block), which projecti
 
 from dataclasses import dataclass, replace
 
-from .kernels import AttentionShape
-from .storages import ROUND_BYTES, Tensor, Weight, rounded
+from .storages import Tensor, Weight
 from .tape import Tape
 from .work import Product
 
@@ -170,49 +169,6 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) * up, fused."""
     return tape.op([gate, up], gate.num_elems, saves=[gate, up])
-
-
-def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, without a mask."""
-    return tape.op(
-        [query, key, value],
-        query.num_elems,
-        saves=[query, key, value],
-        saves_result=True,
-        extra_bytes=rounded(shape.statistics_bytes) + 2 * ROUND_BYTES,  # and the state of a random generator
-        scratch_bytes=shape.scratch_bytes,
-        is_kept=True,
-        attention_flops=shape.flops,
-    )
-
-
-def rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
-    """Rotary positions of the in-tree transformer: in fp32, and back."""
-    if habits.is_fused:
-        return scale(tape, x)
-    # The heads are brought before the positions by a view. The gradient lies the other way, and is copied once.
-    turned_view = tape.view(x, is_copied_back=True)
-    first, second = tape.split(cast(tape, turned_view, 4), 2)
-    turned = tape.cat(
-        (
-            subtract(tape, scale(tape, first), scale(tape, second)),
-            add(tape, scale(tape, second), scale(tape, first)),
-        )
-    )
-    return cast(tape, turned, x.itemsize)
-
-
-def llama_rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
-    """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
-    if habits.is_fused:
-        return scale(tape, x)
-    return add(tape, scale(tape, x), scale(tape, _rotate_half(tape, x)))
-
-
-def _rotate_half(tape: Tape, x: Tensor) -> Tensor:
-    first = tape.view(x, x.num_elems // 2)
-    second = tape.view(x, x.num_elems // 2)
-    return tape.cat((scale(tape, second), first))
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from .losses import Head
 from .measure import chain, measure
 from .model import ROOT
 from .operations import Habits
-from .probe_meter import Forward, StandIns, measure_call
+from .probe_meter import Forward, measure_call
+from .probe_stand_ins import StandIns
 from .storages import rounded
 from .training import Loss
 from .units import Units, find_units

@@ -1,8 +1,7 @@
 """Runs one module on the meta device, forward and backward, and counts the memory that comes and goes.
 
-Every operation passes by `Counting`, which follows the storages of results until they are freed. `StandIns` replaces
-what runs otherwise on a GPU: attention is one kernel that saves its inputs, its result and a number per row; an RMS norm
-saves its input and a number per row; a plain linear layer writes its weight's gradient without making it.
+Every operation passes by `Counting`, which follows the storages of results until they are freed. What runs otherwise on
+a GPU than on the meta device is stood in for (probe_stand_ins.py).
 """
 
 import weakref
@@ -11,13 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .kernels import AttentionShape
+from .probe_stand_ins import StandIns, attention_shape, laid_out
 from .storages import rounded
 from .work import Product, Work
 
@@ -42,7 +39,7 @@ class Counting(TorchDispatchMode):
         self._frozen: set[int] = set()
         self._depth = 0
 
-    def noting(self, forward: "Forward", stand_ins: "StandIns") -> "Forward":
+    def noting(self, forward: "Forward", stand_ins: StandIns) -> "Forward":
         """Products and traffic are noted inside of it, also where a backward runs it again."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -71,14 +68,15 @@ class Counting(TorchDispatchMode):
             return args[0]
         result = func(*args, **kwargs)
         if func is _ATTENTION:
-            # On a GPU the result lies as the queries do if these are dense, else token by token.
-            result = torch.empty_like(args[0].transpose(1, 2)).transpose(1, 2), *result[1:]
+            result = laid_out(args[0], attention_shape(args[0], args[1])), *result[1:]
         is_new = False
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 is_new |= self._count(tensor.untyped_storage())
         if func is _ATTENTION_BACKWARD:
-            self.peak = max(self.peak, self.live + _attention_shape(args[1], args[2]).scratch_bytes)
+            self.peak = max(self.peak, self.live + attention_shape(args[1], args[2]).scratch_bytes)
+        if func is torch.ops.aten._safe_softmax.default:
+            self.peak = max(self.peak, self.live + result.numel() * (result.element_size() + 1))
         if is_new and self._depth:
             self._note(func, args, result)
         return result
@@ -106,8 +104,10 @@ class Counting(TorchDispatchMode):
             a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
             trainable = b.untyped_storage()._cdata not in self._frozen
             self.products.append(Product(a.shape[0], b.shape[1], a.shape[1], trainable=trainable))
+        elif func is torch.ops.aten.bmm.default:
+            self.attention_flops += 2.0 * args[0].numel() * args[1].shape[-1]
         elif func is _ATTENTION:
-            self.attention_flops += _attention_shape(args[0], args[1]).flops
+            self.attention_flops += attention_shape(args[0], args[1]).flops
         elif func is torch.ops.aten.embedding.default:
             self.moved_bytes += 2 * result.numel() * result.element_size()
         else:
@@ -119,70 +119,6 @@ def _is_accumulation(args: Any) -> bool:
     """Whether autograd adds a gradient to one that nobody else holds: without a mode around it, it does so in place."""
     num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
-
-
-def _attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
-    batch, heads, seq, head_dim = query.shape
-    return AttentionShape(batch, seq, heads, key.shape[1], head_dim, query.element_size())
-
-
-class StandIns(TorchFunctionMode):
-    """`direct` are the weights whose gradients are written where they belong."""
-
-    def __init__(self, direct: frozenset[Tensor]) -> None:
-        super().__init__()
-        self._direct = direct
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-        if func in (F.rms_norm, torch.rms_norm):
-            weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            return _RmsNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
-        if func is F.linear and torch.is_grad_enabled() and args[1] in self._direct:
-            return _Linear.apply(*args, *(kwargs.get("bias"),) * (len(args) < 3))  # type: ignore[no-untyped-call]
-        if func is F.dropout and kwargs.get("training", True):
-            return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
-        if func is Tensor.__bool__ and args[0].is_meta:
-            return True  # who asks for values asks whether a mask hides nothing
-        return func(*args, **kwargs)
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        ctx.save_for_backward(x, weight, rows)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        of = [torch.empty_like(tensor) if needed else None
-              for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=True)]  # fmt: skip
-        return tuple(of)
-
-
-class _Linear(torch.autograd.Function):
-    """As the engine's (engine/direct.py)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight if x.requires_grad else None)
-        out = F.linear(x, weight, bias)
-        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            None if weight is None else rows.mm(weight).view(x.shape),
-            None,
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
-        )
 
 
 class _Source(torch.autograd.Function):

@@ -1,0 +1,234 @@
+"""The tapes, held against torch's own autograd on the meta device: byte for byte."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.bench.case import SHAPES
+from shardwise.bench.model import Block as BenchBlock
+from shardwise.plan.activations import LOSS, works_of
+from shardwise.plan.measure import measure
+from shardwise.plan.operations import Habits
+from shardwise.plan.probe import probe_works
+from shardwise.plan.probe_meter import measure_call
+from shardwise.plan.probe_stand_ins import StandIns
+from shardwise.plan.published import plain_block, titan_block
+from shardwise.plan.setting import Setting
+from shardwise.plan.shapes import ModelShape
+from shardwise.plan.training import Lora, Training
+from shardwise.plan.work import Work
+from shardwise.train.checkpointing import _checkpointed
+from shardwise.train.model import Transformer
+from shardwise.train.models.lora import adapters_for, with_adapters
+from shardwise.train.settings import Lora as LoraSettings
+from shardwise.train.shapes import TransformerShape
+
+BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "output_bytes", "grad_bytes")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def in_tree(**sizes: Any) -> tuple[torch.nn.Module, ModelShape]:
+    sizes = {"vocab": 32000, "hidden": 512, "layers": 3, "heads": 8, "kv_heads": 8, "ffn": 1536, **sizes}
+    with torch.device("meta"):
+        model = Transformer(TransformerShape(max_seq=4096, **sizes))
+    return model, ModelShape(name="x", code="in-tree", head_dim=sizes["hidden"] // sizes["heads"], **sizes)
+
+
+def hugging_face(family: str) -> tuple[torch.nn.Module, ModelShape]:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+    llama = {**common, "num_key_value_heads": 2, "intermediate_size": 1536}
+    shape = ModelShape(
+        name="x", layers=3, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=32000, code="hf"
+    )
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_layer=3)
+        shape = ModelShape(
+            name="x", layers=3, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=50257, tied=True,
+            gated=False, bias=True, qkv_bias=True, norm="layer", num_positions=1024,
+        )  # fmt: skip
+    elif family == "qwen3":
+        config = transformers.Qwen3Config(head_dim=96, tie_word_embeddings=False, **llama)
+        shape = replace(shape, head_dim=96, qk_norm=True)
+    elif family == "qwen2":
+        config = transformers.Qwen2Config(tie_word_embeddings=True, **llama)
+        shape = replace(shape, qkv_bias=True, tied=True)
+    else:
+        config = transformers.LlamaConfig(**llama)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).train(), shape
+
+
+def checkpointed(mode: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(_checkpointed, forward, mode)
+
+
+def both(
+    made: tuple[torch.nn.Module, ModelShape], batch: int, seq: int, **training: Any
+) -> tuple[dict[str, Work], dict[str, Work]]:
+    model, shape = made
+    asked = Training(micro_batch=batch, seq=seq, **training)
+    mode = asked.checkpointing
+    around: Callable[[Any], Any] | None = (
+        None if mode == "none" else lambda forward: partial(_checkpointed, forward, mode)
+    )
+    probed = probe_works(model, batch=batch, seq=seq, compute=DTYPES[asked.precision], around=around, loss=asked.loss)
+    return works_of(shape, asked), probed
+
+
+def differences(planned: dict[str, Work], probed: dict[str, Work], names: tuple[str, ...] = BYTES) -> list[str]:
+    return [
+        f"{unit} {name}: planned {getattr(planned[unit], name)}, probed {getattr(work, name)}"
+        for unit, work in probed.items()
+        for name in names
+        if getattr(planned[unit], name) != getattr(work, name) and not (unit == "embed" and name.startswith("backward"))
+    ]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_in_tree_tape_is_torch_to_the_byte(kv_heads: int, checkpointing: str) -> None:
+    planned, probed = both(in_tree(kv_heads=kv_heads), 2, 384, checkpointing=checkpointing)
+    assert list(planned) == list(probed)
+    assert not differences(planned, probed)
+    for unit, work in probed.items():
+        assert planned[unit].products == work.products
+        assert planned[unit].attention_flops == work.attention_flops
+        assert planned[unit].recomputed == pytest.approx(work.recomputed)
+        assert planned[unit].num_kernels == work.num_kernels
+        assert planned[unit].moved_bytes == pytest.approx(work.moved_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"heads": 4, "kv_heads": 4, "ffn": 2048}, {"hidden": 1024, "heads": 16, "kv_heads": 4}]
+)
+def test_other_sizes_too(sizes: dict[str, int]) -> None:
+    assert not differences(*both(in_tree(**sizes), 1, 1000, checkpointing="selective"))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_in_fp32_without_grouped_queries_a_kernel_is_used_and_with_them_none_is(kv_heads: int) -> None:
+    assert not differences(*both(in_tree(kv_heads=kv_heads), 1, 256, precision="fp32"))
+
+
+def test_a_tied_head_is_in_the_root_and_the_loss_comes_last() -> None:
+    planned, probed = both(in_tree(tied=True), 2, 256)
+    assert list(planned) == list(probed) == ["root", "blocks.0", "blocks.1", "blocks.2", LOSS]
+    assert not differences(planned, probed, ("saved_bytes", "forward_peak_bytes", "output_bytes"))
+    assert planned[LOSS].kind == "loss"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_blocks_of_transformers_are_torch_to_the_byte(family: str, checkpointing: str) -> None:
+    planned, probed = both(hugging_face(family), 2, 256, checkpointing=checkpointing)
+    assert set(planned) == set(probed)
+    blocks = {unit: work for unit, work in probed.items() if unit.rpartition(".")[2].isdigit()}
+    assert len(blocks) == 3
+    assert not differences(planned, blocks)
+    end = list(probed)[-1]
+    for name in BYTES:
+        assert getattr(planned[end], name) == pytest.approx(getattr(probed[end], name), rel=0.005)
+
+
+def test_adapters_save_what_they_read_and_frozen_layers_nothing() -> None:
+    model, shape = in_tree(kv_heads=2)
+    adapted = with_adapters(model, adapters_for(LoraSettings(r=16), True), 1, torch.device("cpu"))
+    planned, probed = both((adapted, shape), 2, 256, lora=Lora(r=16))
+    assert set(planned) == set(probed)
+    blocks = {unit: work for unit, work in probed.items() if unit.rpartition(".")[2].isdigit()}
+    assert not differences(planned, blocks)
+    # No gradient goes back beyond the first block.
+    works = list(blocks.values())
+    assert works[0].saved_bytes < works[1].saved_bytes == works[2].saved_bytes
+    full, _ = both(in_tree(kv_heads=2), 2, 256)
+    assert works[1].saved_bytes < full["blocks.1"].saved_bytes
+
+
+def test_the_block_of_the_benchmarks() -> None:
+    sizes = replace(SHAPES["blocks-smoke"], hidden=512, ffn=1536, heads=8)
+    with torch.device("meta"):
+        block = BenchBlock(sizes).to(torch.bfloat16)
+        x = torch.empty(2, 256, 512, dtype=torch.bfloat16, requires_grad=True)
+    probed = measure_call(block.forward, None, (x,), {}, list(block.parameters()), StandIns(frozenset()))
+    shape = ModelShape(name="x", layers=3, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1536, vocab=1)
+    at = Setting(shape, 2, 256, 2, Habits(writes_directly=False))
+    planned = measure(partial(plain_block, at), x.numel(), 2)
+    assert not differences({"block": planned}, {"block": probed})
+
+
+def test_a_probe_leaves_the_model_alone_and_is_quick() -> None:
+    model, _ = in_tree(layers=32)
+    before = {name: (id(param), param.dtype) for name, param in model.named_parameters()}
+    works = probe_works(model, batch=1, seq=128)
+    assert len(works) == 3 + 32
+    assert before == {name: (id(param), param.dtype) for name, param in model.named_parameters()}
+    assert all(param.grad is None for param in model.parameters())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_torchtitans_block_is_like_its_code() -> None:
+    block = TitanBlock(512, 8, 2, 1536)
+    x = torch.empty(2, 256, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    turns = torch.empty(256, 32, dtype=torch.complex64, device="meta")
+    probed = measure_call(block.forward, None, (x, turns), {}, list(block.parameters()), StandIns(frozenset()))
+    shape = ModelShape(name="x", layers=3, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=1)
+    at = Setting(shape, 2, 256, 2, Habits(writes_directly=False))
+    planned = measure(partial(titan_block, at), x.numel(), 2)
+    assert not differences({"block": planned}, {"block": probed})
+
+
+class TitanNorm(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(width, dtype=torch.bfloat16, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return wide.type_as(x) * self.weight
+
+
+class TitanBlock(torch.nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+        super().__init__()
+        self.head_dim, self.groups = hidden // heads, heads // kv_heads
+        narrow = self.head_dim * kv_heads
+        make = partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16, device="meta")
+        self.wq, self.wk, self.wv, self.wo = (
+            make(hidden, hidden),
+            make(hidden, narrow),
+            make(hidden, narrow),
+            make(hidden, hidden),
+        )
+        self.w1, self.w2, self.w3 = make(hidden, ffn), make(ffn, hidden), make(hidden, ffn)
+        self.norm1, self.norm2 = TitanNorm(hidden), TitanNorm(hidden)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        h = x + self.attend(self.norm1(x), turns)
+        return h + self.feed(self.norm2(h))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    def attend(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = (part.view(batch, seq, -1, self.head_dim) for part in (q, k, v))
+        q, k = self.turned(q, turns), self.turned(k, turns)
+        keys, values = self.repeated(k), self.repeated(v)
+        q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+        return self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
+
+    def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns[None, :, None]).flatten(3).type_as(x)
+
+    def repeated(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, heads, dim = x.shape
+        return x[:, :, :, None].expand(batch, seq, heads, self.groups, dim).reshape(batch, seq, -1, dim)
