@@ -61,6 +61,7 @@ def setting_of(shape: ModelShape, training: Training) -> Setting:
     habits = Habits(
         writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
+        keeps_every_second=training.engine == "fsdp2",
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
     )

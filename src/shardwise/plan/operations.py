@@ -22,6 +22,8 @@ class Habits:
     is_fused: bool = False
     rank: int = 0
     targets: tuple[str, ...] = ()
+    # What selective checkpointing keeps: torchtitan every second product, we those that are worth it.
+    keeps_every_second: bool = False
 
     @property
     def trains_base(self) -> bool:
@@ -52,7 +54,7 @@ def linear(
 ) -> Tensor:
     """A projection, with its adapter if it has one. Not `plain`: its gradient is autograd's (GPT-2's Conv1D).
     With several weights of this size, each takes a part of the rows."""
-    out = _product(tape, x, fan, habits.trains_base, habits.is_direct and plain, bias, num_weights)
+    out = _product(tape, habits, x, fan, habits.trains_base, habits.is_direct and plain, bias, num_weights)
     if habits.rank and name in habits.targets:
         return _adapted(tape, habits, x, out, fan)
     return out
@@ -61,12 +63,13 @@ def linear(
 def _adapted(tape: Tape, habits: Habits, x: Tensor, result: Tensor, fan: tuple[int, int]) -> Tensor:
     width_in, width_out = fan
     direct = habits.is_direct
-    narrow = _product(tape, x, (width_in, habits.rank), True, direct)
-    return add(tape, result, scale(tape, _product(tape, narrow, (habits.rank, width_out), True, direct)))
+    narrow = _product(tape, habits, x, (width_in, habits.rank), True, direct)
+    return add(tape, result, scale(tape, _product(tape, habits, narrow, (habits.rank, width_out), True, direct)))
 
 
 def _product(
     tape: Tape,
+    habits: Habits,
     x: Tensor,
     fan: tuple[int, int],
     trainable: bool,
@@ -83,14 +86,14 @@ def _product(
         saves=[x] if trainable else (),
         weights=[*weights, Weight(width_out, trainable)] if bias else weights,
         saves_late=trainable and is_direct,
-        is_kept=_is_kept(tape, width_in, width_out),
+        is_kept=_is_kept(tape, habits, width_in, width_out),
         product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
     )
 
 
-def _is_kept(tape: Tape, width: int, new_width: int) -> bool:
-    """The rule of selective checkpointing in train/checkpointing.py."""
-    if new_width > width:
+def _is_kept(tape: Tape, habits: Habits, width: int, new_width: int) -> bool:
+    """Our rule is that of train/checkpointing.py."""
+    if habits.keeps_every_second or new_width > width:
         tape.num_wide += 1
         return tape.num_wide % 2 == 1
     return width < 2 * new_width
