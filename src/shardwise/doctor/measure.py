@@ -35,15 +35,16 @@ def measure(folder: Path) -> Measured:
     place = existing(folder)
     written, read = speeds(place)
     host_bytes = _host_bytes()
+    flops, fp32_flops, copied = _products(device, _half(device)), _products(device, torch.float32), _copies(device)
     return Measured(
         device=torch.cuda.get_device_name(device) if is_gpu else _processor(),
         kind="cuda" if is_gpu else "cpu",
         num_devices=num_devices,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else host_bytes,
         context_bytes=_context_bytes(device) if is_gpu else 0,
-        flops=_products(device, _half(device)),
-        fp32_flops=_products(device, torch.float32),
-        memory_bytes_per_s=_copies(device),
+        flops=flops,
+        fp32_flops=fp32_flops,
+        memory_bytes_per_s=copied,
         to_host_bytes_per_s=_transfers(device, to_host=True) if is_gpu else None,
         from_host_bytes_per_s=_transfers(device, to_host=False) if is_gpu else None,
         gather_bytes_per_s=rings.gather_bytes_per_s,
@@ -116,7 +117,8 @@ def _updates() -> float:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What is taken of the device and not by torch's allocator; by others, too, which shows as too much."""
+    """What is taken of the device and not by torch's allocator, once kernels have run; by others, too, which shows as
+    too much."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)

@@ -7,7 +7,7 @@ learned) and their own sizes: what no field speaks of is in `other_elems`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from ..dtypes import FP32, DType
@@ -149,7 +149,7 @@ def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[F
     return list(_units(shape, lora))
 
 
-@cache
+@lru_cache(maxsize=32)
 def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[FoundUnit, ...]:
     if isinstance(shape, StatesOnly):
         if lora is not None:
