@@ -1,0 +1,176 @@
+"""One strategy, costed: memory at every instant, traffic, seconds, and whether it fits.
+
+Everything is read from the schedule that the engine would execute. Blocks that are alike share their flats here, since
+nothing that is costed depends on names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..layout import Layout
+from .compute import seconds_of, speed_of
+from .efficiency import Efficiency, Wear
+from .events import Event, step_events
+from .flat import Flat, flats_of
+from .hardware import Cluster
+from .model import FoundUnit
+from .peak import Memory, memory_of
+from .reserve import Reserved, reserved_of
+from .schedule import Schedule, UnitPlan, make_schedule
+from .time import Timing, step_time
+from .traffic import Moved, traffic_of
+from .training import Training
+from .work import Work
+
+Works = Callable[[Training], Mapping[str, Work]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned: a model's units, and what a micro-batch asks of each of them."""
+
+    name: str
+    units: tuple[FoundUnit, ...]
+    works: Works
+    flops_per_token: float  # forward and backward, at the training's sequence length
+    facts: Mapping[str, object]  # for the plan's readers
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked; it counts what is
+    free, so that no context comes on top."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+    wear: Wear
+    free_bytes: int | None = None
+
+    @property
+    def context_bytes(self) -> int:
+        """Outside of the allocator: the driver's, and the buffers of the collectives."""
+        if self.free_bytes is not None:
+            return 0
+        return self.cluster.gpu.context_bytes + (NCCL_BYTES if self.cluster.world_size > 1 else 0)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cluster.gpu.memory_bytes if self.free_bytes is None else self.free_bytes
+
+
+# What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
+NCCL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A strategy on a machine. Host and disk are a node's."""
+
+    name: str
+    layouts: tuple[Layout, ...]
+    training: Training
+    machine: Machine
+    schedule: Schedule
+    events: Sequence[Event]
+    works: Mapping[str, Work]
+    clips: bool
+
+    @cached_property
+    def memory(self) -> Memory:
+        return memory_of(self.schedule, self.events, self.works, self.training)
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        return reserved_of(self.schedule, self.memory, self.training)
+
+    @cached_property
+    def moved(self) -> Moved:
+        cluster = self.machine.cluster
+        return traffic_of(self.events, cluster.num_nodes, cluster.node_size)
+
+    @cached_property
+    def timing(self) -> Timing:
+        machine = self.machine
+        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training)
+        seconds = seconds_of(self.schedule, self.works, speed, self.training)
+        return step_time(self.schedule, self.events, seconds, machine.cluster, machine.wear)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a GPU must have."""
+        return self.reserved.expected + self.machine.context_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.memory.host_bytes * self.machine.cluster.node_size
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.memory.disk_bytes * self.machine.cluster.node_size
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    @cached_property
+    def why_not(self) -> str:
+        """Empty: it fits."""
+        cluster = self.machine.cluster
+        for what, needed, there in (
+            (f"a {cluster.gpu.name}", self.needed_bytes, self.machine.memory_bytes),
+            ("a node's host", self.host_bytes, cluster.host_bytes),
+            ("a node's disk", self.disk_bytes, cluster.disk_bytes),
+        ):
+            if needed > there:
+                return f"needs {needed / 1e9:,.1f} GB of {what}, which has {there / 1e9:,.1f} GB"
+        return ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine of this version can run it."""
+        return all(layout.runs for layout in self.layouts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU."""
+        return self.training.num_tokens * self.training.num_micro_batches / self.timing.step_s
+
+
+class Assessor:
+    """Costs strategies for one model on one machine; what they have in common is made once."""
+
+    def __init__(self, subject: Subject, machine: Machine, clips: bool = True, budget_bytes: int | None = None) -> None:
+        self.subject = subject
+        self.machine = machine
+        self.unit_names = [unit.name for unit in subject.units]
+        self._clips = clips
+        self._budget_bytes = budget_bytes
+        self._flats: dict[object, tuple[Flat, ...]] = {}
+        self._alike = [_signature(unit) for unit in subject.units]
+        cluster = machine.cluster
+        self._axes = {
+            "world": (cluster.world_size, 0),
+            "node": (cluster.node_size, 0),
+            "replicate": (cluster.num_nodes, 0),
+        }
+
+    def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
+        plans = [
+            UnitPlan(unit.name, layout, self._flats_of(index, layout, training), unit.holds_units, unit.backward_reads)
+            for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))
+        ]
+        schedule = make_schedule(plans, range(len(plans)), self._budget_bytes)
+        events = step_events(schedule, training.num_micro_batches, clips=self._clips, num_moments=training.num_moments)
+        works = self.subject.works(training)
+        return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self._clips)
+
+    def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
+        key = (self._alike[index], layout, training.precision, training.reduce)
+        if key not in self._flats:
+            self._flats[key] = flats_of(self.subject.units[index], layout, training.formats, self._axes, ())
+        return self._flats[key]
+
+
+def _signature(unit: FoundUnit) -> object:
+    return tuple((param.shape, param.dtype, param.trainable) for param in unit.params)

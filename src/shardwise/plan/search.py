@@ -1,0 +1,165 @@
+"""Which strategy to take: every preset, and layouts mixed unit by unit to fill the memory that is there.
+
+A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
+as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
+An optimizer on the host is mixed the same way: as much of it as fits stays on the device. Where the sizes of a step
+are open (activation checkpointing, micro-batch), every preset takes the ones that suit it best.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..layout import PLANNED, PRESETS, Layout, Strategy, layouts_for
+from .assess import Assessment, Assessor
+from .training import Checkpointing, Training
+
+# Checkpointing costs time, so the first that fits is taken.
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+# Pairs of presets that are mixed: what does not fit is split as the first, what does is kept as the second.
+MIXES: tuple[tuple[str, str], ...] = (
+    ("zero3", "shard_grad_op"),
+    ("zero3", "zero2"),
+    ("zero3", "zero1"),
+    ("zero3", "hybrid_shard_zero2"),
+    ("zero3", "hpz"),
+    ("hsdp", "hybrid_shard_zero2"),
+    ("hpz", "zero2"),
+    ("zero2", "zero1"),
+    ("zero1", "ddp"),
+)
+# Fractions of the optimizer that may stay on the device while the rest is on the host.
+KEPT_STEP = 0.05
+# Who is this close to the fastest is as fast: then the simpler one is better.
+TIE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the steps may look like: the first training that fits, of each list, is a preset's."""
+
+    trainings: tuple[tuple[Training, ...], ...]
+
+
+def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequence[tuple[int, int]]) -> Choice:
+    """`batches` are micro-batches and how many make a step. For each of them, the first mode that fits is tried."""
+    return Choice(
+        tuple(
+            tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
+            for size, num in batches
+        )
+    )
+
+
+def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
+    """The fastest that fits; if none does, the one that needs least."""
+    fitting: list[Assessment] = []
+    least: Assessment | None = None
+    for trainings in choice.trainings:
+        for training in trainings:
+            found = assess(name, layouts, training)
+            if found.fits:
+                fitting.append(found)
+                break
+            if least is None or found.needed_bytes < least.needed_bytes:
+                least = found
+    if fitting:
+        return max(fitting, key=lambda found: found.tokens_per_s) if len(fitting) > 1 else fitting[0]
+    assert least is not None
+    return least
+
+
+def presets(assess: Assessor, choice: Choice) -> Iterator[Assessment]:
+    for name, layout in (PRESETS | PLANNED).items():
+        yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
+
+
+def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
+    """Mixed layouts that fit, where neither of the pair does for all units. `found` are the presets."""
+    is_spread = assess.machine.cluster.num_nodes > 1
+    for split, kept in MIXES:
+        across_nodes = {"hsdp", "hpz", "hybrid_shard_zero2"} & {split, kept}
+        if (across_nodes and not is_spread) or found[kept].fits or not found[split].fits:
+            continue
+        for trainings in choice.trainings:
+            mixed = [_most_kept(assess, split, kept, training) for training in trainings]
+            yield from (entry for entry in mixed if entry is not None)
+
+
+def _most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
+    """As many units as fit, of those that hold no others, the last ones first: they are needed again the soonest."""
+    candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
+    base = [PRESETS[split]] * len(assess.unit_names)
+
+    def with_kept(num: int) -> Assessment:
+        layouts = list(base)
+        for index in candidates[:num]:
+            layouts[index] = PRESETS[kept]
+        return assess(f"{split}+{kept}", layouts, training)
+
+    found = _largest(len(candidates) - 1, with_kept)
+    return None if found is None else replace_name(found, f"{split} + {kept} x {_num(found, kept)}")
+
+
+def offloads(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
+    """Optimizers on the host, of which as much as fits stays on the device."""
+    for name, layout in PLANNED.items():
+        if layout.optimizer_on == "device" or not found[name].fits:
+            continue
+        training = found[name].training
+
+        def with_kept(num: int, layout: Layout = layout, name: str = name, training: Training = training) -> Assessment:
+            part = replace(layout, kept=round(num * KEPT_STEP, 2))
+            return assess(name, [part] * len(assess.unit_names), training)
+
+        most = _largest(round(1 / KEPT_STEP) - 1, with_kept)
+        if most is not None and most.layouts[0].kept:
+            yield replace_name(most, f"{name}, {most.layouts[0].kept:.0%} kept")
+
+
+def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
+    """With the largest number from 1 on that fits; memory grows with it."""
+    low, high, best = 1, most, None
+    while low <= high:
+        middle = (low + high) // 2
+        found = assess(middle)
+        if found.fits:
+            best, low = found, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def _num(found: Assessment, kept: str) -> int:
+    return sum(layout == PRESETS[kept] for layout in found.layouts)
+
+
+def replace_name(found: Assessment, name: str) -> Assessment:
+    return replace(found, name=name)
+
+
+def fastest(found: Iterable[Assessment]) -> Assessment | None:
+    """Of what fits and runs; if nothing does, of what fits. The first of those that are about as fast."""
+    fitting = [entry for entry in found if entry.fits]
+    fitting = [entry for entry in fitting if entry.runs] or fitting
+    if not fitting:
+        return None
+    best = max(entry.tokens_per_s for entry in fitting)
+    return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - TIE))
+
+
+def strategy_of(found: Assessment) -> Strategy:
+    """What `sw.shard` and `--strategy` take for it."""
+    if len(set(found.layouts)) == 1:
+        layout = found.layouts[0]
+        return layout.name if layout.name != "custom" else layout
+    names = [unit.name for unit in found.schedule.units]
+    most = max(set(found.layouts), key=found.layouts.count)
+    others = {name: layout.name for name, layout in zip(names, found.layouts, strict=True) if layout != most}
+    return {**others, "*": most.name}
+
+
+def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
+    """One that a user names."""
+    layouts = layouts_for(strategy, assess.unit_names)
+    name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
+    return assess_best(assess, name, layouts, choice)
