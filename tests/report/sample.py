@@ -86,10 +86,10 @@ def _strategy(
         "loss": LOSS,
         "context": CONTEXT,
     }
-    active = sum(at_peak.values())
+    active = sum(at_peak.values()) - CONTEXT
     reserved = int(active * 1.015)
-    fits = reserved <= GPU_BYTES
-    over = (reserved - GPU_BYTES) / 1e9
+    fits = reserved + CONTEXT <= GPU_BYTES
+    over = (reserved + CONTEXT - GPU_BYTES) / 1e9
     wire = 2 * NUM_PARAMS * (WORLD - 1) / WORLD
     num_gathers = 0 if not gathered else 2 - kept / LAYERS
     return {
@@ -98,7 +98,7 @@ def _strategy(
         "strategy": name,
         "runs": True,
         "fits": fits,
-        "why_not": "" if fits else f"{reserved / 1e9:,.1f} GB a GPU, {over:,.1f} GB more than it has.",
+        "why_not": "" if fits else f"{(reserved + CONTEXT) / 1e9:,.1f} GB a GPU, {over:,.1f} GB more than it has.",
         "nearest": "" if fits else f"{max(2, -(-reserved * 2 // GPU_BYTES))} nodes, or the optimizer on the host",
         "micro_batch": 1,
         "num_micro_batches": 1,

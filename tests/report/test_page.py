@@ -142,9 +142,9 @@ JUNK = st.one_of(
     st.integers(-(10**40), 10**40),
     st.floats(),
     st.text(max_size=8),
-    st.just([]),
-    st.just({}),
-    st.just([{}]),
+    st.builds(list),
+    st.builds(dict),
+    st.builds(lambda: [{}]),
 )
 
 

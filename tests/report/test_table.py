@@ -30,7 +30,7 @@ def test_strategies_are_in_order_and_the_recommended_one_is_marked() -> None:
     assert len(order) == len(names)
     for line, name in zip(lines[first:], order, strict=False):
         assert line[2:].startswith(f"{name} "), line
-    assert "yes   81.9 (80.8-83.9)  ############" in lines[first]
+    assert "yes   81.8 (80.8-83.8)  ###########." in lines[first]
     assert "4.98 s" in lines[first]
     assert "############!" in lines[first + 4]  # more than the GPU has
 

@@ -45,7 +45,7 @@ def memory_bar(strategy: Json, scale: Scale) -> str:
     between = interval(strategy)
     if between and needed(strategy) <= scale.full:
         low, high = (min(scale.at(edge), STRETCHED) for edge in between)
-        about = title(f"reserved: between {size(between[0])} and {size(between[1])}")
+        about = title(f"needed: between {size(between[0])} and {size(between[1])}")
         whisker = f"M{low:.1f} 500H{high:.1f}M{low:.1f} 330V670M{high:.1f} 330V670"
         shapes.append(element("g", about, element("path", class_="halo", d=whisker), element("path", d=whisker)))
     if scale.limit and scale.limit <= scale.full:

@@ -11,6 +11,7 @@ from ..train.figures import count, plural
 
 Json = dict[str, Any]
 
+CONTEXT = "context"  # of CUDA and NCCL: outside of the allocator
 CLASSES = {
     "params": "parameters",
     "grads": "gradients",
@@ -19,7 +20,7 @@ CLASSES = {
     "reduce": "reduction",
     "activations": "activations",
     "loss": "loss",
-    "context": "CUDA and NCCL",
+    CONTEXT: "CUDA and NCCL",
 }
 LARGEST = 1e24  # what is larger is no amount of anything
 RESERVE = "reserve"  # what the allocator holds beyond what is in use
@@ -96,21 +97,23 @@ def stacked(num_bytes: Json) -> dict[str, float]:
 
 
 def reserve(strategy: Json) -> float:
-    """What the allocator holds beyond what is in use at the peak."""
+    """What the allocator holds beyond what is in use at the peak. The context is none of its own."""
     held = mapping(strategy.get("per_gpu_bytes"))
-    return max(0.0, amount(held, "peak_reserved") - sum(stacked(held).values()))
+    return max(0.0, amount(held, "peak_reserved") - sum(stacked({**held, CONTEXT: 0}).values()))
 
 
 def needed(strategy: Json) -> float:
-    """What a GPU must have: all classes at the peak and the allocator's reserve."""
-    held = mapping(strategy.get("per_gpu_bytes"))
-    return max(amount(held, "peak_reserved"), sum(stacked(held).values()))
+    """What a GPU must have: all classes at the peak, the context and the allocator's reserve."""
+    return sum(stacked(mapping(strategy.get("per_gpu_bytes"))).values()) + reserve(strategy)
 
 
 def interval(strategy: Json) -> tuple[float, float] | None:
+    """Between what and what `needed` is, because the allocator's reserve is."""
     held = mapping(strategy.get("per_gpu_bytes"))
     low, high = number(held.get("peak_reserved_low")), number(held.get("peak_reserved_high"))
-    return None if low is None or high is None or high <= low else (low, high)
+    if low is None or high is None or high <= low:
+        return None
+    return low + amount(held, CONTEXT), high + amount(held, CONTEXT)
 
 
 def uses(plan: Json, *names: str) -> bool:

@@ -12,6 +12,7 @@ from ..train.figures import count, size
 from ..version import VERSION
 from . import bars, facts, step
 from .beside import page_parts
+from .conditions import conditions
 from .facts import CLASSES, RESERVE, WIRES, Json, amount, mapping, number, rows, text_of
 from .table import gigabytes, seconds, verdict
 
@@ -71,7 +72,7 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "wires": _wires(plan, shown),
         "traffic": [] if chosen is None else _collectives(chosen),
         "refusals": [_strategy(row, scale, False, limit) for row in shown if not row.get("fits")],
-        "conditions": {name: _pairs(plan.get(name)) for name in ("model", "cluster", "training") if plan.get(name)},
+        "conditions": conditions(plan),
         "explain": [
             {
                 **{key: text_of(term.get(key)) for key in ("term", "formula", "source")},
@@ -183,28 +184,3 @@ def _collectives(chosen: Json) -> list[dict[str, Any]]:
         }
         for row in found
     ]
-
-
-def _pairs(values: object) -> list[tuple[str, str]]:
-    """Names and values of a flat or a nested mapping, as words."""
-    return [
-        (name.replace("_", " "), _worded(name, value)) for name, value in mapping(values).items() if value is not None
-    ]
-
-
-def _worded(name: str, value: object) -> str:
-    if isinstance(value, dict) and "gigabytes_per_s" in value:
-        return f"{amount(value, 'gigabytes_per_s'):g} GB/s, {amount(value, 'latency_us'):g} us"
-    if isinstance(value, dict):
-        return ", ".join(
-            f"{key.replace('_', ' ')} {_worded(key, inner)}" for key, inner in value.items() if inner is not None
-        )
-    if isinstance(value, list | tuple):
-        return ", ".join(text_of(item) for item in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if (known := number(value)) is not None:
-        if name.endswith(("bytes", "bytes_per_s")):
-            return size(known) + ("/s" if name.endswith("_per_s") else "")
-        return f"{known:,}" if isinstance(value, int) else f"{known:,.4g}"
-    return text_of(value)

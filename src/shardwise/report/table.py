@@ -177,7 +177,8 @@ def _bar(share: float) -> str:
     """The whole GPU is BAR characters; what is beyond it is marked."""
     if share > 1:
         return "#" * BAR + "!"
-    return "#" * max(1, round(share * BAR)) + "." * (BAR - max(1, round(share * BAR)))
+    num = max(1, int(share * BAR))
+    return "#" * num + "." * (BAR - num)
 
 
 def seconds(value: float | None) -> str:
