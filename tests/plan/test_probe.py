@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.planner_against_tracker import SMALL, compare
+from benchmarks.titan import Block as TitanBlock
 from shardwise.bench.case import SHAPES
 from shardwise.bench.model import Block as BenchBlock
 from shardwise.plan.activations import LOSS, works_of
@@ -19,7 +21,7 @@ from shardwise.plan.probe_stand_ins import StandIns
 from shardwise.plan.published import plain_block, titan_block
 from shardwise.plan.setting import Setting
 from shardwise.plan.shapes import ModelShape
-from shardwise.plan.training import Lora, Training
+from shardwise.plan.training import Checkpointing, Lora, Training
 from shardwise.plan.work import Work
 from shardwise.train.checkpointing import _checkpointed
 from shardwise.train.model import Transformer
@@ -172,7 +174,8 @@ def test_a_probe_leaves_the_model_alone_and_is_quick() -> None:
 
 
 def test_torchtitans_block_is_like_its_code() -> None:
-    block = TitanBlock(512, 8, 2, 1536)
+    with torch.device("meta"):
+        block = TitanBlock(512, 8, 2, 1536).to(torch.bfloat16)
     x = torch.empty(2, 256, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
     turns = torch.empty(256, 32, dtype=torch.complex64, device="meta")
     probed = measure_call(block.forward, None, (x, turns), {}, list(block.parameters()), StandIns(frozenset()))
@@ -182,53 +185,6 @@ def test_torchtitans_block_is_like_its_code() -> None:
     assert not differences({"block": planned}, {"block": probed})
 
 
-class TitanNorm(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(width, dtype=torch.bfloat16, device="meta"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return wide.type_as(x) * self.weight
-
-
-class TitanBlock(torch.nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
-        super().__init__()
-        self.head_dim, self.groups = hidden // heads, heads // kv_heads
-        narrow = self.head_dim * kv_heads
-        make = partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16, device="meta")
-        self.wq, self.wk, self.wv, self.wo = (
-            make(hidden, hidden),
-            make(hidden, narrow),
-            make(hidden, narrow),
-            make(hidden, hidden),
-        )
-        self.w1, self.w2, self.w3 = make(hidden, ffn), make(ffn, hidden), make(hidden, ffn)
-        self.norm1, self.norm2 = TitanNorm(hidden), TitanNorm(hidden)
-
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        h = x + self.attend(self.norm1(x), turns)
-        return h + self.feed(self.norm2(h))
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
-
-    def attend(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        batch, seq, _ = x.shape
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        q, k, v = (part.view(batch, seq, -1, self.head_dim) for part in (q, k, v))
-        q, k = self.turned(q, turns), self.turned(k, turns)
-        keys, values = self.repeated(k), self.repeated(v)
-        q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
-        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
-        return self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
-
-    def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turns[None, :, None]).flatten(3).type_as(x)
-
-    def repeated(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, heads, dim = x.shape
-        return x[:, :, :, None].expand(batch, seq, heads, self.groups, dim).reshape(batch, seq, -1, dim)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_whole_step_is_what_torchs_tracker_sees(checkpointing: Checkpointing) -> None:
+    assert compare(SMALL, 1, 512, checkpointing).error == pytest.approx(0, abs=0.002)

@@ -21,14 +21,13 @@ CHUNK_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`is_plain`: a linear layer that knows nothing of the loss. `holds_logits`: the caller does, for a whole step."""
+    """`is_plain`: a linear layer that knows nothing of the loss."""
 
     hidden: int
     vocab: int
     habits: Habits
     loss: Loss
     is_plain: bool = True
-    holds_logits: bool = False
 
     def __call__(self, t: Tape, states: Tensor) -> Tensor:
         return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
@@ -37,10 +36,7 @@ class Head:
         logits = linear(t, self.habits, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
         scores = t.op([cast(t, logits, 4)], logits.num_elems, itemsize=4, saves_result=True)
-        loss = t.op([scores], 1, itemsize=4, saves=[scores])
-        if self.holds_logits and loss.node is not None:
-            loss.node.saved.append(logits.alias())
-        return loss
+        return t.op([scores], 1, itemsize=4, saves=[scores])
 
     def _chunked(self, t: Tape, states: Tensor) -> Tensor:
         weight = self.habits.weight(self.hidden * self.vocab)
@@ -101,5 +97,5 @@ def end(at: Setting, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
         # Blocks may be compiled, the model around them is not.
         states = (rms_norm if is_in_tree else llama_norm)(t, at.habits.eager(), x, shape.hidden)
     del x
-    head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf", holds_logits=not is_ours)
+    head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf")
     return head(t, states)
