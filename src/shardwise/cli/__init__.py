@@ -17,6 +17,8 @@ from .doctor import doctor
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
+from .report import report
 from .train import TrainCommand, train
 from .verify import verify
 
@@ -52,7 +54,9 @@ def _verbs(
     """One engine for every way of sharding data-parallel training."""
 
 
+app.command()(plan)
 app.command(cls=TrainCommand)(train)
+app.command()(report)
 app.command()(bench)
 app.command()(generate)
 app.command()(inspect)

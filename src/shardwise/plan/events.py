@@ -59,7 +59,7 @@ def step_events(
     events.append(_agreement(schedule))
     if clips:
         events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
-    events.extend(_update(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
+    events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
     return events
 
 
@@ -101,20 +101,26 @@ def _micro_batch(schedule: Schedule, occupancy: Occupancy, is_last: bool) -> Ite
         if units[unit].layout.gathered_until == "backward":
             occupancy.release(unit)
         if units[unit].trainable:
-            yield _reduce(units[unit], is_last)
+            yield reduce_event(units[unit], is_last)
 
 
 def _gathers(schedule: Schedule, occupancy: Occupancy, units: Iterable[int]) -> Iterator[Event]:
     for unit in units:
         if not occupancy.is_ready(unit):
             is_stale = not occupancy.rest_fresh[unit]
-            plan = schedule.units[unit]
-            calls: list[Call] = []
-            moves: list[Move] = []
-            for flat, refresh, gather in occupancy.take(unit):
-                calls.extend(_calls(flat, (*refresh, *gather), flat.compute, plan.layout.params_as))
-                moves.extend(_fetches(flat, is_stale))
-            yield Event("gather", plan.name, tuple(calls), _added_up(moves))
+            yield gather_event(schedule.units[unit], occupancy.take(unit), is_stale)
+
+
+def gather_event(
+    unit: UnitPlan, todo: Iterable[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]], is_stale: bool
+) -> Event:
+    """`todo`: the flats to be gathered, with the hops that refresh the copy at rest and those that make it whole."""
+    calls: list[Call] = []
+    moves: list[Move] = []
+    for flat, refresh, gather in todo:
+        calls.extend(_calls(flat, (*refresh, *gather), flat.compute, unit.layout.params_as))
+        moves.extend(_fetches(flat, is_stale))
+    return Event("gather", unit.name, tuple(calls), _added_up(moves))
 
 
 def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
@@ -129,7 +135,7 @@ def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
         yield Move("to_device", elsewhere(flat) * flat.compute.itemsize)
 
 
-def _reduce(unit: UnitPlan, is_last: bool) -> Event:
+def reduce_event(unit: UnitPlan, is_last: bool) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
     for flat in unit.flats:
@@ -142,7 +148,7 @@ def _reduce(unit: UnitPlan, is_last: bool) -> Event:
     return Event("reduce", unit.name, tuple(calls), _added_up(moves))
 
 
-def _update(unit: UnitPlan, num_moments: float) -> Event:
+def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
     moves: list[Move] = []
     for flat in unit.flats:

@@ -80,9 +80,10 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
         across_nodes = {"hsdp", "hpz", "hybrid_shard_zero2"} & {split, kept}
         if (across_nodes and not is_spread) or found[kept].fits or not found[split].fits:
             continue
-        for trainings in choice.trainings:
-            mixed = [_most_kept(assess, split, kept, training) for training in trainings]
-            yield from (entry for entry in mixed if entry is not None)
+        mixed = [_most_kept(assess, split, kept, training) for trainings in choice.trainings for training in trainings]
+        best = fastest(entry for entry in mixed if entry is not None)
+        if best is not None:
+            yield best
 
 
 def _most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:

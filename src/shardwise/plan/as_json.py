@@ -1,0 +1,180 @@
+"""A plan as JSON: what `shardwise plan --json` prints, run folders keep, and pages are made from."""
+
+import dataclasses
+from typing import Any
+
+from ..layout import Layout, Strategy
+from ..version import VERSION
+from .assess import Assessment, Machine
+from .explain import explain, peak_text
+from .peak import CLASSES
+from .plan import Plan
+from .search import strategy_of
+from .states import States, StatesRow
+from .time import days_for, mfu
+from .traffic import Moved
+from .training import Training
+
+Json = dict[str, Any]
+
+
+def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
+    """`num_tokens`: those of a whole training, for how many days it takes."""
+    if isinstance(plan, States):
+        return _states(plan)
+    best = plan.recommended
+    return {
+        "version": VERSION,
+        "model": dict(plan.subject.facts),
+        "cluster": _cluster(plan.machine),
+        "training": _training(plan.training),
+        "strategies": [assessment_as_json(entry, plan, num_tokens) for entry in plan.found],
+        "recommended": None if best is None else best.name,
+        "why": plan.why,
+        "explain": [] if best is None else explain(best),
+    }
+
+
+def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None = None) -> Json:
+    timing, reserved, peak = entry.timing, entry.reserved, entry.memory.peak
+    ends = {span.name: span.end_s for span in timing.spans if span.lane == "compute"}
+    found: Json = {
+        "name": entry.name,
+        "layout": _layout_words(entry),
+        "strategy": _strategy(strategy_of(entry)),
+        "runs": entry.runs,
+        "fits": entry.fits,
+        "why_not": entry.why_not,
+        "nearest": plan.refusals.get(entry.name, ""),
+        "micro_batch": entry.training.micro_batch,
+        "num_micro_batches": entry.training.num_micro_batches,
+        "checkpointing": entry.training.checkpointing,
+        "per_gpu_bytes": {
+            **{
+                name: max(instant.num_bytes[at] for instant in entry.memory.instants) for at, name in enumerate(CLASSES)
+            },
+            "context": entry.machine.context_bytes,
+            "peak_active": peak.total,
+            "peak_reserved": reserved.expected,
+            "peak_reserved_low": reserved.low,
+            "peak_reserved_high": reserved.high,
+        },
+        "peak": {"instant": peak.name, "text": peak_text(entry), "bytes": peak.by_class()},
+        "host_bytes": entry.host_bytes,
+        "disk_bytes": entry.disk_bytes,
+        **_traffic(entry.moved),
+        "step_seconds": timing.step_s,
+        "compute_seconds": timing.compute_s,
+        "tokens_per_second_per_gpu": entry.tokens_per_s,
+        "mfu": mfu(plan.subject.flops_per_token, entry.tokens_per_s, plan.machine.cluster.gpu.flops),
+        "instants": [
+            {"name": instant.name, "at_s": ends.get(instant.name, 0.0), "bytes": instant.by_class()}
+            for instant in entry.memory.instants
+        ],
+        "timeline": [dataclasses.asdict(span) for span in timing.spans],
+    }
+    if num_tokens is not None:
+        found["days"] = days_for(num_tokens, entry.tokens_per_s * plan.machine.cluster.world_size)
+    return found
+
+
+def _layout_words(entry: Assessment) -> str:
+    kinds = list(dict.fromkeys(entry.layouts))
+    if len(kinds) == 1:
+        return str(kinds[0])
+    return "; ".join(f"{entry.layouts.count(kind)} units {kind}" for kind in kinds)
+
+
+def _strategy(strategy: Strategy) -> Any:
+    if isinstance(strategy, Layout):
+        return dataclasses.asdict(strategy)
+    return strategy if isinstance(strategy, str) else dict(strategy)
+
+
+def _traffic(moved: Moved) -> Json:
+    return {
+        "traffic_bytes": {
+            "intra_node": round(moved.intra_node),
+            "inter_node": round(moved.inter_node),
+            "pcie": moved.pcie,
+            "disk": moved.disk,
+        },
+        "traffic": [dataclasses.asdict(row) for row in moved.by_call.rows],
+    }
+
+
+def _cluster(machine: Machine) -> Json:
+    cluster = machine.cluster
+    return {
+        "name": str(cluster),
+        "gpu": {"name": cluster.gpu.name, "memory_bytes": machine.memory_bytes, "flops": cluster.gpu.flops},
+        "node_size": cluster.node_size,
+        "num_nodes": cluster.num_nodes,
+        "world_size": cluster.world_size,
+        "intra": dataclasses.asdict(cluster.intra),
+        "inter": dataclasses.asdict(cluster.inter),
+        "pcie": dataclasses.asdict(cluster.pcie),
+        "network": cluster.network,
+        "host_bytes": cluster.host_bytes,
+        "disk_bytes": cluster.disk_bytes,
+    }
+
+
+def _training(training: Training) -> Json:
+    return dataclasses.asdict(training)
+
+
+def _states(states: States) -> Json:
+    best = states.recommended
+    return {
+        "version": VERSION,
+        "model": {"name": states.shape.name, "num_params": states.shape.num_params},
+        "cluster": _cluster(states.machine),
+        "training": _training(states.training),
+        "strategies": [_states_row(states, row) for row in states.rows],
+        "recommended": None if best is None else best.name,
+        "why": "the states alone, as the papers count them: activations, buffers and time need a real shape"
+        + ("" if best else "; they fit nowhere"),
+        "explain": [],
+    }
+
+
+def _states_row(states: States, row: StatesRow) -> Json:
+    zeros = dict.fromkeys(("activations", "gathered", "reduce", "loss"), 0)
+    held = {"params": row.params, "grads": row.grads, "optimizer": row.optimizer}
+    why_not = states.why_not(row)
+    return {
+        "name": row.name,
+        "layout": str(row.layout),
+        "strategy": row.name,
+        "runs": row.layout.runs,
+        "fits": not why_not,
+        "why_not": why_not,
+        "nearest": "",
+        "micro_batch": states.training.micro_batch,
+        "num_micro_batches": states.training.num_micro_batches,
+        "checkpointing": states.training.checkpointing,
+        "per_gpu_bytes": {
+            **held,
+            **zeros,
+            "context": states.machine.context_bytes,
+            **dict.fromkeys(("peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high"), row.total),
+        },
+        "peak": {"instant": "between backward and step", "text": _states_text(row), "bytes": {**held, **zeros}},
+        "host_bytes": row.host_bytes,
+        "disk_bytes": row.disk_bytes,
+        **_traffic(row.moved),
+        "step_seconds": None,
+        "compute_seconds": None,
+        "tokens_per_second_per_gpu": None,
+        "mfu": None,
+        "instants": [],
+        "timeline": [],
+    }
+
+
+def _states_text(row: StatesRow) -> str:
+    parts = (
+        f"parameters {row.params / 1e9:,.1f}, gradients {row.grads / 1e9:,.1f}, optimizer {row.optimizer / 1e9:,.1f}"
+    )
+    return f"{row.total / 1e9:,.1f} GB: {parts}"

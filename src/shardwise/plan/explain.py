@@ -1,0 +1,133 @@
+"""Every term of a plan with the formula behind it and where that comes from."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..layout import Layout, Split
+from .assess import Assessment
+from .peak import CLASSES
+
+_WORDS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "gathered": "gathered units",
+    "reduce": "reduction slots",
+    "loss": "loss",
+}
+
+Row = dict[str, Any]
+
+
+def peak_text(entry: Assessment) -> str:
+    """In one line: where the peak is, and what lies there, the largest first."""
+    peak = entry.memory.peak
+    parts = sorted(peak.by_class().items(), key=lambda part: -part[1])
+    named = ", ".join(f"{_WORDS[name]} {size / 1e9:,.1f}" for name, size in parts if size >= 5e7)
+    return f"peak {peak.total / 1e9:,.1f} GB at {at(peak.name)}: {named}"
+
+
+def at(name: str) -> str:
+    """An instant in words."""
+    verb, _, unit = name.partition(" ")
+    if "loss" in name:
+        return "the loss"
+    return (
+        f"the {name}"
+        if verb in ("forward", "backward", "update") and not unit
+        else f"the {verb} of {unit}"
+        if unit
+        else name
+    )
+
+
+def explain(entry: Assessment) -> list[Row]:
+    at_most = {name: max(i.num_bytes[index] for i in entry.memory.instants) for index, name in enumerate(CLASSES)}
+    rows = [
+        {"term": term, "bytes": at_most[term], "formula": formula, "source": source}
+        for term, formula, source in _terms(entry)
+    ]
+    moved = entry.moved
+    for term, size, formula, source in (
+        (
+            "context",
+            entry.machine.context_bytes,
+            "driver + buffers of the collectives",
+            "measured on one H200; NCCL from others' logs",
+        ),
+        (
+            "reserve",
+            entry.reserved.expected - entry.memory.peak.total,
+            _reserve_words(entry),
+            "plan/reserve.py, measured on one H200",
+        ),
+        (
+            "traffic",
+            round(moved.by_call.wire_bytes),
+            "(N-1)/N of each gathered or scattered buffer, twice for an all-reduce",
+            "the schedule; equal to the ledger",
+        ),
+    ):
+        rows.append({"term": term, "bytes": size, "formula": formula, "source": source})
+    return rows
+
+
+def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
+    training, layout = entry.training, max(set(entry.layouts), key=entry.layouts.count)
+    formats = training.formats
+    master = "" if formats.master == formats.compute else f"{formats.master.itemsize} B master + "
+    yield (
+        "params",
+        _split_words(f"{formats.compute.itemsize} B a parameter", layout, layout.params, entry),
+        "copies that stay between steps; none where parameters are split as far as the optimizer",
+    )
+    yield (
+        "grads",
+        _split_words(f"{formats.reduce.itemsize} B a trained parameter", layout, layout.grads, entry),
+        "reduce dtype; from the unit's backward to the step",
+    )
+    yield (
+        "optimizer",
+        _split_words(
+            f"{master}{training.num_moments:g} x {formats.master.itemsize} B of moments",
+            layout,
+            layout.optimizer,
+            entry,
+        ),
+        f"{training.optimizer}; ZeRO paper, table 1",
+    )
+    yield (
+        "activations",
+        f"saved for the backward of {training.num_tokens} tokens, checkpointing {training.checkpointing}; what the "
+        "running unit needs; 64 MiB of libraries' workspaces",
+        "plan/tape.py, equal to torch's own on the meta device",
+    )
+    yield (
+        "gathered",
+        f"{len(entry.schedule.slot_bytes)} slots of the largest unit; units kept until the backward",
+        "plan/schedule.py",
+    )
+    yield "reduce", "2 slots of the largest unit in the reduce dtype", "plan/schedule.py"
+    yield (
+        "loss",
+        {
+            "chunked": "one chunk of logits, and the gradient of the head's weight",
+            "plain": "14 B x tokens x vocabulary",
+            "fused": "no logits",
+        }[training.loss],
+        "train/loss.py" if training.loss == "chunked" else "torch's cross-entropy",
+    )
+
+
+def _split_words(each: str, layout: Layout, split: Split, entry: Assessment) -> str:
+    cluster = entry.machine.cluster
+    ranks = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}[split]
+    kinds = len(set(entry.layouts))
+    mixed = f"; {kinds} layouts are mixed, this is the most frequent" if kinds > 1 else ""
+    return f"{each} / {ranks}{mixed}"
+
+
+def _reserve_words(entry: Assessment) -> str:
+    low, high = entry.reserved.low, entry.reserved.high
+    return f"what the allocator cannot use; in all {low / 1e9:,.1f} to {high / 1e9:,.1f} GB"

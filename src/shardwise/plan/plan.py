@@ -1,0 +1,151 @@
+"""`sw.plan`: every strategy costed for a model on a cluster, before anything runs, and one of them recommended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..layout import PRESETS, Strategy
+from .assess import Assessment, Assessor, Machine, Subject
+from .cluster import make_cluster
+from .efficiency import REAL, efficiency_of
+from .hardware import Cluster
+from .remedies import nearest_change
+from .search import MODES, Choice, asked, choices, fastest, mixtures, offloads, presets
+from .shapes import ModelShape, StatesOnly
+from .states import States, states_of
+from .subject import Planned, model_of, subject_of
+from .training import Training
+
+OPEN = "auto"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`found` are all strategies, the presets first. `recommended` is None where nothing fits."""
+
+    subject: Subject
+    machine: Machine
+    training: Training
+    found: tuple[Assessment, ...]
+    recommended: Assessment | None
+    why: str
+    assess: Assessor = field(repr=False)
+    choice: Choice = field(repr=False)
+
+    @cached_property
+    def refusals(self) -> dict[str, str]:
+        """What would make each strategy fit that does not."""
+        return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
+
+    def __str__(self) -> str:
+        lines = [f"{self.subject.name} on {self.machine.cluster}: {self.why}"]
+        for entry in self.found:
+            need = f"{entry.needed_bytes / 1e9:,.1f} GB"
+            lines.append(
+                f"  {entry.name}: {need}, {entry.timing.step_s:.3f} s"
+                if entry.fits
+                else f"  {entry.name}: {entry.why_not}"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    model: Planned,
+    cluster: str | Cluster | Machine,
+    training: Training | None = None,
+    *,
+    strategy: Strategy | None = None,
+    checkpointing: str | None = None,
+    global_batch: int | None = None,
+    search: bool = True,
+    **sizes: Any,
+) -> "Plan | States":
+    """Cost every strategy for a model on a cluster, and recommend one.
+
+    model: a name ("llama-3-8b"), a config.json or its folder, a shape, or a module (on the meta device).
+    cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
+    training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
+    strategy: cost this one alone.
+    checkpointing: "auto" takes the least that fits; otherwise the training's.
+    global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched.
+    search: mix layouts unit by unit, and parts of the optimizer between device and host.
+    """
+    if checkpointing not in (None, OPEN):
+        sizes["checkpointing"] = checkpointing
+    training = replace(training, **sizes) if training is not None else Training(**sizes)
+    machine = machine_of(cluster)
+    found = model_of(model)
+    if isinstance(found, StatesOnly):
+        return states_of(found, machine, training)
+    subject = subject_of(found, training) if isinstance(found, ModelShape) else _subject_of_module(found, training)
+    modes = MODES if checkpointing == OPEN else (training.checkpointing,)
+    batches = batches_of(training, global_batch, machine.cluster.world_size)
+    return plan_for(subject, machine, training, choices(training, modes, batches), strategy=strategy, search=search)
+
+
+def plan_for(
+    subject: Subject,
+    machine: Machine,
+    training: Training,
+    choice: Choice,
+    *,
+    strategy: Strategy | None = None,
+    search: bool = True,
+    budget_bytes: int | None = None,
+    only_what_runs: bool = False,
+) -> Plan:
+    assess = Assessor(subject, machine, budget_bytes=budget_bytes)
+    if strategy is not None:
+        entries = [asked(assess, strategy, choice)]
+    else:
+        by_name = {entry.name: entry for entry in presets(assess, choice)}
+        entries = list(by_name.values())
+        if search:
+            entries += [*mixtures(assess, by_name, choice), *offloads(assess, by_name, choice)]
+    if only_what_runs:
+        entries = [entry for entry in entries if entry.runs]
+    best = fastest(entries)
+    return Plan(subject, machine, training, tuple(entries), best, _why(entries, best, machine), assess, choice)
+
+
+def machine_of(cluster: str | Cluster | Machine) -> Machine:
+    if isinstance(cluster, Machine):
+        return cluster
+    made = make_cluster(cluster) if isinstance(cluster, str) else cluster
+    return Machine(made, efficiency_of(made.gpu.name), REAL)
+
+
+def batches_of(training: Training, global_batch: int | None, world_size: int) -> Sequence[tuple[int, int]]:
+    """Micro-batches, and how many of them make a step; several where only the product is given."""
+    if global_batch is None:
+        return [(training.micro_batch, training.num_micro_batches)]
+    share, rest = divmod(global_batch, world_size)
+    if rest or share < 1:
+        raise ConfigurationError(
+            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
+        )
+    return [(size, share // size) for size in range(1, share + 1) if share % size == 0][:8]
+
+
+def _subject_of_module(model: Any, training: Training) -> Subject:
+    from .module import subject_of_module
+
+    return subject_of_module(model, training)
+
+
+def _why(entries: Sequence[Assessment], best: Assessment | None, machine: Machine) -> str:
+    if best is None:
+        least = min(entries, key=lambda entry: entry.needed_bytes)
+        return f"nothing fits: {least.name} needs least, and {least.why_not}"
+    if machine.cluster.world_size == 1:
+        return "it fits on one GPU, and there is nobody to share with"
+    text = f"the fastest that fits, {best.timing.step_s:.3g} s a step"
+    if not best.runs:
+        return f"{text}; nothing fits that this version can run"
+    others = [entry for entry in entries if entry.fits and entry.runs and entry is not best]
+    for entry in others:
+        if entry.tokens_per_s < best.tokens_per_s and entry.layouts == (PRESETS["zero3"],) * len(entry.layouts):
+            text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
+    return f"{text}; a GPU sends {best.moved.by_call.wire_bytes / 1e9:.3g} GB in it"

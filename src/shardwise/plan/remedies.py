@@ -1,0 +1,54 @@
+"""What would make a strategy fit that does not: the smallest change first, each tried by planning it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .assess import Assessment, Assessor, Machine
+from .training import Training
+
+MOST_NODES = 1024
+
+
+def nearest_change(assess: Assessor, entry: Assessment) -> str:
+    """The first change that makes it fit, in a few words; empty where none of these does."""
+    for words, training in _other_trainings(entry.training):
+        if assess(entry.name, entry.layouts, training).fits:
+            return words
+    full = replace(entry.training, checkpointing="full", micro_batch=1)
+    num_nodes = assess.machine.cluster.num_nodes
+    before = entry.needed_bytes
+    while num_nodes < MOST_NODES:
+        num_nodes *= 2
+        found = _with_nodes(assess, num_nodes)(entry.name, entry.layouts, full)
+        if found.fits:
+            node_size = assess.machine.cluster.node_size
+            return f"{num_nodes * node_size} GPUs ({num_nodes} nodes of {node_size}) with full checkpointing"
+        if found.needed_bytes >= before:
+            break
+        before = found.needed_bytes
+    return "a strategy that splits more, or a smaller model"
+
+
+def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
+    words: list[str] = []
+    if training.checkpointing != "full":
+        words.append("full checkpointing")
+        training = replace(training, checkpointing="full")
+        yield words[0], training
+    if training.micro_batch > 1:
+        words.append("a micro-batch of 1")
+        training = replace(training, num_micro_batches=training.num_micro_batches * training.micro_batch, micro_batch=1)
+        yield " and ".join(words), training
+    if training.formats.reduce.itemsize == 4 and training.precision == "bf16":
+        words.append("gradients in bf16")
+        training = replace(training, reduce="bf16")
+        yield " and ".join(words), training
+    if training.optimizer == "adamw":
+        words.append("an 8-bit optimizer")
+        training = replace(training, optimizer="adamw8bit")
+        yield " and ".join(words), training
+
+
+def _with_nodes(assess: Assessor, num_nodes: int) -> Assessor:
+    machine: Machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
+    return Assessor(assess.subject, machine)

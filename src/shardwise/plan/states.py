@@ -1,0 +1,117 @@
+"""Parameters, gradients and optimizer alone, as the papers count them, for a model of which only the size is known.
+
+Mixed precision is 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, and fp32 masters with Adam's two
+moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two places,
+which a plan of a real model counts: under zero3 it keeps no second 16-bit shard beside the masters, and gradients are
+fp32 unless asked otherwise. Traffic is that of one unit of this size, gradients in 16 bits.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..dtypes import BF16, FP16
+from ..layout import PLANNED, PRESETS, Layout, Split
+from .assess import Machine
+from .events import Event, gather_event, reduce_event, update_event
+from .flat import flats_of
+from .model import ROOT, FoundUnit, Param, Site
+from .schedule import UnitPlan
+from .shapes import StatesOnly
+from .traffic import Moved, traffic_of
+from .training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRow:
+    name: str
+    layout: Layout
+    params: int
+    grads: int
+    optimizer: int
+    host_bytes: int  # of a node, as the disk's
+    disk_bytes: int
+    moved: Moved
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The first row that fits, the least split first, is recommended."""
+
+    shape: StatesOnly
+    machine: Machine
+    training: Training
+    rows: tuple[StatesRow, ...]
+
+    def why_not(self, row: StatesRow) -> str:
+        cluster = self.machine.cluster
+        for what, needed, there in (
+            (f"a {cluster.gpu.name}", row.total + self.machine.context_bytes, self.machine.memory_bytes),
+            ("a node's host", row.host_bytes, cluster.host_bytes),
+            ("a node's disk", row.disk_bytes, cluster.disk_bytes),
+        ):
+            if needed > there:
+                return f"needs {needed / 1e9:,.1f} GB of {what}, which has {there / 1e9:,.1f} GB"
+        return ""
+
+    @property
+    def recommended(self) -> StatesRow | None:
+        fitting = [row for row in self.rows if not self.why_not(row)]
+        return next((row for row in fitting if row.layout.runs), fitting[0] if fitting else None)
+
+
+def states_of(shape: StatesOnly, machine: Machine, training: Training) -> States:
+    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in (PRESETS | PLANNED).items()]
+    return States(shape, machine, training, tuple(rows))
+
+
+def _row(name: str, layout: Layout, num_params: int, machine: Machine, training: Training) -> StatesRow:
+    formats, cluster = training.formats, machine.cluster
+    half = formats.compute.itemsize
+    moments = training.num_moments * formats.master.itemsize
+    has_master = formats.master != formats.compute
+    share = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
+
+    def part(bytes_each: float, split: Split) -> int:
+        return round(num_params * bytes_each / share[split])
+
+    params, grads = part(half, layout.params), part(half, layout.grads)
+    optimizer = part(moments + (formats.master.itemsize if has_master else 0), layout.optimizer)
+    on_device = {"params": params, "grads": grads, "optimizer": optimizer}
+    elsewhere = {"host": 0, "disk": 0}
+    for what, place in (("params", layout.params_on), ("grads", layout.grads_on), ("optimizer", layout.optimizer_on)):
+        if place != "device":
+            elsewhere[place] += on_device[what] * cluster.node_size
+            on_device[what] = 0
+    return StatesRow(
+        name,
+        layout,
+        **on_device,
+        host_bytes=elsewhere["host"],
+        disk_bytes=elsewhere["disk"],
+        moved=_moved(layout, num_params, machine, training),
+    )
+
+
+def _moved(layout: Layout, num_params: int, machine: Machine, training: Training) -> Moved:
+    cluster = machine.cluster
+    axes = {"world": (cluster.world_size, 0), "node": (cluster.node_size, 0), "replicate": (cluster.num_nodes, 0)}
+    formats = training.formats
+    if formats.compute in (BF16, FP16):
+        formats = replace(formats, reduce=formats.compute)
+    param = Param("weight", (num_params,), formats.master, True, (Site("", "weight"),))
+    found = FoundUnit(ROOT, "", (param,), False, True)
+    unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, axes, ()), False, True)
+    num = training.num_micro_batches
+    num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[layout.gathered_until]
+    events = [_gather(unit, is_stale=index == 0) for index in range(num_gathers)]
+    events += [reduce_event(unit, is_last=index == num - 1) for index in range(num)]
+    events.append(update_event(unit, training.num_moments))
+    return traffic_of(events, cluster.num_nodes, cluster.node_size)
+
+
+def _gather(unit: UnitPlan, is_stale: bool) -> Event:
+    todo = [(flat, flat.refresh_hops if is_stale else (), flat.gather_hops) for flat in unit.flats]
+    return gather_event(unit, todo, is_stale)

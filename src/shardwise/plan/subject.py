@@ -1,0 +1,49 @@
+"""What can be planned: a model by name, by its config.json, by its sizes, or the module itself."""
+
+import sys
+from typing import TYPE_CHECKING, Any, Union
+
+from ..errors import ConfigurationError
+from .activations import works_of
+from .assess import Subject
+from .families import shape_of
+from .flops import flops_per_token
+from .shapes import ModelShape, StatesOnly, units_of
+from .training import Training
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Planned = Union[str, ModelShape, StatesOnly, "nn.Module"]
+
+
+def model_of(model: Planned) -> "ModelShape | StatesOnly | nn.Module":
+    """What was named is looked up; everything else is itself."""
+    if isinstance(model, str):
+        return shape_of(model)
+    is_module = "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module)
+    if not is_module and not isinstance(model, (ModelShape, StatesOnly)):
+        raise ConfigurationError(
+            f"sw.plan takes a model's name, the path of its config.json, a shape or a module, not "
+            f"{type(model).__name__} {model!r}"
+        )
+    return model
+
+
+def subject_of(shape: ModelShape, training: Training) -> Subject:
+    return Subject(
+        name=shape.name,
+        units=tuple(units_of(shape, training.lora)),
+        works=lambda asked: works_of(shape, asked),
+        flops_per_token=flops_per_token(shape.num_multiplying, shape.layers, shape.query_width, training.seq),
+        facts=facts_of(shape),
+    )
+
+
+def facts_of(shape: ModelShape) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": shape.name, "num_params": shape.num_params}
+    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "code"):
+        facts[field] = getattr(shape, field)
+    if shape.num_experts > 1:
+        facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
+    return facts
