@@ -118,6 +118,9 @@ def test_experts_multiply_by_those_that_are_chosen() -> None:
 
 def test_all_units_of_a_large_model_in_no_time() -> None:
     shape = replace(LLAMA_3, name="70b", layers=80, hidden=8192, heads=64, ffn=28672)
-    begin = time.perf_counter()
-    works_of(shape, Training(seq=4099))
-    assert time.perf_counter() - begin < 0.05
+    seconds = []
+    for seq in (4097, 4098, 4099):  # others may be using the machine
+        begin = time.perf_counter()
+        works_of(shape, Training(seq=seq))
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.02

@@ -93,7 +93,11 @@ def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    config: Any = getattr(copied, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # as in training
+    return copied
 
 
 def _plain_weights(model: nn.Module) -> frozenset[Tensor]:
@@ -128,7 +132,7 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
     for path, module in parts.items():
         module.forward = watched(path, module)
     with stand_ins:
-        model(tokens, **({"use_cache": False} if hasattr(model, "config") else {}))
+        model(tokens)
     for path, module in parts.items():
         module.forward = originals[path]
     return calls
