@@ -104,6 +104,9 @@ class Counting(TorchDispatchMode):
             a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
             trainable = b.untyped_storage()._cdata not in self._frozen
             self.products.append(Product(a.shape[0], b.shape[1], a.shape[1], trainable=trainable))
+        elif func is torch.ops.aten._grouped_mm.default:
+            rows, (num_experts, width, new_width) = args[0].shape[0], args[1].shape
+            self.products.append(Product(rows // num_experts, new_width, width, num_experts))
         elif func is torch.ops.aten.bmm.default:
             self.attention_flops += 2.0 * args[0].numel() * args[1].shape[-1]
         elif func is _ATTENTION:
