@@ -26,11 +26,11 @@ from pathlib import Path
 
 from shardwise.plan.efficiency import Efficiency, Wear, generation_of
 
-from .planner_published import Row, Step, predicted_s, read_rows, step_of, unit_seconds
+from .planner_published import Row, Step, predicted_s, steps_and_left_out, unit_seconds
 
 HUBER = 0.05
 RIDGE = 0.02
-NUM_ROUNDS = 8
+NUM_ROUNDS = 6
 TARGET = 0.08
 
 
@@ -41,13 +41,14 @@ class Constants:
 
     ampere_products: float = 0.75
     ampere_attention: float = 0.33
-    ampere_memory: float = 0.6
     hopper_products: float = 0.65
     hopper_attention: float = 0.2
-    hopper_memory: float = 0.5
-    flash2: float = 1.5
-    prologue: float = 40.0
-    tail_waves: float = 0.12
+    memory: float = 0.7
+    flash2: float = 1.7
+    ramp: float = 200.0
+    narrow: float = 0.95
+    prologue: float = 60.0
+    tail_waves: float = 0.05
     contention: float = 1.5
     hop_us: float = 20.0
 
@@ -55,7 +56,7 @@ class Constants:
 # Wave: multiprocessors x tile of 128 x 256. Generations without a fit take the nearest one's shares.
 WAVES = {"ampere": 108 * 32768, "hopper": 132 * 32768, "ada": 128 * 32768, "blackwell": 148 * 32768}
 RELATIVE = {"ada": "ampere", "blackwell": "hopper"}
-HOST = {"launch_s": 5e-6, "gap_s": 1e-6}
+GAP_S = 3e-6
 
 
 def efficiency_for(step: Step, constants: Constants) -> Efficiency:
@@ -65,11 +66,13 @@ def efficiency_for(step: Step, constants: Constants) -> Efficiency:
     return Efficiency(
         products=getattr(constants, f"{family}_products"),
         attention=getattr(constants, f"{family}_attention") * gain,
-        memory=getattr(constants, f"{family}_memory"),
+        memory=constants.memory,
         prologue=constants.prologue,
         tail=constants.tail_waves * WAVES[generation],
         source="fit",
-        **HOST,
+        ramp=constants.ramp,
+        narrow=constants.narrow,
+        gap_s=GAP_S,
     )
 
 
@@ -175,9 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the folder for a dated .md and .json")
     out: Path | None = parser.parse_args().out
-    rows, left_out = read_rows()
-    steps = [step_of(row) for row in rows if "offload" not in row.strategy]
-    left_out += [(row.id, "parameters on the host") for row in rows if "offload" in row.strategy]
+    steps, left_out = steps_and_left_out()
     source = [step for step in steps if step.row.cluster.startswith("llm-foundry")]
     on_source = fit(source, Constants())
     tested = findings(steps, on_source)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardwise.dtypes import FP32
-from shardwise.layout import layouts_for
+from shardwise.layout import Layout, layouts_for
 from shardwise.plan.cluster import make_cluster
 from shardwise.plan.compute import UnitSeconds
 from shardwise.plan.efficiency import IDEAL, Wear
@@ -28,7 +28,7 @@ def cluster(gigabytes_per_s: float = 100.0, nodes: int = 1, latency_us: float = 
     return replace(found, intra=Link(gigabytes_per_s, latency_us), inter=Link(10.0, latency_us), switch=None)
 
 
-def schedule(num_units: int, strategy: str = "zero3", nodes: int = 1, reduce: str = "bf16") -> Schedule:
+def schedule(num_units: int, strategy: str | Layout = "zero3", nodes: int = 1, reduce: str = "bf16") -> Schedule:
     names = [f"blocks.{index}" for index in range(num_units)]
     axes = {"world": (8 * nodes, 0), "node": (8, 0), "replicate": (nodes, 0)}
     units = []
@@ -110,8 +110,8 @@ def test_collectives_slow_down_what_runs_beside_them() -> None:
 
 def test_the_computation_cannot_overtake_the_host() -> None:
     plan = schedule(4, "ddp")
-    each = UnitSeconds(forward=1e-4, backward=2e-4, forward_host=1e-3, backward_host=2e-3)
-    assert play(plan, each, cluster(1e9)).step_s == pytest.approx(12e-3, rel=0.01)
+    each = UnitSeconds(forward=1e-4, backward=2e-4, forward_kernels=10, backward_kernels=20)
+    assert play(plan, each, cluster(1e9), Wear(launch_s=1e-4)).step_s == pytest.approx(12e-3, rel=0.01)
 
 
 def test_updates_hide_behind_the_last_reductions_unless_gradients_are_clipped() -> None:
@@ -125,6 +125,33 @@ def test_hybrid_layouts_use_both_wires_at_once() -> None:
     timing = play(schedule(8, "hsdp", nodes=2), UnitSeconds(), cluster(1.0, nodes=2))
     assert timing.busy_s["inter"] > 0
     assert timing.step_s < sum(timing.busy_s.values())
+
+
+def test_what_the_host_updates_comes_back_before_the_next_forward() -> None:
+    layout = Layout("whole", "world", "world", "always", optimizer_on="host")
+    plan = schedule(8, layout)
+    on = cluster(gigabytes_per_s=1e6)
+    timing = play(plan, UnitSeconds(forward=1e-6, backward=1e-6), on)
+    # A node's cores update the parts of its 8 ranks; gradients of 2 bytes go out, weights of 2 come back.
+    host_s = 8 * ELEMS / on.host_adam_elems_per_s
+    assert timing.busy_s["host"] == pytest.approx(host_s)
+    assert timing.busy_s["to_host"] == pytest.approx(on.pcie.seconds(8 * ELEMS // 8 * 2))
+    assert timing.step_s > host_s
+    assert {"copy", "host"} <= {span.lane for span in timing.spans}
+
+
+def test_clipping_lets_the_host_wait_for_all_gradients() -> None:
+    layout = Layout("whole", "world", "world", "always", optimizer_on="host")
+    each = UnitSeconds(forward=1e-3, backward=2e-3)
+    plan, on = schedule(8, layout), cluster()
+    assert play(plan, each, on, clips=True).step_s > play(plan, each, on).step_s
+
+
+def test_a_disk_is_read_and_written_beside_everything_else() -> None:
+    layout = Layout("whole", "world", "world", "always", optimizer_on="disk")
+    timing = play(schedule(4, layout), UnitSeconds(forward=1e-3, backward=1e-3), cluster())
+    assert timing.busy_s["read"] > 0
+    assert timing.busy_s["write"] > timing.busy_s["read"]
 
 
 def test_spans_lie_in_the_step_and_lanes_run_in_order() -> None:

@@ -4,14 +4,15 @@ Matrix products and attention run at a share of the GPU's peak, everything else 
 the three follow each other on one stream, so their times add up. A backward multiplies twice for every product of the
 forward, once where the weight is frozen, and reads and writes twice as much; attention's backward takes 2.5 times its
 forward, because it computes the scores again. What is computed again (activation checkpointing) is added to the
-backward. The host queues kernels meanwhile; the computation cannot be faster than that.
+backward.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from ..dtypes import FP32, DType
+from ..dtypes import FP32
 from .efficiency import Efficiency
+from .flat import Flat
 from .hardware import Gpu
 from .schedule import Schedule, UnitPlan
 from .training import Training
@@ -19,19 +20,28 @@ from .work import Product, Work
 
 ATTENTION_BACKWARD = 2.5
 MOVED_BACKWARD = 2.0
+# Of a loss: a plain one's backward moves as much as its forward; one in chunks has moved everything in its forward.
+LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
+# Queueing a kernel of a checkpointed block, against one of another: hooks on every tensor, a mode on every operation.
+HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
+# A loss in chunks adds each chunk's part to the gradient of the weight: read and written, in fp32 and in 16 bits.
+LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
+# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient.
+NORM_PASSES = 7
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """What a unit takes: its forward and backward for one micro-batch, the host's time to queue them, its update, and
-    the cast before its gather."""
+    """What a unit takes: its forward and backward for one micro-batch and the kernels that the host queues for them,
+    its part of the norm and its update, and the cast before its gather."""
 
     forward: float = 0.0
     backward: float = 0.0
+    norm: float = 0.0
     update: float = 0.0
     cast: float = 0.0
-    forward_host: float = 0.0
-    backward_host: float = 0.0
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +54,12 @@ class Speed:
     efficiency: Efficiency
 
 
-def speed_of(gpu: Gpu, efficiency: Efficiency, compute: DType) -> Speed:
+def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
     """In 32 bits there is no attention kernel that is better than products."""
-    if compute == FP32:
-        products = gpu.fp32_flops * efficiency.products
-        return Speed(products, products, gpu.hbm_bytes_per_s * efficiency.memory, efficiency)
-    return Speed(
-        gpu.flops * efficiency.products,
-        gpu.flops * efficiency.attention,
-        gpu.hbm_bytes_per_s * efficiency.memory,
-        efficiency,
-    )
+    products = (gpu.fp32_flops if training.formats.compute == FP32 else gpu.flops) * efficiency.products
+    share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
+    attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
+    return Speed(products, min(products, attention), gpu.hbm_bytes_per_s * efficiency.memory, efficiency)
 
 
 def seconds_of(
@@ -64,10 +69,11 @@ def seconds_of(
     known: dict[int, UnitSeconds] = {}
     for work in works.values():
         if id(work) not in known:
-            known[id(work)] = _work_seconds(work, speed, training)
+            known[id(work)] = work_seconds(work, speed, training)
     found = {
         unit.name: replace(
             known[id(works[unit.name])],
+            norm=NORM_PASSES * grad_bytes(unit) / speed.memory,
             update=update_bytes(unit, training.num_moments) / speed.memory,
             cast=cast_bytes(unit) / speed.memory,
         )
@@ -80,15 +86,23 @@ def seconds_of(
     return found
 
 
-def _work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
-    forward, forward_host = forward_s(work, speed), work.num_kernels * speed.efficiency.launch_s
-    # A loss in chunks has read and written everything in its forward.
-    is_done = work.kind == "loss" and training.loss != "plain"
+def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
+    forward, num_kernels = forward_s(work, speed), float(work.num_kernels)
+    if work.kind == "loss":
+        grad_bytes = sum(p.n * p.k for p in work.products if p.trainable) * LOSS_GRAD_BYTES[training.loss]
+        forward += grad_bytes / speed.memory
+        times = LOSS_MOVED_BACKWARD[training.loss]
+        return UnitSeconds(
+            forward, backward_s(work, speed, times), forward_kernels=num_kernels, backward_kernels=times * num_kernels
+        )
+    num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
+    # Elementwise operations are all run again, also where results of products are kept.
+    moved = (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s) if work.recomputed else 0.0
     return UnitSeconds(
-        forward=forward,
-        backward=backward_s(work, speed, 0.0 if is_done else MOVED_BACKWARD) + work.recomputed * forward,
-        forward_host=forward_host,
-        backward_host=(0 if is_done else 2 + work.recomputed) * forward_host,
+        forward,
+        backward_s(work, speed) + work.recomputed * (forward - moved) + moved,
+        forward_kernels=num_kernels,
+        backward_kernels=(2 + work.recomputed) * num_kernels,
     )
 
 
@@ -126,23 +140,33 @@ def _backward_cost(product: Product, efficiency: Efficiency) -> float:
     return by_input + (_cost(product.n, product.k, product.m, efficiency) if product.trainable else 0.0)
 
 
-def update_bytes(unit: UnitPlan, num_moments: float) -> int:
+def update_bytes(unit: UnitPlan, num_moments: float) -> float:
     """What an optimizer's step reads and writes of this rank's part: gradients once, masters and moments both ways."""
-    return round(
-        sum(
-            flat.spans[flat.depth_of_master].num_elems
-            * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
-            * (1.0 if flat.layout.optimizer_on == "device" else flat.layout.kept)
-            for flat in unit.flats
-            if flat.trainable
-        )
+    return sum(
+        flat.spans[flat.depth_of_master].num_elems
+        * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
+        * _on_device(flat)
+        for flat in unit.flats
+        if flat.trainable
     )
 
 
-def cast_bytes(unit: UnitPlan) -> int:
+def grad_bytes(unit: UnitPlan) -> int:
+    """This rank's part of the gradients, as the optimizer reads them."""
+    return sum(
+        flat.spans[flat.depth_of_master].num_elems * flat.reduce.itemsize for flat in unit.flats if flat.trainable
+    )
+
+
+def cast_bytes(unit: UnitPlan) -> float:
     """What a gather reads and writes first: this rank's part of the masters, cast to the compute dtype."""
     return sum(
-        flat.spans[flat.depth_of_master].num_elems * (flat.master.itemsize + flat.compute.itemsize)
+        flat.spans[flat.depth_of_master].num_elems * (flat.master.itemsize + flat.compute.itemsize) * _on_device(flat)
         for flat in unit.flats
         if not flat.master_is_whole
     )
+
+
+def _on_device(flat: Flat) -> float:
+    """The part of the masters that rests there."""
+    return 1.0 if flat.layout.optimizer_on == "device" else flat.layout.kept

@@ -2,8 +2,8 @@
 
 Everything is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk), begins
 when it is ready, the one before it in its queue is over and the one before it in its chain is over, and takes a wire
-for some seconds. A wire is an instant at which it is free again, as on the emulated fabric (`bench/wires.py`): who begins
-first takes it first, and the latency of one operation overlaps with the bytes of the next.
+for some seconds. A wire is an instant at which it is free again, as on the emulated fabric (`bench/wires.py`): who
+begins first takes it first, and the latency of one operation overlaps with the bytes of the next.
 """
 
 from collections import deque

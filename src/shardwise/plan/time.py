@@ -27,7 +27,7 @@ SECONDS_PER_DAY = 86400.0
 @dataclass(frozen=True, slots=True)
 class Timing:
     """`compute_s` is what forwards and backwards take alone, `update_s` what updates on the device do; `exposed_s` is
-    the rest: waits for wires and for the host, and what collectives take from the computation. `busy_s`: of each wire."""
+    the rest: waits for wires and for the host, what collectives take from the computation. `busy_s`: of each wire."""
 
     step_s: float
     compute_s: float
@@ -84,18 +84,17 @@ class _Player:
         self._gathers: dict[str, Op] = {}
         self._reductions: dict[str, Op] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
-        self._norm_s: float | None = None
-        self._updated_s = 0.0
+        self._normed_s = self._updated_s = 0.0
         for event in events:
             if event.verb == "gather":
                 self._gather(event)
             elif event.verb == "forward":
                 unit = self._seconds[event.unit]
-                self._compute(event, unit.forward, unit.forward_host, 0.0)
+                self._compute(event, unit.forward, unit.forward_kernels, 0.0)
             elif event.verb == "backward":
                 unit = self._seconds[event.unit]
                 slot_s = self.lanes.end_of(self._slots[0]) if self._has_slot[event.unit] else 0.0
-                self._compute(event, unit.backward, unit.backward_host, slot_s)
+                self._compute(event, unit.backward, unit.backward_kernels, slot_s)
             elif event.verb == "reduce":
                 self._reduce(event)
             elif event.verb == "update":
@@ -107,7 +106,7 @@ class _Player:
         return self._compute_s
 
     def _gather(self, event: Event) -> None:
-        self._host_s += self._wear.event_host_s
+        self._host_s += self._wear.event_s
         name = f"gather {event.unit}"
         ready_s = max(self._compute_s, self._host_s)
         last = self._host_updates.pop(event.unit, None)
@@ -122,9 +121,9 @@ class _Player:
         if last is not None:
             self._gathers[event.unit] = last
 
-    def _compute(self, event: Event, work_s: float, host_s: float, not_before_s: float) -> None:
+    def _compute(self, event: Event, work_s: float, num_kernels: float, not_before_s: float) -> None:
         begin_s = max(self._compute_s, self._host_s, not_before_s)
-        self._host_s += host_s
+        self._host_s += num_kernels * self._wear.launch_s
         if event.unit in self._gathers:
             begin_s = max(begin_s, self.lanes.end_of(self._gathers.pop(event.unit)))
         # The last kernel of the unit has to be queued, too.
@@ -134,7 +133,7 @@ class _Player:
         self.spans.append(Span("compute", f"{event.verb} {event.unit}", begin_s, self._compute_s))
 
     def _reduce(self, event: Event) -> None:
-        self._host_s += self._wear.event_host_s
+        self._host_s += self._wear.event_s
         name = f"reduce {event.unit}"
         last = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, None)
         for move in event.moves:
@@ -147,24 +146,27 @@ class _Player:
     def _meet(self, event: Event) -> None:
         """Numbers that the ranks tell each other: which parameters were used, which nobody waits for, and the norm,
         which needs all gradients, and which all updates need."""
-        if event.verb == "norm":
-            ready_s = max([self._compute_s, *map(self.lanes.end_of, self._reductions.values())])
-            self._norm_s = max(
-                ready_s, self.lanes.end_of(self.lanes.start_calls("reduce", "norm", event.calls, ready_s, None))
-            )
-        else:
+        if event.verb != "norm":
             self.lanes.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
+            return
+        begin_s = max([self._compute_s, *map(self.lanes.end_of, self._reductions.values())])
+        norm_s = sum(self._seconds[name].norm for name in self._reductions)
+        self._compute_s = begin_s + norm_s
+        last = self.lanes.start_calls("reduce", "norm", event.calls, self._compute_s, None)
+        self._compute_s = max(self._compute_s, self.lanes.end_of(last))
+        self._normed_s = self._compute_s
+        self.updates_s += norm_s
+        self.spans.append(Span("compute", "norm", begin_s, self._compute_s))
 
     def _update(self, event: Event) -> None:
         name = f"update {event.unit}"
         reduced = self._reductions.get(event.unit)
-        ready_s = max(self._compute_s, self._norm_s or 0.0)
         if event.host_elems:
             last: Op | None = None
             for move in event.moves:
                 if move.way == "read":
                     last = self.lanes.start_move(name, move, 0.0, None)
-            gradient_s = max(self._norm_s or 0.0, self.lanes.end_of(reduced))
+            gradient_s = max(self._normed_s, self.lanes.end_of(reduced))
             last = self.lanes.start_host(name, event.host_elems, gradient_s, last)
             self._host_updates[event.unit] = last
             for move in event.moves:
@@ -172,7 +174,7 @@ class _Player:
                     self.lanes.start_move(name, move, 0.0, last)
         update_s = self._seconds[event.unit].update
         if update_s or not event.host_elems:
-            begin_s = max(ready_s, self._updated_s, self.lanes.end_of(reduced))
+            begin_s = max(self._compute_s, self._updated_s, self.lanes.end_of(reduced))
             self._updated_s = self.lanes.computed(begin_s, update_s)
             self.updates_s += update_s
             self.spans.append(Span("compute", name, begin_s, self._updated_s))
