@@ -105,6 +105,7 @@ def _strategy(
         "checkpointing": "full",
         "per_gpu_bytes": {
             **at_peak,
+            "activations": at_peak["activations"] + BLOCK_WORK,  # the most, at another instant
             "peak_active": active,
             "peak_reserved": reserved,
             "peak_reserved_low": int(active * 1.002),
@@ -134,6 +135,7 @@ def _strategy(
         "mfu": None if step_s is None else 6 * NUM_PARAMS * SEQ / step_s / 989e12,
         "peak": {
             "instant": "loss",
+            "bytes": {name: at_peak[name] for name in at_peak if name != "context"},
             "text": f"peak {active / 1e9:.1f} GB at the loss: optimizer {optimizer / 1e9:.1f}, activations 5.4",
         },
         "instants": _instants(state, at_peak, step_s or 6.0),
@@ -143,7 +145,7 @@ def _strategy(
 
 def _instants(state: Json, at_peak: Json, step_s: float) -> list[Json]:
     def instant(name: str, at_s: float, saved: int, **more: int) -> Json:
-        held = {**state, "activations": saved * INPUT, "gathered": at_peak["gathered"], "context": CONTEXT}
+        held = {**state, "activations": saved * INPUT, "gathered": at_peak["gathered"]}
         return {"name": name, "at_s": at_s, "bytes": {**held, "grads": 0, "reduce": 0, "loss": 0, **more}}
 
     forward_s, update_s = 0.24 * step_s, 0.97 * step_s
@@ -155,7 +157,7 @@ def _instants(state: Json, at_peak: Json, step_s: float) -> list[Json]:
         {
             "name": "loss",
             "at_s": forward_s,
-            "bytes": {name: at_peak[name] for name in at_peak} | {"reduce": at_peak["reduce"]},
+            "bytes": {name: at_peak[name] for name in at_peak if name != "context"},
         }
     )
     for at in reversed(range(LAYERS)):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..train.figures import size
-from .facts import CLASSES, RESERVE, Json, interval, mapping, needed, reserve, stacked, text_of
+from .facts import CLASSES, RESERVE, Json, at_peak, interval, needed, reserve, text_of
 from .svg import STRETCHED, element, rect, rect_about, stretched, text, ticks, title, unit_for
 
 # Bars that are longer than this many GPUs are cut, so that those near the limit can be told apart.
@@ -40,7 +40,6 @@ def is_far(limit: float, longest: float) -> bool:
 
 
 def memory_bar(strategy: Json, scale: Scale) -> str:
-    held = mapping(strategy.get("per_gpu_bytes"))
     shapes = list(_segments(strategy, scale))
     between = interval(strategy)
     if between and needed(strategy) <= scale.full:
@@ -54,13 +53,13 @@ def memory_bar(strategy: Json, scale: Scale) -> str:
     if needed(strategy) > scale.full:
         # Torn off: the bar goes on.
         shapes.append(element("path", class_="torn", d="M984 -10L994 250L984 500L994 750L984 1010H1001V-10Z"))
-    parts = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in stacked(held).items())
-    label = f"{text_of(strategy.get('name'))}: {size(needed(strategy))} a GPU: {parts}"
+    parts = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in at_peak(strategy).items())
+    label = f"{text_of(strategy.get('name'))}: {size(needed(strategy))}: {parts}"
     return stretched(shapes, class_="bar", role="img", aria_label=label)
 
 
 def _segments(strategy: Json, scale: Scale) -> Iterator[str]:
-    parts = stacked(mapping(strategy.get("per_gpu_bytes"))) | {RESERVE: reserve(strategy)}
+    parts = at_peak(strategy) | {RESERVE: reserve(strategy)}
     below = 0.0
     for name, num_bytes in parts.items():
         left, right = scale.at(below), min(scale.at(below + num_bytes), STRETCHED)

@@ -3,12 +3,14 @@
 from ..train.figures import size
 from .facts import Json, amount, mapping, number, text_of
 
+OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # each has its own
+
 
 def conditions(plan: Json) -> dict[str, list[tuple[str, str]]]:
     cluster = mapping(plan.get("cluster"))
     topics = {
         "model": plan.get("model"),
-        "training": plan.get("training"),
+        "training": {name: value for name, value in mapping(plan.get("training")).items() if name not in OF_STRATEGIES},
         "cluster": {name: value for name, value in cluster.items() if name != "gpu"},
         "GPU": cluster.get("gpu"),
     }

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from ..train.figures import count, plural
@@ -96,15 +95,21 @@ def stacked(num_bytes: Json) -> dict[str, float]:
     return {name: value for name, value in found.items() if value > 0}
 
 
+def at_peak(strategy: Json) -> dict[str, float]:
+    """By class, at the instant that holds the most; the context beside it. Without one, each class at its largest."""
+    held = mapping(strategy.get("per_gpu_bytes"))
+    return stacked({**(mapping(mapping(strategy.get("peak")).get("bytes")) or held), CONTEXT: held.get(CONTEXT)})
+
+
 def reserve(strategy: Json) -> float:
     """What the allocator holds beyond what is in use at the peak. The context is none of its own."""
-    held = mapping(strategy.get("per_gpu_bytes"))
-    return max(0.0, amount(held, "peak_reserved") - sum(stacked({**held, CONTEXT: 0}).values()))
+    in_use = sum(value for name, value in at_peak(strategy).items() if name != CONTEXT)
+    return max(0.0, amount(strategy, "per_gpu_bytes", "peak_reserved") - in_use)
 
 
 def needed(strategy: Json) -> float:
     """What a GPU must have: all classes at the peak, the context and the allocator's reserve."""
-    return sum(stacked(mapping(strategy.get("per_gpu_bytes"))).values()) + reserve(strategy)
+    return sum(at_peak(strategy).values()) + reserve(strategy)
 
 
 def interval(strategy: Json) -> tuple[float, float] | None:
@@ -116,6 +121,12 @@ def interval(strategy: Json) -> tuple[float, float] | None:
     return low + amount(held, CONTEXT), high + amount(held, CONTEXT)
 
 
+def is_tight(plan: Json, strategy: Json) -> bool:
+    """It fits as expected, but not if the allocator's reserve comes out at the upper end."""
+    limit, between = gpu_bytes(plan), interval(strategy)
+    return bool(strategy.get("fits")) and limit is not None and between is not None and between[1] > limit
+
+
 def uses(plan: Json, *names: str) -> bool:
     """Whether any strategy has something there."""
     return any(amount(strategy, *names) > 0 for strategy in rows(plan.get("strategies")))
@@ -124,6 +135,12 @@ def uses(plan: Json, *names: str) -> bool:
 def world_size(plan: Json) -> int:
     cluster = mapping(plan.get("cluster"))
     return int(amount(cluster, "num_nodes") * amount(cluster, "node_size"))
+
+
+def reason(plan: Json) -> str:
+    """Why the recommended one is; its name is said before."""
+    why, name = text_of(plan.get("why")), text_of(plan.get("recommended"))
+    return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
 
 
 def cluster_words(plan: Json) -> str:
@@ -170,14 +187,26 @@ def batch_words(strategy: Json) -> str:
 
 
 def layout_words(strategy: Json) -> str:
-    """What `--strategy` takes: a name, or a mapping from patterns to layouts."""
+    """What `--strategy` takes: a name, or a mapping from patterns to layouts, numbers that follow each other as one."""
     layout = strategy.get("strategy", strategy.get("layout"))
-    if isinstance(layout, dict):
-        return ", ".join(f"{text_of(pattern)}: {text_of(value)}" for pattern, value in layout.items())
-    return text_of(layout)
+    if not isinstance(layout, dict):
+        return text_of(layout)
+    patterns: dict[str, list[str]] = {}
+    for pattern, value in layout.items():
+        patterns.setdefault(text_of(value), []).append(text_of(pattern))
+    return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
 
 
-def joined(words: Iterable[str], last: str = "and") -> str:
-    """a, b and c."""
-    *first, end = list(words) or [""]
-    return f"{', '.join(first)} {last} {end}" if first else end
+def _ranges(names: list[str]) -> list[str]:
+    """blocks.2, blocks.3, blocks.4, head: blocks.2-4, head."""
+    found: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        at = int(last) if stem and last.isdecimal() and len(last) < 9 else -1
+        if at > 0 and found and found[-1][0] == stem and found[-1][2] == at - 1:
+            found[-1] = (stem, found[-1][1], at)
+        else:
+            found.append((stem, at, at) if at >= 0 else (name, -1, -1))
+    return [
+        stem if first < 0 else f"{stem}.{first}" + (f"-{last}" if last > first else "") for stem, first, last in found
+    ]

@@ -48,7 +48,7 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
     shown, best, limit = facts.strategies(plan), facts.recommended(plan), facts.gpu_bytes(plan)
     chosen = best or (shown[0] if len(shown) == 1 else None)
     scale = bars.scale_of(shown, limit)
-    used = {name for row in shown for name in facts.stacked(mapping(row.get("per_gpu_bytes")))}
+    used = {name for row in shown for name in facts.at_peak(row)}
     used |= {RESERVE} if any(facts.reserve(row) for row in shown) else set()
     batches = {facts.batch_words(row) for row in shown}
     return {
@@ -56,22 +56,22 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "device": facts.device_word(plan),
         "recommended": None if best is None else text_of(best["name"]),
         "verdict": verdict(plan),
-        "why": _sentence(text_of(plan.get("why"))),
+        "why": _sentence(facts.reason(plan)),
         "batches": batches.pop() if len(batches) == 1 else "",
         "tiles": [] if chosen is None else _tiles(plan, chosen),
         "layout": "" if chosen is None else facts.layout_words(chosen),
         "batch": "" if chosen is None else facts.batch_words(chosen),
         "legend": [(name, label) for name, label in _legend() if name in used],
-        "strategies": [_strategy(row, scale, row is best, limit) for row in shown],
+        "strategies": [_strategy(plan, row, scale) for row in shown],
         "axis": Markup(bars.memory_axis(scale)),
-        "limit": limit,
+        "is_tight": any(facts.is_tight(plan, row) for row in shown),
         "limit_word": Markup(bars.limit_word(scale, f"{facts.device_word(plan)} {gigabytes(limit)} GB"))
         if limit
         else "",
-        "step": None if chosen is None else _step(chosen, limit),
+        "step": None if chosen is None else _step(chosen, limit, facts.device_word(plan)),
         "wires": _wires(plan, shown),
         "traffic": [] if chosen is None else _collectives(chosen),
-        "refusals": [_strategy(row, scale, False, limit) for row in shown if not row.get("fits")],
+        "refusals": [_strategy(plan, row, scale) for row in shown if not row.get("fits")],
         "conditions": conditions(plan),
         "explain": [
             {
@@ -111,21 +111,26 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
     return found
 
 
-def _strategy(row: Json, scale: bars.Scale, is_best: bool, limit: float | None) -> dict[str, Any]:
-    need = facts.needed(row)
-    held = mapping(row.get("per_gpu_bytes"))
+def _strategy(plan: Json, row: Json, scale: bars.Scale) -> dict[str, Any]:
+    need, limit = facts.needed(row), facts.gpu_bytes(plan)
+    held = facts.at_peak(row)
     between = facts.interval(row)
     return {
         "name": text_of(row.get("name")),
-        "is_best": is_best,
+        "is_best": row is facts.recommended(plan),
         "fits": bool(row.get("fits")),
+        "verdict": "\u2713 tight"
+        if facts.is_tight(plan, row)
+        else "\u2713 fits"
+        if row.get("fits")
+        else "\u2717 does not fit",
         "runs": row.get("runs") is not False,
         "batch": facts.batch_words(row),
         "bar": Markup(bars.memory_bar(row, scale)),
         "needed": need,
         "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
         "times": f"{need / limit:.1f} times what there is" if limit and need > scale.full else "",
-        "bytes": {name: amount(held, name) for name in CLASSES} | {RESERVE: facts.reserve(row)},
+        "bytes": {name: held.get(name, 0.0) for name in CLASSES} | {RESERVE: facts.reserve(row)},
         "step_s": number(row.get("step_seconds")),
         "speed": number(row.get("tokens_per_second_per_gpu")),
         "mfu": number(row.get("mfu")),
@@ -136,12 +141,15 @@ def _strategy(row: Json, scale: bars.Scale, is_best: bool, limit: float | None) 
     }
 
 
-def _step(chosen: Json, limit: float | None) -> dict[str, Any] | None:
+def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | None:
     full_s, instants = step.duration_of(chosen), step.instants_of(chosen)
     lanes = step.lanes_of(chosen, full_s) if full_s else []
     if not full_s or not (instants or lanes):
         return None
-    memory = step.memory_over_time(instants, full_s, limit) if instants else None
+    # Instants are of the allocator: what the context takes is not theirs.
+    context = amount(chosen, "per_gpu_bytes", facts.CONTEXT)
+    room = max(limit - context, 0.0) if limit else None
+    memory = step.memory_over_time(instants, full_s, room) if instants else None
     if memory is not None:
         memory = {**memory, "drawing": Markup(memory["drawing"])}
     return {
@@ -153,6 +161,7 @@ def _step(chosen: Json, limit: float | None) -> dict[str, Any] | None:
         "lanes": [lane._replace(drawing=Markup(lane.drawing)) for lane in lanes],
         "axis": Markup(step.time_axis(full_s)),
         "zooms": step.ZOOMS,
+        "limit_word": f"{device}, without {CLASSES[facts.CONTEXT]}" if context else device,
     }
 
 

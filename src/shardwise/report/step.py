@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..train.figures import size
 from .bars import is_far
-from .facts import CLASSES, LANES, Json, amount, number, rows, stacked, text_of
+from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, number, rows, stacked, text_of
 from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
 from .table import seconds
 
@@ -46,11 +46,20 @@ class Lane(NamedTuple):
 
 
 def instants_of(strategy: Json) -> list[Instant]:
-    found = [
-        Instant(text_of(row.get("name")), amount(row, "at_s"), stacked(row.get("bytes") or {}))
-        for row in rows(strategy.get("instants"))
-    ]
-    return sorted(found, key=lambda instant: instant.at_s)
+    """In their order. An instant begins with the span of its name, or where the one before it ends."""
+    spans: dict[str, list[Json]] = {}
+    for span in rows(strategy.get("timeline")):
+        if span.get("lane") == "compute":
+            spans.setdefault(text_of(span.get("name")), []).append(span)
+    found: list[Instant] = []
+    begin_s = end_s = 0.0
+    for row in rows(strategy.get("instants")):
+        name = text_of(row.get("name"))
+        span = spans[name].pop(0) if spans.get(name) else {"begin_s": max(end_s, amount(row, "at_s"))}
+        begin_s = max(begin_s, amount(span, "begin_s"))
+        end_s = max(begin_s, amount(span, "end_s"))
+        found.append(Instant(name, begin_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
+    return found
 
 
 def duration_of(strategy: Json) -> float:

@@ -17,11 +17,13 @@ from .facts import (
     device_word,
     gpu_bytes,
     interval,
+    is_tight,
     layout_words,
     mapping,
     model_words,
     needed,
     number,
+    reason,
     recommended,
     rows,
     strategies,
@@ -78,7 +80,7 @@ def explain(plan: Json) -> str:
 
 def verdict(plan: Json) -> str:
     """What to take and why, in a sentence."""
-    best, why = recommended(plan), text_of(plan.get("why"))
+    best, why = recommended(plan), reason(plan)
     if best is not None:
         return f"Take {text_of(best['name'])}: {why}" if why else f"Take {text_of(best['name'])}."
     nearest = next(iter(strategies(plan)), None)
@@ -113,6 +115,8 @@ def _lines(plan: Json) -> Iterator[Line]:
         yield Line(f"{'>' if strategy is best else ' '} {text}", style)
     if any(strategy.get("runs") is False for strategy in shown):
         yield Line(f"  {NO_RUN} planned, but not run by this version yet", "dim")
+    if any(is_tight(plan, strategy) for strategy in shown):
+        yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
     if best is not None and (words := "; ".join(w for w in (layout_words(best), batch_words(best)) if w)):
         yield Line("")
         yield from (Line(text) for text in _wrapped(words, f"  {text_of(best['name'])}: "))
@@ -123,16 +127,15 @@ def _lines(plan: Json) -> Iterator[Line]:
         width = max(len(text_of(strategy.get("name"))) for strategy in refused)
         for strategy in refused:
             first = f"    {text_of(strategy.get('name')):<{width}}  "
-            yield from (Line(text) for text in _wrapped(text_of(strategy.get("why_not")) or "it needs more", first))
-            if nearest := text_of(strategy.get("nearest")):
-                yield from (Line(text, "cyan") for text in _wrapped(f"-> {nearest}", " " * len(first)))
+            why, nearest = text_of(strategy.get("why_not")) or "it needs more", text_of(strategy.get("nearest"))
+            yield from (Line(text) for text in _wrapped(f"{why} -> {nearest}" if nearest else why, first))
 
 
 def _columns(plan: Json, shown: list[Json]) -> dict[str, list[str]]:
     limit, device = gpu_bytes(plan), device_word(plan)
     columns = {
         "strategy": [f"{text_of(s.get('name'))}{NO_RUN if s.get('runs') is False else ''}" for s in shown],
-        "fits": ["yes" if s.get("fits") else "no" for s in shown],
+        "fits": ["tight" if is_tight(plan, s) else "yes" if s.get("fits") else "no" for s in shown],
         f"GB per {device}": [_gigabytes_needed(s) for s in shown],
     }
     if limit:
@@ -145,7 +148,6 @@ def _columns(plan: Json, shown: list[Json]) -> dict[str, list[str]]:
     for title, names in {
         "GB in node": ("traffic_bytes", "intra_node"),
         "between": ("traffic_bytes", "inter_node"),
-        "PCIe": ("traffic_bytes", "pcie"),
         "host GB": ("host_bytes",),
         "disk GB": ("disk_bytes",),
     }.items():
