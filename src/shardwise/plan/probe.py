@@ -8,6 +8,7 @@ The model runs forward once, and every unit that is unlike those before it is th
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +75,10 @@ def probe_works(
             work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, kind="loss")
         else:
             if call.kind not in known:
+                forward, wrap = _unwrapped(module.forward)
+                wrap = around if around is not None and index in blocks else wrap
                 weights = list(module.parameters())
-                wrap = around if index in blocks else None
-                known[call.kind] = measure_call(module.forward, wrap, call.args, call.kwargs, weights, stand_ins)
+                known[call.kind] = measure_call(forward, wrap, call.args, call.kwargs, weights, stand_ins)
             work = known[call.kind]
         is_end = bool(blocks) and index > blocks[-1]
         name = (head if head in leaves else LOSS) if is_end else call.path if call.path in leaves else ROOT
@@ -136,6 +138,14 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
     for path, module in parts.items():
         module.forward = originals[path]
     return calls
+
+
+def _unwrapped(forward: Forward) -> tuple[Forward, Callable[[Forward], Forward] | None]:
+    """A forward, and what lies around it: checkpointed blocks have partial(checkpointed, forward, ...) in its place."""
+    if not isinstance(forward, partial) or not forward.args or not callable(forward.args[0]):
+        return forward, None
+    inner, *rest = forward.args
+    return inner, lambda other: partial(forward.func, other, *rest, **forward.keywords)
 
 
 def _is_block(path: str) -> bool:
