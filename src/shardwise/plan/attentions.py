@@ -1,7 +1,7 @@
 """Attention and rotary positions on a tape, each written like the torch code that it stands for."""
 
 from .kernels import AttentionShape
-from .operations import Habits, add, cast, scale, subtract
+from .operations import Habits, add, cast, scale, softmax, subtract
 from .storages import ROUND_BYTES, Tensor, rounded
 from .tape import Tape
 
@@ -33,7 +33,7 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     scores = tape.op([scaled, scaled_key], num_scores, saves=[scaled, scaled_key], attention_flops=flops)
     scores = tape.op([scores], num_scores, passes=[True])
     scratch = tape.new(shape.softmax_scratch_bytes, 1)
-    shares = tape.op([scores], num_scores, saves_result=True)
+    shares = softmax(tape, scores)
     del scores, scratch
     mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], attention_flops=flops, is_kept=True)
     del mask

@@ -41,8 +41,8 @@ class AttentionShape:
 
     @property
     def softmax_scratch_bytes(self) -> int:
-        """Of a softmax that is written out: a copy without rows that are hidden altogether, and which these are."""
-        return (self.itemsize + 1) * self.batch * self.heads * self.seq * self.seq
+        """Of a softmax that is written out: a byte says of each score whether it is hidden."""
+        return self.batch * self.heads * self.seq * self.seq
 
     @property
     def scratch_bytes(self) -> int:

@@ -97,5 +97,6 @@ def end(at: Setting, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
         # Blocks may be compiled, the model around them is not.
         states = (rms_norm if is_in_tree else llama_norm)(t, at.habits.eager(), x, shape.hidden)
     del x
-    head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf")
+    # A weight that is the embedding too is reduced last: its place is not open yet.
+    head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf" and not shape.tied)
     return head(t, states)

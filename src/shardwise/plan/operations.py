@@ -175,7 +175,8 @@ def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
-    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves_result=True)
+    """A GPU's backward begins with a product of the gradient and the result."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves_result=True, scratch_bytes=x.num_bytes)
 
 
 def dropout(tape: Tape, habits: Habits, x: Tensor) -> Tensor:

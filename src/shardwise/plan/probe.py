@@ -71,7 +71,8 @@ def probe_works(
         if call.path == head and index == len(calls) - 1:
             trains = module.weight.requires_grad
             habits = Habits(writes_directly, rank=0 if trains else 1)
-            projection = Head(module.in_features, module.out_features, habits, loss)
+            is_plain = head in leaves and type(module).forward is nn.Linear.forward
+            projection = Head(module.in_features, module.out_features, habits, loss, is_plain)
             work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, kind="loss")
         else:
             if call.kind not in known:

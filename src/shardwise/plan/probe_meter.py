@@ -76,7 +76,9 @@ class Counting(TorchDispatchMode):
         if func is _ATTENTION_BACKWARD:
             self.peak = max(self.peak, self.live + attention_shape(args[1], args[2]).scratch_bytes)
         if func is torch.ops.aten._safe_softmax.default:
-            self.peak = max(self.peak, self.live + result.numel() * (result.element_size() + 1))
+            self.peak = max(self.peak, self.live + result.numel())
+        if func is torch.ops.aten._softmax_backward_data.default:
+            self.peak = max(self.peak, self.live + result.numel() * result.element_size())
         if is_new and self._depth:
             self._note(func, args, result)
         return result
