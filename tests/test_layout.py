@@ -9,7 +9,6 @@ import pytest
 from shardwise.errors import ConfigurationError
 from shardwise.layout import (
     ALIASES,
-    AUTO_ORDER,
     PLANNED,
     PRESETS,
     SPLITS,
@@ -40,7 +39,6 @@ def test_the_table() -> None:
 
 def test_presets_differ() -> None:
     assert len(set(PRESETS.values())) == len(PRESETS)
-    assert set(AUTO_ORDER) <= set(PRESETS)
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,20 @@ ALIASES: dict[str, str] = {
 }
 
 AUTO = "auto"
-# What `auto` tries, cheapest communication first; the first whose state fits is taken.
-AUTO_ORDER: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3")
+# What most ranks can do without: others are measured by it.
+MOST_SPLIT = "zero3"
+# Pairs that are mixed to fill memory: what does not fit is split as the first, what does is kept as the second.
+MIXES: tuple[tuple[str, str], ...] = (
+    ("zero3", "shard_grad_op"),
+    ("zero3", "zero2"),
+    ("zero3", "zero1"),
+    ("zero3", "hybrid_shard_zero2"),
+    ("zero3", "hpz"),
+    ("hsdp", "hybrid_shard_zero2"),
+    ("hpz", "zero2"),
+    ("zero2", "zero1"),
+    ("zero1", "ddp"),
+)
 
 Strategy = str | Layout | Mapping[str, "str | Layout"]
 

@@ -13,30 +13,32 @@ from torch import Tensor, nn
 
 from ..cgroup import cgroup_values, memory_limit
 from ..dtypes import FP16, DTypeLike
-from ..errors import ConfigurationError, MemoryExceededError, StateError, did_you_mean
-from ..layout import AUTO, AUTO_ORDER, Layout, Strategy, layouts_for
+from ..errors import ConfigurationError, StateError, did_you_mean
+from ..layout import AUTO, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, make_axes, num_local_ranks
 from ..optim.probe import refuse_unless_elementwise
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
+from ..plan.assess import Machine
 from ..plan.flat import flats_of
 from ..plan.memory import state_bytes
 from ..plan.model import FoundUnit
+from ..plan.plan import Plan
 from ..plan.schedule import Schedule, UnitPlan, make_schedule
+from ..plan.training import Training
 from ..plan.units import Units, find_units
 from ..precision import Precision, precision_of
 from ..unit import FlatState, Unit
-from ..wire.collectives import exchange
+from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
+from .auto import Asked, choose, layouts_in, machine_here, measured_links
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
+from .moments import num_moments
 from .runtime import Engine, channels_of
-
-# `auto` leaves this share of the free memory to activations and temporary buffers.
-AUTO_RESERVE = 0.25
 
 logger = logging.getLogger("shardwise")
 
@@ -53,10 +55,12 @@ def shard(
     memory_budget: int | None = None,
     early_update: bool = False,
     seed: int | None = None,
+    batch: tuple[int, int] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
-    strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either.
+    strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
+        plan that fits into the memory that is free.
     precision: fp32, bf16 (fp32 masters), fp16 (fp32 masters, loss scaling), pure-bf16, or a `Precision`.
     reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
     node_size: ranks per node; torchrun's local world size unless given.
@@ -65,14 +69,17 @@ def shard(
     early_update: update a unit as soon as its gradient is final, while the backward of others still runs. No clipping,
         and nobody may read weights between backward() and step().
     seed: for weights of a model built on the meta device.
+    batch: for "auto", what activations depend on: sequences of a micro-batch, and tokens of each. Without it a quarter
+        of the memory is left to them.
     """
     world = everyone()
-    free_bytes = min(exchange(world, free_bytes_here()))
+    is_auto = isinstance(strategy, str) and strategy.lower() == AUTO
+    machine = _machine(world, node_size) if is_auto else None
     plan = all_or_none(
         world,
         lambda: _prepare(
             model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
-            memory_budget, early_update, seed, free_bytes,
+            memory_budget, early_update, seed, machine, batch,
         ),
     )  # fmt: skip
     require_agreement(world, plan.facts)
@@ -81,6 +88,7 @@ def shard(
     scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
     engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale)
+    engine.chosen = plan.chosen
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
     install_direct_gradients(engine, modules)
@@ -108,6 +116,7 @@ class _Plan:
     schedule: Schedule
     keep_fp32: tuple[str, ...]
     facts: Facts
+    chosen: Plan | None  # by "auto"
 
 
 def _prepare(
@@ -120,7 +129,8 @@ def _prepare(
     memory_budget: int | None,
     early_update: bool,
     seed: int | None,
-    free_bytes: int,
+    machine: Machine | None,
+    batch: tuple[int, int] | None,
 ) -> _Plan:
     if any(find_engine(module) is not None for module in model.modules()):
         raise StateError(
@@ -131,12 +141,28 @@ def _prepare(
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
     _refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
     keep_fp32 = (*precision.keep_fp32, *_kept_by_model(model, precision))
-    plans = _layouts(axes, found, strategy, precision, keep_fp32, free_bytes)
+    chosen = None
+    if machine is not None:
+        training = _training(optimizer, precision, batch)
+        chosen = choose(model, found, Asked(training, batch, units, memory_budget, keep_fp32), machine)
+    elif batch is not None:
+        raise ConfigurationError(f"batch={batch} with strategy={strategy!r}: only 'auto' asks for it; leave it out")
+    layouts = layouts_for(strategy, [unit.name for unit in found]) if chosen is None else layouts_in(chosen)
+    plans = [
+        UnitPlan(
+            unit.name,
+            layout,
+            flats_of(unit, layout, precision, axes.sizes_and_indices, keep_fp32),
+            unit.holds_units,
+            unit.backward_reads,
+        )
+        for unit, layout in zip(found, layouts, strict=True)
+    ]
     for plan in plans:
         if not plan.layout.runs:
             raise ConfigurationError(
-                f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot run "
-                "it yet; what runs rests on the device and travels as it is"
+                f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot "
+                "run it yet; what runs rests on the device and travels as it is"
             )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
@@ -166,7 +192,7 @@ def _prepare(
         "seed": seed,
     }
     facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]
-    return _Plan(axes, precision, found, schedule, keep_fp32, facts)
+    return _Plan(axes, precision, found, schedule, keep_fp32, facts, chosen)
 
 
 @contextmanager
@@ -207,40 +233,15 @@ def describe(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _layouts(
-    axes: Axes,
-    found: list[FoundUnit],
-    strategy: Strategy,
-    precision: Precision,
-    keep_fp32: Sequence[str],
-    free_bytes: int,
-) -> list[UnitPlan]:
-    def plans_for(chosen: Strategy) -> list[UnitPlan]:
-        layouts = layouts_for(chosen, [unit.name for unit in found])
-        return [
-            UnitPlan(
-                unit.name,
-                layout,
-                flats_of(unit, layout, precision, axes.sizes_and_indices, keep_fp32),
-                unit.holds_units,
-                unit.backward_reads,
-            )
-            for unit, layout in zip(found, layouts, strict=True)
-        ]
+def _machine(world: Channel, node_size: int | None) -> Machine:
+    """What this rank's device can do, with the memory that is free on every rank and links as fast as they are."""
+    axes = make_axes(node_size)
+    return machine_here(axes, min(exchange(world, free_bytes_here())), measured_links(world, axes))
 
-    if not isinstance(strategy, str) or strategy.lower() != AUTO:
-        return plans_for(strategy)
-    needs = []
-    for name in AUTO_ORDER:
-        plans = plans_for(name)
-        need = state_bytes(flat for plan in plans for flat in plan.flats).total
-        needs.append(f"{name} {need / 1e9:.1f}")
-        if need <= free_bytes * (1 - AUTO_RESERVE):
-            return plans
-    raise MemoryExceededError(
-        f"strategy {AUTO!r}: nothing fits. Free per rank: {free_bytes / 1e9:.1f} GB, of which {AUTO_RESERVE:.0%} "
-        f"is kept for activations; state in GB: {', '.join(needs)}. Use more ranks, or a smaller model"
-    )
+
+def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: tuple[int, int] | None) -> Training:
+    micro_batch, seq = batch or (1, 1)
+    return Training(precision=precision, micro_batch=micro_batch, seq=seq, moments=num_moments(optimizer, precision))
 
 
 def free_bytes_here() -> int:

@@ -22,6 +22,7 @@ from ..plan.memory import StateBytes, state_bytes
 from ..plan.schedule import NUM_REDUCTIONS
 from ..unit import FlatState
 from .guards import engine_of
+from .moments import num_moments
 from .runtime import Engine
 
 
@@ -107,7 +108,10 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
         now=now,
         peak=peak,
         reserved=reserved,
-        planned=state_bytes([state.flat for state in states], _num_moments(engine, optimizer)),
+        planned=state_bytes(
+            [state.flat for state in states],
+            num_moments(None if optimizer is None else optimizer.inner, engine.precision),
+        ),
         planned_buffers=registered + _planned_slots(engine) - whole,
     )
 
@@ -195,21 +199,3 @@ def _planned_slots(engine: Engine) -> int:
     schedule = engine.schedule
     own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
     return sum(schedule.slot_bytes) + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes
-
-
-# Bytes of an element of a moment in fewer bits, scales of its blocks included, by the end of the optimizer's name.
-_SMALL_MOMENTS = {"8bit": 1 + 4 / 256, "Fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
-
-
-def _num_moments(engine: Engine, optimizer: ShardedOptimizer | None) -> float:
-    """Tensors of the master's size that the optimizer will keep: Adam's two, unless it is known to differ."""
-    if optimizer is None:
-        return 0
-    name, groups = type(optimizer.inner).__name__, optimizer.param_groups
-    if name == "SGD":
-        return max(float(group["momentum"] != 0) for group in groups)
-    num_moments = 2 + max(float(group.get("amsgrad", False)) for group in groups)
-    for ending, num_bytes in _SMALL_MOMENTS.items():
-        if name.endswith(ending):
-            return num_moments * num_bytes / engine.precision.master.itemsize
-    return num_moments

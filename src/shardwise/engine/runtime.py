@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
 from .memory import GatherMemory
 from .reductions import Reductions
 from .streams import Lane, Mark
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
 
 # The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
 LOST = 1
@@ -75,6 +79,7 @@ class Engine:
         self.schedule = schedule
         self.units = units
         self.precision = precision
+        self.chosen: Plan | None = None  # where the strategy was the planner's choice
         self.is_sync = True
         self.is_captured = False
         self._replay_state: tuple[object, ...] = ()

@@ -28,16 +28,20 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "model": dict(plan.subject.facts),
         "cluster": _cluster(plan.machine),
         "training": _training(plan.training),
-        "strategies": [assessment_as_json(entry, plan, num_tokens) for entry in plan.found],
+        "strategies": [
+            assessment_as_json(entry, plan, num_tokens, in_full=entry is (best or plan.found[0]))
+            for entry in plan.found
+        ],
         "recommended": None if best is None else best.name,
         "why": plan.why,
         "explain": [] if best is None else explain(best),
     }
 
 
-def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None = None) -> Json:
+def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool) -> Json:
+    """`in_full`: with memory at every instant, and everything that happens when."""
     timing, reserved, peak = entry.timing, entry.reserved, entry.memory.peak
-    ends = {span.name: span.end_s for span in timing.spans if span.lane == "compute"}
+    begins = {span.name: span.begin_s for span in reversed(timing.spans)}
     found: Json = {
         "name": entry.name,
         "layout": _layout_words(entry),
@@ -68,10 +72,10 @@ def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None =
         "tokens_per_second_per_gpu": entry.tokens_per_s,
         "mfu": mfu(plan.subject.flops_per_token, entry.tokens_per_s, plan.machine.cluster.gpu.flops),
         "instants": [
-            {"name": instant.name, "at_s": ends.get(instant.name, 0.0), "bytes": instant.by_class()}
-            for instant in entry.memory.instants
+            {"name": instant.name, "at_s": begins.get(instant.name, timing.step_s), "bytes": instant.by_class()}
+            for instant in (entry.memory.instants if in_full else ())
         ],
-        "timeline": [dataclasses.asdict(span) for span in timing.spans],
+        "timeline": [dataclasses.asdict(span) for span in (timing.spans if in_full else ())],
     }
     if num_tokens is not None:
         found["days"] = days_for(num_tokens, entry.tokens_per_s * plan.machine.cluster.world_size)

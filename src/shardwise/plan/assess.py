@@ -14,7 +14,7 @@ from .efficiency import Efficiency, Wear
 from .events import Event, step_events
 from .flat import Flat, flats_of
 from .hardware import Cluster
-from .model import FoundUnit
+from .model import FoundUnit, matches
 from .peak import Memory, memory_of
 from .reserve import Reserved, reserved_of
 from .schedule import Schedule, UnitPlan, make_schedule
@@ -102,6 +102,11 @@ class Assessment:
         return self.reserved.expected + self.machine.context_bytes
 
     @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit after all, if the allocator wastes more than is expected."""
+        return self.reserved.high + self.machine.context_bytes > self.machine.memory_bytes
+
+    @property
     def host_bytes(self) -> int:
         return self.memory.host_bytes * self.machine.cluster.node_size
 
@@ -140,20 +145,35 @@ class Assessment:
 class Assessor:
     """Costs strategies for one model on one machine; what they have in common is made once."""
 
-    def __init__(self, subject: Subject, machine: Machine, clips: bool = True, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        machine: Machine,
+        *,
+        clips: bool = True,
+        budget_bytes: int | None = None,
+        keep_fp32: Sequence[str] = (),
+    ) -> None:
         self.subject = subject
         self.machine = machine
         self.unit_names = [unit.name for unit in subject.units]
         self._clips = clips
         self._budget_bytes = budget_bytes
         self._flats: dict[object, tuple[Flat, ...]] = {}
-        self._alike = [_signature(unit) for unit in subject.units]
+        self._keep_fp32 = keep_fp32
+        self._alike = [_signature(unit, keep_fp32) for unit in subject.units]
         cluster = machine.cluster
         self._axes = {
             "world": (cluster.world_size, 0),
             "node": (cluster.node_size, 0),
             "replicate": (cluster.num_nodes, 0),
         }
+
+    def on(self, machine: Machine) -> "Assessor":
+        """The same on another machine."""
+        return Assessor(
+            self.subject, machine, clips=self._clips, budget_bytes=self._budget_bytes, keep_fp32=self._keep_fp32
+        )
 
     def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
         plans = [
@@ -168,9 +188,14 @@ class Assessor:
     def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
         key = (self._alike[index], layout, training.precision, training.reduce)
         if key not in self._flats:
-            self._flats[key] = flats_of(self.subject.units[index], layout, training.formats, self._axes, ())
+            self._flats[key] = flats_of(
+                self.subject.units[index], layout, training.formats, self._axes, self._keep_fp32
+            )
         return self._flats[key]
 
 
-def _signature(unit: FoundUnit) -> object:
-    return tuple((param.shape, param.dtype, param.trainable) for param in unit.params)
+def _signature(unit: FoundUnit, keep_fp32: Sequence[str]) -> object:
+    kept = [bool(keep_fp32) and matches(param.sites[0].module, keep_fp32) for param in unit.params]
+    return tuple(
+        (param.shape, param.dtype, param.trainable, is_kept) for param, is_kept in zip(unit.params, kept, strict=True)
+    )

@@ -75,7 +75,7 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
     is_gathered: set[str] = set()
     has_grads: set[str] = set()
     slot_bytes, num_slots = schedule.reduction_slot_bytes, 0
-    unfetched = of_root = 0
+    unfetched = of_root = input_bytes = 0
     in_backward = False
 
     # Layers that write where the collective reads need the place before their backward, others after it.
@@ -110,17 +110,20 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             in_backward = False
             work = works[name]
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
-            note(f"forward {name}", kind, work.forward_peak_bytes)
+            # Its input is the output of the unit before, and lives until that is saved or let go.
+            note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
             held[kind] += work.saved_bytes
+            input_bytes = work.output_bytes
         elif verb == "backward":
             if not in_backward and LOSS_NAME in works:
                 # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
                 loss = works[LOSS_NAME]
-                note("forward loss", LOSS, loss.forward_peak_bytes)
+                note("forward loss", LOSS, input_bytes + loss.forward_peak_bytes)
                 note("backward loss", LOSS, loss.saved_bytes + loss.output_bytes + loss.backward_peak_bytes)
                 held[GRADS] += loss.grad_bytes
                 of_root += loss.grad_bytes
             in_backward = True
+            input_bytes = 0
             unit, work = units[name], works[name]
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
             if writes_directly[name]:

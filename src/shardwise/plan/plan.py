@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..layout import PRESETS, Strategy
+from ..layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .cluster import make_cluster
 from .efficiency import REAL, efficiency_of
@@ -93,10 +93,11 @@ def plan_for(
     *,
     strategy: Strategy | None = None,
     search: bool = True,
-    budget_bytes: int | None = None,
     only_what_runs: bool = False,
+    **settings: Any,
 ) -> Plan:
-    assess = Assessor(subject, machine, budget_bytes=budget_bytes)
+    """`settings` are the `Assessor`'s."""
+    assess = Assessor(subject, machine, **settings)
     if strategy is not None:
         entries = [asked(assess, strategy, choice)]
     else:
@@ -146,6 +147,6 @@ def _why(entries: Sequence[Assessment], best: Assessment | None, machine: Machin
         return f"{text}; nothing fits that this version can run"
     others = [entry for entry in entries if entry.fits and entry.runs and entry is not best]
     for entry in others:
-        if entry.tokens_per_s < best.tokens_per_s and entry.layouts == (PRESETS["zero3"],) * len(entry.layouts):
+        if entry.tokens_per_s < best.tokens_per_s and entry.layouts == (PRESETS[MOST_SPLIT],) * len(entry.layouts):
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
     return f"{text}; a GPU sends {best.moved.by_call.wire_bytes / 1e9:.3g} GB in it"

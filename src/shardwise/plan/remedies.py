@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..dtypes import BF16
 from .assess import Assessment, Assessor, Machine
 from .training import Training
 
@@ -39,7 +40,7 @@ def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
         words.append("a micro-batch of 1")
         training = replace(training, num_micro_batches=training.num_micro_batches * training.micro_batch, micro_batch=1)
         yield " and ".join(words), training
-    if training.formats.reduce.itemsize == 4 and training.precision == "bf16":
+    if training.formats.reduce.itemsize == 4 and training.formats.compute == BF16:
         words.append("gradients in bf16")
         training = replace(training, reduce="bf16")
         yield " and ".join(words), training
@@ -51,4 +52,4 @@ def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
 
 def _with_nodes(assess: Assessor, num_nodes: int) -> Assessor:
     machine: Machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
-    return Assessor(assess.subject, machine)
+    return assess.on(machine)

@@ -9,24 +9,12 @@ are open (activation checkpointing, micro-batch), every preset takes the ones th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..layout import PLANNED, PRESETS, Layout, Strategy, layouts_for
+from ..layout import MIXES, PLANNED, PRESETS, Layout, Strategy, layouts_for
 from .assess import Assessment, Assessor
 from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the first that fits is taken.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# Pairs of presets that are mixed: what does not fit is split as the first, what does is kept as the second.
-MIXES: tuple[tuple[str, str], ...] = (
-    ("zero3", "shard_grad_op"),
-    ("zero3", "zero2"),
-    ("zero3", "zero1"),
-    ("zero3", "hybrid_shard_zero2"),
-    ("zero3", "hpz"),
-    ("hsdp", "hybrid_shard_zero2"),
-    ("hpz", "zero2"),
-    ("zero2", "zero1"),
-    ("zero1", "ddp"),
-)
 # Fractions of the optimizer that may stay on the device while the rest is on the host.
 KEPT_STEP = 0.05
 # Who is this close to the fastest is as fast: then the simpler one is better.
@@ -75,15 +63,19 @@ def presets(assess: Assessor, choice: Choice) -> Iterator[Assessment]:
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
     """Mixed layouts that fit, where neither of the pair does for all units. `found` are the presets."""
-    is_spread = assess.machine.cluster.num_nodes > 1
+    is_one_node = assess.machine.cluster.num_nodes == 1
     for split, kept in MIXES:
-        across_nodes = {"hsdp", "hpz", "hybrid_shard_zero2"} & {split, kept}
-        if (across_nodes and not is_spread) or found[kept].fits or not found[split].fits:
+        stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
+        if (stops_at_node and is_one_node) or has_room(found[kept]) or not has_room(found[split]):
             continue
         mixed = [_most_kept(assess, split, kept, training) for trainings in choice.trainings for training in trainings]
         best = fastest(entry for entry in mixed if entry is not None)
         if best is not None:
             yield best
+
+
+def has_room(entry: Assessment) -> bool:
+    return entry.fits and not entry.is_tight
 
 
 def _most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
@@ -118,12 +110,12 @@ def offloads(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
 
 
 def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
-    """With the largest number from 1 on that fits; memory grows with it."""
+    """With the largest number from 1 on that fits with room; memory grows with it."""
     low, high, best = 1, most, None
     while low <= high:
         middle = (low + high) // 2
         found = assess(middle)
-        if found.fits:
+        if has_room(found):
             best, low = found, middle + 1
         else:
             high = middle - 1
@@ -139,9 +131,10 @@ def replace_name(found: Assessment, name: str) -> Assessment:
 
 
 def fastest(found: Iterable[Assessment]) -> Assessment | None:
-    """Of what fits and runs; if nothing does, of what fits. The first of those that are about as fast."""
+    """Of what fits with room and runs; if nothing does, of what fits. The first of those that are about as fast."""
     fitting = [entry for entry in found if entry.fits]
     fitting = [entry for entry in fitting if entry.runs] or fitting
+    fitting = [entry for entry in fitting if has_room(entry)] or fitting
     if not fitting:
         return None
     best = max(entry.tokens_per_s for entry in fitting)

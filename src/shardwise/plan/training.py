@@ -11,8 +11,9 @@ Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 
-# Tensors of the master's size and dtype that an optimizer keeps. 8 bits come with a scale for 256 elements.
-MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 0.0}
+# Tensors of the master's size and dtype that an optimizer keeps (SGD with momentum). 8 bits come with a scale for 256
+# elements.
+MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Training:
     seq: int = 2048
     micro_batch: int = 1
     num_micro_batches: int = 1
-    precision: str = "bf16"
+    precision: str | Precision = "bf16"
     reduce: str | None = None
     optimizer: Optimizer = "adamw"
     lora: Lora | None = None
@@ -45,6 +46,7 @@ class Training:
     compile: bool = False
     loss: Loss = "chunked"
     engine: EngineName = "shardwise"
+    moments: float | None = None  # of an optimizer that is none of these
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "num_micro_batches"):
@@ -72,4 +74,4 @@ class Training:
 
     @property
     def num_moments(self) -> float:
-        return MOMENTS[self.optimizer]
+        return MOMENTS[self.optimizer] if self.moments is None else self.moments

@@ -5,6 +5,7 @@ CPU: the caller) wait for it. The record keeps the buffer alive until then. On a
 nothing is queued. This module does not know what a parameter is.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -122,6 +123,17 @@ def collect(channel: Channel, value: Any) -> list[Any]:
     except RuntimeError as error:
         _fail("collect", channel, "what the ranks wrote", error)
     return found or []
+
+
+def gather_seconds(channel: Channel, buffer: torch.Tensor, num_tries: int = 3) -> float:
+    """How long it takes to gather `buffer` over the ranks, at best; set-up only."""
+    times = []
+    for _ in range(1 + num_tries):
+        begin_s = time.perf_counter()
+        finish(start_all_gather(channel, buffer, "a first measurement"))
+        buffer[-1].item()  # until the device has it
+        times.append(time.perf_counter() - begin_s)
+    return min(times[1:])
 
 
 def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:

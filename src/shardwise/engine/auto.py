@@ -1,0 +1,158 @@
+"""`strategy="auto"`: the planner's search, with the memory that is free and the links as they are.
+
+What activations take is probed on the meta device, for the micro-batch that the caller names. Without one, or for a
+model that cannot be probed so, a quarter of the memory is left to them, and what is compared is traffic and updates.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..errors import MemoryExceededError
+from ..layout import Layout
+from ..mesh import Axes, device, num_local_ranks
+from ..plan.assess import Machine, Subject
+from ..plan.efficiency import IDEAL, Efficiency, efficiency_of
+from ..plan.gpus import gpu_named, gpu_of_device
+from ..plan.hardware import Cluster, Gpu
+from ..plan.links import Link
+from ..plan.model import FoundUnit
+from ..plan.module import subject_of_module
+from ..plan.plan import Plan, plan_for
+from ..plan.search import choices
+from ..plan.training import Training
+from ..plan.units import Units
+from ..plan.work import Work
+from ..wire.collectives import Channel, exchange, gather_seconds
+
+# Left to activations where nobody knows them.
+UNKNOWN_SHARE = 0.25
+# What is gathered to see how fast the links are.
+PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+# A processor's core, where nothing is known about it: only what it is compared with matters.
+CPU_FLOPS, CPU_BYTES_PER_S = 3e10, 5e9
+
+logger = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a choice depends on beside the model: all that `sw.shard` was told."""
+
+    training: Training
+    batch: tuple[int, int] | None  # sequences of a micro-batch, tokens of each
+    units: Units
+    memory_budget: int | None
+    keep_fp32: Sequence[str]
+
+
+def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
+    """The fastest that fits and that the engine can run; the layouts are those of the plan's `recommended`."""
+    subject = None if asked.batch is None else _probed(model, asked)
+    if subject is None:
+        subject = _without_activations(type(model).__name__, found)
+        assert machine.free_bytes is not None
+        machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
+    training = asked.training
+    plan = plan_for(
+        subject,
+        machine,
+        training,
+        choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)]),
+        only_what_runs=True,
+        budget_bytes=asked.memory_budget,
+        keep_fp32=asked.keep_fp32,
+    )
+    if plan.recommended is None:
+        needs = ", ".join(f"{entry.name} {entry.needed_bytes / 1e9:.1f}" for entry in plan.found)
+        raise MemoryExceededError(
+            f"strategy 'auto': nothing fits. Free per rank: {machine.memory_bytes / 1e9:.1f} GB"
+            f"{'' if asked.batch else ' after a quarter for activations'}; needed in GB: {needs}. Use more ranks, a "
+            "smaller micro-batch or activation checkpointing, or a smaller model"
+        )
+    return plan
+
+
+def layouts_in(plan: Plan) -> list[Layout]:
+    assert plan.recommended is not None
+    return list(plan.recommended.layouts)
+
+
+def _probed(model: nn.Module, asked: Asked) -> Subject | None:
+    try:
+        return subject_of_module(model, asked.training, asked.units)
+    except Exception as error:  # noqa: BLE001  any model's own code runs here
+        logger.warning(
+            "strategy 'auto': what activations of this %s take could not be found out (%s: %s); a quarter of the "
+            "memory is left to them",
+            type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return None
+
+
+def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
+    nothing: Mapping[str, Work] = {unit.name: Work(0, 0, 0, 0) for unit in found}
+    return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
+
+
+def machine_here(axes: Axes, free_bytes: int, links: Mapping[str, Link] | None = None) -> Machine:
+    """The device of this rank and its equals, with `free_bytes` each. `links` are what was measured."""
+    gpu, efficiency = _gpu_here(free_bytes)
+    num_nodes = axes.world_size // axes.node_size
+    cluster = Cluster(
+        gpu=gpu,
+        node_size=axes.node_size,
+        num_nodes=num_nodes,
+        intra=gpu.intra,
+        inter=gpu.intra if num_nodes == 1 else Link(50.0, 15.0),
+        pcie=gpu.pcie,
+        host_bytes=axes.node_size * gpu.host.memory_bytes,
+        disk_bytes=axes.node_size * gpu.host.disk_bytes,
+        disk_read_bytes_per_s=gpu.host.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=gpu.host.disk_write_bytes_per_s,
+        host_adam_elems_per_s=gpu.host.adam_elems_per_s,
+    )
+    for name, link in (links or {}).items():
+        cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
+    return Machine(cluster, efficiency, IDEAL, free_bytes)
+
+
+def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
+    """From one gather over all ranks: inside the node if there is but one, else between nodes."""
+    if world.num_ranks == 1:
+        return {}
+    num_bytes = PROBE_BYTES[device().type]
+    num_bytes -= num_bytes % world.num_ranks
+    seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()))
+    seconds = max(exchange(world, seconds))
+    ring_bytes = num_bytes * (world.num_ranks - 1) / world.num_ranks
+    if axes.world_size == axes.node_size:
+        return {"intra": Link(ring_bytes / seconds / 1e9, 20.0)}
+    return {"inter": Link(ring_bytes / axes.node_size / seconds / 1e9, 20.0)}
+
+
+def _gpu_here(free_bytes: int) -> tuple[Gpu, Efficiency]:
+    where = device()
+    if where.type == "cuda":
+        name = torch.cuda.get_device_name(where)
+        known = gpu_of_device(name)
+        # One that is in no table is taken for an A100: what is compared runs on the same.
+        gpu = gpu_named("A100-80GB") if known is None else known
+        return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
+    gpu = gpu_named("A100-80GB")
+    num_cores = max(1, torch.get_num_threads())
+    cpu = replace(
+        gpu,
+        name="CPU",
+        memory_bytes=free_bytes,
+        flops=num_cores * CPU_FLOPS,
+        fp32_flops=num_cores * CPU_FLOPS,
+        hbm_bytes_per_s=CPU_BYTES_PER_S * num_cores / num_local_ranks(),
+        intra=Link(1.0, 200.0),
+        switch=None,
+        context_bytes=0,
+    )
+    return cpu, efficiency_of(gpu.name)
