@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from .blocks import gpt_block, in_tree_block, llama_block
+from .kernels import embedding_scratch_bytes
 from .losses import end
 from .measure import chain, measure
 from .model import ROOT, FoundUnit
@@ -100,13 +101,13 @@ def _begin(at: Setting, training: Training, has_embedding: bool, is_tied: bool) 
 
 
 def _embedding(at: Setting, training: Training) -> Work:
-    """Rows are looked up; the gradient is as large as the weight, and the token ids are sorted to make it."""
+    """Rows are looked up; the gradient is as large as the weight."""
     shape = at.shape
     num_elems = training.num_tokens * shape.hidden
     rows = shape.vocab + shape.num_positions
 
     def look_up(t: Tape, x: Tensor) -> Tensor:
-        scratch = 3 * _INDEX_BYTES * training.num_tokens
+        scratch = embedding_scratch_bytes(training.num_tokens, shape.vocab, shape.hidden)
         weight = at.habits.weight(rows * shape.hidden)
         return t.op([x], num_elems, weights=[weight], scratch_bytes=scratch)
 

@@ -11,6 +11,8 @@ from typing import Literal
 AttentionKernel = Literal["flash", "efficient", "math"]
 
 _ROW_MULTIPLE = 128
+# Up to which one kernel adds up the gradients of an embedding in place.
+_FEW_TOKENS = 3072
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,11 @@ class AttentionShape:
             return 4 * self.batch * self.seq * self.heads
         expanded = 2 * self.itemsize * self.batch * self.seq * self.heads * self.head_dim
         return sums * width + sums + (expanded if self.heads != self.kv_heads else 0)
+
+
+def embedding_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
+    """Of an embedding's backward: tokens are sorted, and sums of at most ten gradients each are made in fp32."""
+    if num_tokens <= _FEW_TOKENS:
+        return 0
+    num_sums = min(num_tokens, num_rows) + num_tokens // 10
+    return 6 * 8 * num_tokens + 4 * width * num_sums

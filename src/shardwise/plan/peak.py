@@ -75,7 +75,7 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
     is_gathered: set[str] = set()
     has_grads: set[str] = set()
     slot_bytes, num_slots = schedule.reduction_slot_bytes, 0
-    unfetched = of_root = input_bytes = 0
+    unfetched = fetched = of_root = input_bytes = 0
     in_backward = False
 
     # Layers that write where the collective reads need the place before their backward, others after it.
@@ -105,8 +105,8 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             if num_slots:
                 held[REDUCE] -= num_slots * slot_bytes
                 num_slots = 0
-            held[GRADS] -= unfetched + of_root
-            unfetched = of_root = 0
+            held[GRADS] -= unfetched + fetched + of_root
+            unfetched = fetched = of_root = 0
             in_backward = False
             work = works[name]
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
@@ -126,6 +126,11 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             input_bytes = 0
             unit, work = units[name], works[name]
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
+            if not unit.holds_units:
+                # Here the reduction of the unit before begins: what autograd made for it is held until that of the next
+                # one does. The root's turn is at the end.
+                held[GRADS] -= fetched
+                fetched, unfetched = unfetched, 0
             if writes_directly[name]:
                 open_for(unit)
             note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
@@ -133,15 +138,14 @@ def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, W
             if unit.trainable and not writes_directly[name]:
                 open_for(unit)
                 note(f"reduce {name}", GRADS, work.grad_bytes)
-            # What autograd made is held until the next unit's reduction begins.
-            held[GRADS] += work.grad_bytes - unfetched
-            unfetched = work.grad_bytes
+            held[GRADS] += work.grad_bytes
+            unfetched += work.grad_bytes
             if name in is_gathered:
                 is_gathered.discard(name)
                 held[GATHERED] -= unit.gathered_bytes
         elif verb == "agree":
-            held[GRADS] -= unfetched + of_root
-            unfetched = of_root = 0
+            held[GRADS] -= unfetched + fetched + of_root
+            unfetched = fetched = of_root = 0
             held[REDUCE] -= num_slots * slot_bytes
             num_slots = 0
             note("the gradients' norm", GRADS, _cast_for_norm(schedule) if clips else 0)

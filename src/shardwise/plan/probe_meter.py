@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .kernels import embedding_scratch_bytes
 from .probe_stand_ins import StandIns, attention_shape, laid_out
 from .storages import rounded
 from .work import Product, Work
@@ -75,6 +76,9 @@ class Counting(TorchDispatchMode):
                 is_new |= self._count(tensor.untyped_storage())
         if func is _ATTENTION_BACKWARD:
             self.peak = max(self.peak, self.live + attention_shape(args[1], args[2]).scratch_bytes)
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            scratch = embedding_scratch_bytes(args[1].numel(), *result.shape)
+            self.peak = max(self.peak, self.live + scratch)
         if func is torch.ops.aten._safe_softmax.default:
             self.peak = max(self.peak, self.live + result.numel())
         if func is torch.ops.aten._softmax_backward_data.default:
