@@ -316,6 +316,11 @@ class Engine:
                 self._drop(index)
             self._complete[index] = True
 
+    def unit_in_backward(self) -> int | None:
+        """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
+        begun = [call for call in self._open_calls if call.unit in self._position_of]
+        return min(begun, key=lambda call: call.began).unit if begun else None
+
     # Units that this rank leaves out, and others may not: their collectives come in the schedule's order all the same.
 
     def _pass_over_in_forward(self, index: int) -> None:
