@@ -7,7 +7,7 @@ over the bus, from disk and to it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..dtypes import INT32, DType, dtype_of
 from ..layout import Encoding
@@ -39,6 +39,9 @@ class Event:
     host_elems: int = 0
 
 
+Todo = Sequence[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]]
+
+
 def step_events(
     schedule: Schedule,
     num_micro_batches: int = 1,
@@ -49,18 +52,51 @@ def step_events(
 ) -> list[Event]:
     """A whole training step. Later steps begin with the gathers started right after the update before."""
     occupancy = Occupancy(schedule)
-    if not first_step:
-        _micro_batches(schedule, occupancy, num_micro_batches)
-        occupancy.masters_changed()
+    told = _Teller(schedule)
     events: list[Event] = []
     if not first_step:
-        events.extend(_gathers(schedule, occupancy, schedule.after_step))
-    events.extend(_micro_batches(schedule, occupancy, num_micro_batches))
+        for _ in _micro_batches(schedule, occupancy, num_micro_batches):
+            pass
+        occupancy.masters_changed()
+        events.extend(told(happening) for happening in _gathers(occupancy, schedule.after_step))
+    events.extend(told(happening) for happening in _micro_batches(schedule, occupancy, num_micro_batches))
     events.append(_agreement(schedule))
     if clips:
         events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
     events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
     return events
+
+
+class _Happening(NamedTuple):
+    """What the engine does, before it is known what that moves. `is_special`: a gather of something stale, or the last
+    reduction of a step."""
+
+    verb: Verb
+    unit: int
+    todo: Todo = ()
+    is_special: bool = False
+
+
+class _Teller:
+    """Makes events. Units that share their flats move the same, which is worked out once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._units = schedule.units
+        self._known: dict[tuple[str, int, int, bool], Event] = {}
+
+    def __call__(self, happening: _Happening) -> Event:
+        unit = self._units[happening.unit]
+        if happening.verb not in ("gather", "reduce"):
+            return Event(happening.verb, unit.name)
+        key = (happening.verb, id(unit.flats), len(happening.todo), happening.is_special)
+        known = self._known.get(key)
+        if known is None:
+            if happening.verb == "gather":
+                known = gather_event(unit, happening.todo, happening.is_special)
+            else:
+                known = reduce_event(unit, happening.is_special)
+            self._known[key] = known
+        return Event(happening.verb, unit.name, known.calls, known.moves)
 
 
 def _agreement(schedule: Schedule) -> Event:
@@ -83,37 +119,31 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
                 yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
 
 
-def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> list[Event]:
-    events: list[Event] = []
-    for index in range(num_micro_batches):
-        events.extend(_micro_batch(schedule, occupancy, is_last=index == num_micro_batches - 1))
-    return events
-
-
-def _micro_batch(schedule: Schedule, occupancy: Occupancy, is_last: bool) -> Iterator[Event]:
+def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> Iterator[_Happening]:
     units = schedule.units
-    for unit in schedule.order:
-        yield from _gathers(schedule, occupancy, schedule.before_forward[unit])
-        yield Event("forward", units[unit].name)
-    for unit in reversed(schedule.order):
-        yield from _gathers(schedule, occupancy, schedule.before_backward[unit])
-        yield Event("backward", units[unit].name)
-        if units[unit].layout.gathered_until == "backward":
-            occupancy.release(unit)
-        if units[unit].trainable:
-            yield reduce_event(units[unit], is_last)
+    is_trained = [unit.trainable for unit in units]
+    is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
+    for index in range(num_micro_batches):
+        for unit in schedule.order:
+            yield from _gathers(occupancy, schedule.before_forward[unit])
+            yield _Happening("forward", unit)
+        for unit in reversed(schedule.order):
+            yield from _gathers(occupancy, schedule.before_backward[unit])
+            yield _Happening("backward", unit)
+            if is_dropped[unit]:
+                occupancy.release(unit)
+            if is_trained[unit]:
+                yield _Happening("reduce", unit, (), index == num_micro_batches - 1)
 
 
-def _gathers(schedule: Schedule, occupancy: Occupancy, units: Iterable[int]) -> Iterator[Event]:
+def _gathers(occupancy: Occupancy, units: Iterable[int]) -> Iterator[_Happening]:
     for unit in units:
         if not occupancy.is_ready(unit):
             is_stale = not occupancy.rest_fresh[unit]
-            yield gather_event(schedule.units[unit], occupancy.take(unit), is_stale)
+            yield _Happening("gather", unit, occupancy.take(unit), is_stale)
 
 
-def gather_event(
-    unit: UnitPlan, todo: Iterable[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]], is_stale: bool
-) -> Event:
+def gather_event(unit: UnitPlan, todo: Todo, is_stale: bool) -> Event:
     """`todo`: the flats to be gathered, with the hops that refresh the copy at rest and those that make it whole."""
     calls: list[Call] = []
     moves: list[Move] = []
