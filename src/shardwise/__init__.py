@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
+    from .plan.cluster import make_cluster
+    from .plan.plan import Plan, plan
+    from .plan.training import Training
     from .precision import Precision
     from .wire.ledger import Traffic
 
@@ -28,10 +31,12 @@ __all__ = [
     "ConfigurationError",
     "Layout",
     "Memory",
+    "Plan",
     "Precision",
     "ShardwiseError",
     "StateError",
     "Traffic",
+    "Training",
     "WireError",
     "__version__",
     "accumulate",
@@ -41,7 +46,9 @@ __all__ = [
     "init",
     "load",
     "load_full_state_dict",
+    "make_cluster",
     "memory",
+    "plan",
     "save",
     "shard",
     "start_save",
@@ -71,14 +78,19 @@ _HOMES = {
     "WireError": ".errors",
     "Layout": ".layout",
     "init": ".mesh",
+    "make_cluster": ".plan.cluster",
+    "Plan": ".plan.plan",
+    "plan": ".plan.plan",
+    "Training": ".plan.training",
     "Precision": ".precision",
     "Traffic": ".wire.ledger",
 }
 
 # Importing a module binds its name here. Modules that share their name with something above are imported
 # now (they are pure), so that the binding can be undone and no later import hides the API.
-import_module(".shard", __name__)
-del globals()["shard"]
+for _name in ("shard", "plan"):
+    import_module(f".{_name}", __name__)
+    del globals()[_name]
 
 
 def __getattr__(name: str) -> Any:
