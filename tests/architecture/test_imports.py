@@ -12,6 +12,7 @@ LAYERS: dict[str, int] = {
     "cgroup": 0,
     "shard": 0,
     "dtypes": 0,
+    "kept": 0,
     "precision": 0,
     "layout": 1,
     "wire.codec": 1,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dtypes import FP32
+from ..kept import keep, kept
 from ..unit import FlatState
 from .runtime import Engine
 
@@ -25,14 +26,14 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, engine: Engine, state: FlatState, index: int
     ) -> Tensor:
         ctx.engine, ctx.state, ctx.index = engine, state, index
-        ctx.save_for_backward(x, weight if x.requires_grad else None)
+        keep(ctx, x, weight if x.requires_grad else None)
         out = F.linear(x, weight, bias)
         # What a custom function returns as a view may not be changed in place, as an activation after it may want to.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = kept(ctx)
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
         try:

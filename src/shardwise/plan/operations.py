@@ -85,7 +85,6 @@ def _product(
         rows * width_out,
         saves=[x] if trainable else (),
         weights=[*weights, Weight(width_out, trainable)] if bias else weights,
-        saves_late=trainable and is_direct,
         is_kept=_is_kept(tape, habits, width_in, width_out),
         product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
     )

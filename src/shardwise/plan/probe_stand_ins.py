@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..kept import keep, kept
 from .kernels import AttentionShape
 
 
@@ -71,13 +72,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight if x.requires_grad else None)
+        keep(ctx, x, weight if x.requires_grad else None)
         out = F.linear(x, weight, bias)
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = kept(ctx)
         rows = grad.reshape(-1, grad.shape[-1])
         return (
             None if weight is None else rows.mm(weight).view(x.shape),

@@ -68,21 +68,19 @@ class Tape:
         passes: Sequence[bool] = (),
         scratch_bytes: int = 0,
         weights: Sequence[Weight] = (),
-        saves_late: bool = False,
         is_kept: bool = False,
         product: Product | None = None,
         attention_flops: float = 0.0,
     ) -> Tensor:
         """A result of `num_elems`. `extra_bytes` are saved beside it (statistics of a norm), `scratch_bytes` live in
         the backward. An input that `passes` gets the gradient itself; one that does not, new memory of its size.
-        Weights that are trained get a gradient too. `saves_late`: torch saves only after it has computed.
+        Weights that are trained get a gradient too.
         """
         needs_grad = self.is_recording and (any(x.node for x in inputs) or any(w.trainable for w in weights))
         node = self.node(inputs) if needs_grad else None
         saved = [tensor.alias() for tensor in saves] if node else []
         num_saved = len(saved)
-        if not saves_late:
-            self._count_saved(num_saved)
+        self._count_saved(num_saved)
         if is_kept and self.is_replaying and self.kept:
             out, *beside = [tensor.alias() for tensor in self.kept.pop(0)]
         else:
@@ -98,8 +96,6 @@ class Tape:
             out = self.new(num_elems, itemsize)
             if is_kept and self.kept is not None:
                 self.kept.append([out.alias(), *(tensor.alias() for tensor in beside)])
-        if saves_late:
-            self._count_saved(num_saved)
         if node is None:
             return out
         if beside or saves_result:

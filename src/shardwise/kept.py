@@ -1,0 +1,32 @@
+"""What a custom autograd function keeps for its backward, kept before it computes anything, as torch's own do.
+
+What `save_for_backward` was given is handed to hooks only after the forward. Activation checkpointing stops a recompute
+where the last tensor is saved: a block that ends with such a function would compute its result for nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep(ctx: Any, *tensors: Tensor | None) -> None:
+    """Call it first in a forward."""
+    ctx.hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if ctx.hooks is None:
+        ctx.save_for_backward(*tensors)
+    else:
+        ctx.packed = [None if tensor is None else ctx.hooks[0](tensor) for tensor in tensors]
+
+
+def kept(ctx: Any) -> tuple[Any, ...]:
+    """In the backward: the tensors, once, unless the graph is kept for another."""
+    if ctx.hooks is None:
+        found: tuple[Any, ...] = ctx.saved_tensors
+        return found
+    if ctx.packed is None:
+        raise RuntimeError("backward through a graph a second time, after it was freed: give retain_graph=True")
+    found = tuple(None if packed is None else ctx.hooks[1](packed) for packed in ctx.packed)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.packed = None
+    return found
