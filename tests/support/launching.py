@@ -125,6 +125,26 @@ def add_up(settings: str) -> int:
     return 0
 
 
+def starve(settings: str) -> int:
+    """A whole run whose last rank finds no memory in the forward of its last block, in the second step."""
+    import torch
+
+    from shardwise.train.model import Block
+    from shardwise.train.run import run_rank
+
+    forward, num_calls = Block.forward, 0
+
+    def starving(block: Block, x: Any, *others: Any) -> Any:
+        nonlocal num_calls
+        num_calls += not x.is_meta
+        if os.environ["RANK"] == "1" and num_calls == 4 and not x.is_meta:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+        return forward(block, x, *others)
+
+    Block.forward = starving  # type: ignore[method-assign]
+    return run_rank(settings)
+
+
 def main() -> int:
     entry, folder, *words = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

@@ -13,7 +13,7 @@ from ..errors import ShardwiseError
 from ..version import VERSION
 from .bench import bench
 from .convert import convert
-from .doctor import doctor
+from .doctor import app as doctor
 from .export import export
 from .generate import generate
 from .inspect import inspect
@@ -63,7 +63,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(export)
 app.command()(convert)
-app.command()(doctor)
+app.add_typer(doctor, name="doctor")
 
 
 def main() -> None:

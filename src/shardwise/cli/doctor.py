@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine can do, and what stands in the way."""
+"""`shardwise doctor`: what this machine can do, what stands in the way, and why a run ran out of memory."""
 
 import dataclasses
 import json
@@ -19,7 +19,12 @@ INDENT = 22
 MARKS = {"ok": " ", "worse": "!", "broken": "X"}
 
 
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
 def doctor(
+    context: typer.Context,
     folder: Annotated[Path, typer.Option(help="Where runs would write; its disk is measured.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output.")] = False,
     measure: Annotated[
@@ -36,7 +41,11 @@ def doctor(
         shardwise doctor --folder /scratch/runs --json
 
         shardwise doctor --measure hardware.json
+
+        shardwise doctor oom runs/tiny
     """
+    if context.invoked_subcommand is not None:
+        return
     if measure is not None:
         _measure(measure, folder, as_json)
         return
@@ -50,6 +59,21 @@ def doctor(
     findings += disk.look(folder)
     print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1) if as_json else _text(findings))
     raise typer.Exit(1 if any(finding.grade == "broken" for finding in findings) else 0)
+
+
+@app.command()
+def oom(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that has ended with exit code 3.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output, of all ranks.")] = False,
+) -> None:
+    """Say again why a run ran out of memory, and what would help.
+
+    shardwise doctor oom runs/tiny
+    """
+    from ..doctor.oom import look, text
+
+    reports = look(folder)
+    print(json.dumps(reports, indent=1) if as_json else text(folder, reports))
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:

@@ -31,6 +31,8 @@ def peak_text(entry: Assessment) -> str:
 def at(name: str) -> str:
     """An instant in words."""
     verb, _, unit = name.partition(" ")
+    if name.startswith("the "):
+        return name
     if "loss" in name:
         return "the loss"
     return (

@@ -5,7 +5,7 @@ Plain ASCII and at most 100 columns, so that a log file reads like the terminal.
 
 import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..plan.memory import StateBytes
 from ..version import VERSION
@@ -42,8 +42,12 @@ class Start:
     num_steps: int
     num_epochs: float
     optimizer: str  # "adamw, lr 3e-04 (cosine, 10 warm-up steps)"
+    why: str = ""  # this strategy, where the planner chose it
     planned: StateBytes  # of a rank
     planned_buffers: int
+    at_peak: dict[str, int] = field(default_factory=dict)  # bytes by class at the planned peak; empty: not known
+    peak_is: str = ""  # its instant, in words
+    plan_note: str = ""  # why it is not known
     free_bytes: int | None = None  # of a rank, before the run
     checkpoint_bytes: int | None = None  # of one checkpoint, all ranks together
     expected_save_s: float | None = None
@@ -72,6 +76,8 @@ class End:
     seen: StateBytes  # the largest of all ranks
     planned_buffers: int
     seen_buffers: int
+    planned_activations: int | None = None
+    planned_peak: int | None = None
     seen_activations: int | None = None  # None: not known on this device
     peak_bytes: int | None = None  # of a rank, everything included
     checkpoint: str = ""
@@ -93,13 +99,13 @@ def banner(facts: Start) -> str:
         world += f" = {plural(facts.world_size // facts.node_size, 'node')} x {facts.node_size}"
     batch = facts.world_size * facts.num_micro * facts.micro_size
     evaluation = f", {facts.num_eval_samples:,} more for evaluation" if facts.num_eval_samples else ""
-    tokenizer = ", " + _together(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
+    tokenizer = ", " + together(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
     steps = f"{plural(facts.num_steps, 'step')} = {facts.num_epochs:.3g} epochs"
     if facts.first_step:
         steps += f", from step {facts.first_step:,} on"
     lines = {
         "model": f"{facts.model}, {count(facts.num_params)} parameters, {trained}",
-        "strategy": f"{chosen} on {world}, {facts.device}, {facts.precision}",
+        "strategy": f"{chosen} on {world}, {facts.device}, {facts.precision}" + (f": {facts.why}" if facts.why else ""),
         "batch": f"{plural(batch, 'sample')} = {plural(facts.world_size, 'rank')} x "
         f"{plural(facts.num_micro, 'micro-batch')} x {facts.micro_size}, "
         f"{batch * facts.seq_length:,} tokens a step",
@@ -108,9 +114,9 @@ def banner(facts: Start) -> str:
         "training": f"{steps}, {facts.optimizer}",
         "memory": _planned(facts),
         "checkpoint": _saving(facts),
-        "resumes": _together(facts.resumed_from),
+        "resumes": together(facts.resumed_from),
     }
-    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *_table(lines)])
+    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *table(lines)])
 
 
 def summary(facts: End) -> str:
@@ -121,10 +127,10 @@ def summary(facts: End) -> str:
     lines = {
         "loss": _losses(facts),
         "speed": ", ".join(speed),
-        "checkpoint": _together(facts.checkpoint),
-        "export": _together(facts.export),
+        "checkpoint": together(facts.checkpoint),
+        "export": together(facts.export),
     }
-    text = [head, "", *_table(lines), *_memory_table(facts)]
+    text = [head, "", *table(lines), *_memory_table(facts)]
     if facts.sample:
         text += ["", *_sample(facts.prompt, facts.sample)]
     return "\n".join(text)
@@ -145,13 +151,17 @@ def _losses(facts: End) -> str:
 
 def _planned(facts: Start) -> str:
     planned, buffers = facts.planned, facts.planned_buffers
-    parts = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer, "buffers": buffers}
-    shown = ", ".join(_together(f"{name} {size(num_bytes)}") for name, num_bytes in parts.items() if num_bytes)
+    state = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer, "buffers": buffers}
+    parts = facts.at_peak or state
+    shown = ", ".join(together(f"{name} {size(num_bytes)}") for name, num_bytes in parts.items() if num_bytes)
     free = "" if facts.free_bytes is None else f", of {size(facts.free_bytes)} free"
-    return f"{size(planned.total + buffers)} + activations a rank{free}: {shown}"
+    note = f"; {facts.plan_note}" if facts.plan_note else ""
+    if facts.at_peak:
+        return f"planned peak {size(sum(parts.values()))} a rank{free}, at {facts.peak_is}: {shown}{note}"
+    return f"{size(sum(parts.values()))} + activations a rank{free}: {shown}{note}"
 
 
-def _together(text: str) -> str:
+def together(text: str) -> str:
     """On one line, however long: paths are copied from there."""
     return text.replace(" ", "\xa0")
 
@@ -183,8 +193,8 @@ def _memory_table(facts: End) -> list[str]:
         "grads": (planned.grads, seen.grads),
         "optimizer": (planned.optimizer, seen.optimizer),
         "buffers": (facts.planned_buffers, facts.seen_buffers),
-        "activations": (None, facts.seen_activations),
-        "peak": (None, facts.peak_bytes),
+        "activations": (facts.planned_activations, facts.seen_activations),
+        "peak": (facts.planned_peak, facts.peak_bytes),
     }
     shown = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     rows = [
@@ -199,7 +209,7 @@ def _memory_table(facts: End) -> list[str]:
     ]
 
 
-def _table(lines: dict[str, str]) -> list[str]:
+def table(lines: dict[str, str]) -> list[str]:
     """A label and its text on each line; what is empty is left out, what is long goes on below itself."""
     begin = " " * (_LABEL_WIDTH + 2)
     found = []

@@ -24,11 +24,13 @@ from .metrics import Metrics, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.sample import sample
+from .planned import RunPlan, write_traffic
 from .progress import Progress
 from .rounds import Rounds
 from .settings import Settings
 
 DEFAULT_PROMPT = "The "
+STEADY = 2  # steps after which traffic is that of every further one
 RNG_POLICY = (
     "nothing is kept between steps: dropout of a step is seeded from the seed, the step and the rank, the order of "
     "samples from the seed and their number, weights from the seed and their names"
@@ -49,6 +51,7 @@ class Run:
     first_step: int
     free_bytes: int
     progress: Progress
+    planned: RunPlan
     book: Book = field(init=False)
     rounds: Rounds = field(init=False)
     between: Between = field(init=False)
@@ -59,6 +62,10 @@ class Run:
     generated: str = ""
     exported: str = ""
     highest: Memory | None = None  # class by class, over the rows written
+    step: int = 0  # so many are done
+    doing: str = ""  # beside steps
+    num_steady: int = 0  # steps after each other, with an update and nothing in between
+    num_updates: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -75,21 +82,30 @@ class Run:
     def memory_row(self) -> Row:
         now = memory(self.job.model, self.job.optimizer)
         self.highest = now if self.highest is None else self.highest.highest(now)
-        return dict(memory_row(now))
+        return dict(memory_row(now, self.planned_peak))
+
+    @property
+    def planned_peak(self) -> int | None:
+        """Of what a GPU's allocator lends; a CPU's keeps no books to compare it with."""
+        is_known = self.job.device.type == "cuda" and not self.planned.note
+        return self.planned.entry.memory.peak.total if is_known else None
 
     def evaluate(self, step: int) -> None:
         if self.eval_samples is None:
             return
         settings, job = self.settings, self.job
+        self.doing, self.num_steady = "the evaluation", 0
         num = min(self.eval_samples.num_samples, settings.max_eval_samples)
         size = settings.per_device_eval_batch_size or job.batching.micro_size
         self.evaluation = evaluate(job.model, self.eval_samples, num, size, self.hosts, job.device)
+        self.doing = ""
         self.write({"step": step, "eval_loss": self.evaluation.loss, "eval_perplexity": self.evaluation.perplexity})
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
             return
         self.finish_saving()
+        self.doing = "the save"
         path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.job.model, self.job.optimizer
         began = time.perf_counter()
         if self.settings.async_save:
@@ -99,12 +115,23 @@ class Run:
             save(path, model, optimizer, extra=self.extra(step))
             self.saved_step = step
             self._is_saved(f"in {time.perf_counter() - began:.1f} s")
+        self.doing = ""
 
     def show(self, step: int) -> None:
         """So many steps are done. A save in the background that is complete by now is told of, on each rank alone."""
         self.progress.advance(step)
+        self.step = step
+        self._look_at_traffic()
         if self.saving is not None and self.saving.is_complete:
             self.finish_saving()
+
+    def _look_at_traffic(self) -> None:
+        """Written down once, of a step that began where one before it had ended: it is like all that follow."""
+        num_updates = engine_of(self.job.model).num_updates
+        self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
+        self.num_updates = num_updates
+        if self.num_steady == STEADY and self.is_first:
+            write_traffic(self.folder, self.job.model, self.job.batching.num_micro)
 
     def finish_saving(self) -> None:
         """Wait for the save in the background, if there is one."""
@@ -156,6 +183,7 @@ class Run:
         self.finish_saving()
         self.evaluate(step)
         settings, job = self.settings, self.job
+        self.doing = "the end of the run"
         if settings.sample_tokens:
             self.generated = sample(
                 job.model,

@@ -1,7 +1,10 @@
 """The run folder: which one a run gets, what is in it, and which checkpoint it goes on from.
 
 config.json     the settings, resolved; a file to train with again
+plan.json       what was planned for it, of memory and time
+traffic.json    what a step moved, beside what was planned
 metrics.jsonl   a row every so many steps
+oom-rank0.json  why a rank ran out of memory
 checkpoints/    step-000100, ...
 data/           token stores
 export/         the trained weights
@@ -12,6 +15,7 @@ import dataclasses
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.folder import INDEX, find, read_index
 from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
@@ -20,6 +24,7 @@ from .settings import Settings
 
 RUNS = Path("runs")
 CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
+PLAN, TRAFFIC, OOM_FILES = "plan.json", "traffic.json", "oom-rank*.json"
 LATEST, AUTO = "latest", "auto"
 
 
@@ -124,6 +129,28 @@ def claim(settings: Settings) -> Path:
     except OSError as error:
         raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
     return folder
+
+
+def oom_file(folder: Path, rank: int) -> Path:
+    return folder / f"oom-rank{rank}.json"
+
+
+def forget_oom(folder: Path) -> None:
+    """Of an earlier start of this run."""
+    for file in folder.glob(OOM_FILES):
+        file.unlink(missing_ok=True)
+
+
+def oom_reports(folder: Path) -> list[dict[str, Any]]:
+    """Of every rank that ran out of memory in the last start of this run, the first to do so first."""
+    found = []
+    for file in folder.glob(OOM_FILES):
+        try:
+            report = json.loads(file.read_text())
+            found.append((float(report["time"]), str(report["text"]), report))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{file} is no report of a rank: {error!r}") from None
+    return [report for _, _, report in sorted(found, key=lambda entry: entry[:2])]
 
 
 def run_folder(settings: Settings) -> Path:

@@ -7,14 +7,16 @@ with a task per node they find it in Slurm's variables.
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from ..cgroup import cgroup_values, cpu_limit
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import ConfigurationError, MemoryExceededError, did_you_mean
 from . import signals, slurm
-from .folder import LOGS, choose, run_folder
+from .folder import LOGS, choose, oom_reports, run_folder
 from .settings import Settings, num_nodes
 
 ENTRY = "shardwise.train.run:run_rank"
@@ -91,7 +93,17 @@ def _start_ranks(
         configs=configs,
     )
     task = Task(entry, settings.to_json(), str(logs), os.getpid())
-    return run_agent(machines, settings.max_restarts, task, socket.gethostname())
+    code = run_agent(machines, settings.max_restarts, task, socket.gethostname())
+    if code == MemoryExceededError.exit_code:
+        _tell_of_memory(folder)
+    return code
+
+
+def _tell_of_memory(folder: Path) -> None:
+    """What other ranks than the first have found out stands in their logs: here it is said to who waits."""
+    reports = oom_reports(folder)
+    if reports and all(report["rank"] for report in reports):
+        print(f"shardwise: {reports[0]['text']}", file=sys.stderr, flush=True)
 
 
 def ranks_here(settings: Settings) -> int:

@@ -29,8 +29,11 @@ def check_reporters(report_to: Sequence[str]) -> None:
             raise ConfigurationError(f"report_to: {word} is not installed; pip install 'shardwise[{word}]'")
 
 
-def memory_row(memory: Memory) -> dict[str, int]:
-    """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak."""
+def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
+    """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak.
+
+    `memory_planned` is that of the state alone where no peak is planned that could be compared with the one seen.
+    """
     others = {
         "peak_grads": memory.peak_grads,
         "peak_buffers": memory.peak_buffers,
@@ -38,7 +41,7 @@ def memory_row(memory: Memory) -> dict[str, int]:
         "now": memory.now,
         "peak": memory.peak,
         "reserved": memory.reserved,
-        "planned": memory.planned.total,
+        "planned": memory.planned.total if planned_peak is None else planned_peak,
     }
     known = {name: num_bytes for name, num_bytes in others.items() if num_bytes is not None}
     return {f"memory_{name}": num_bytes for name, num_bytes in (memory.by_class() | known).items()}

@@ -1,88 +1,155 @@
-"""Out of memory, explained: what lay there by class, against the plan, and what would help most."""
+"""Out of memory, explained: what lay there by class, against the plan at that instant, and what would help.
 
-import gc
+It is caught wherever it comes, also while the run is set up. The report lies in the run folder, for `shardwise doctor
+oom`; every rank that fails writes its own.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..engine.guards import engine_of
+from ..engine.guards import find_engine
 from ..engine.held import memory
-from .batching import Batching
-from .figures import size
+from ..engine.runtime import Engine
+from ..errors import MemoryExceededError
+from .blame import FRAGMENTS, blame_of, text_of
+from .fixes import Fix, fixes
+from .folder import OOM_FILES, oom_file
+from .largest import largest, pool_here
+from .planned import RunPlan
 from .settings import Settings
 
+if TYPE_CHECKING:
+    from .beside import Run
 
-def explain(
-    error: torch.OutOfMemoryError,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    batching: Batching,
-) -> str:
-    held = memory(model, optimizer)
-    classes = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.by_class().items())
-    planned = ", ".join(
-        f"{name} {size(num_bytes)}"
-        for name, num_bytes in (
-            ("params", held.planned.params),
-            ("grads", held.planned.grads),
-            ("optimizer", held.planned.optimizer),
-            ("buffers", held.planned_buffers),
-        )
-    )
-    fixes = _fixes(held.peak_activations or 0, held.planned.total, _split_bytes(model), settings, batching)
-    return "\n".join(
-        [
-            f"does not fit: {str(error).partition('. ')[0]}",
-            f"  held now  {classes}; at the peak {size(held.peak)} in all",
-            f"  planned   {planned}; activations come on top",
-            f"  largest   {', '.join(_largest_tensors())}",
-            "  what would help, the largest first:",
-            *(f"    {fix}" for fix in fixes),
-        ]
-    )
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# What libraries say who take memory past the allocator.
+_OTHERS_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
 
 
-def _largest_tensors(num: int = 3) -> list[str]:
-    """What this process holds on its GPU, each storage once."""
-    found = {
-        tensor.untyped_storage().data_ptr(): tensor
-        for tensor in gc.get_objects()
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda
+@dataclass(slots=True)
+class Scene:
+    """What is known of a run when its memory ends. It grows while the run is set up."""
+
+    settings: Settings
+    rank: int = 0
+    folder: Path | None = None
+    planned: RunPlan | None = None
+    model: nn.Module | None = None
+    optimizer: Any = None
+    run: "Run | None" = None
+
+
+class OutOfMemoryHereError(MemoryExceededError):
+    """Of this rank, the first of all: the others know nothing of it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHERS_WORDS)
+
+
+def explain(error: BaseException, scene: Scene) -> MemoryExceededError:
+    """In words, which are also left in the run folder, for `shardwise doctor oom`."""
+    try:
+        report = _report(error, scene)
+    except Exception as other:  # noqa: BLE001  whatever fails in here must not hide what failed first
+        text = f"does not fit: {error}\n  more cannot be told: {other!r}"
+        report = {"time": time.time(), "rank": scene.rank, "text": text}
+    is_first = True
+    if scene.folder is not None:
+        is_first = not any(scene.folder.glob(OOM_FILES))
+        try:
+            scene.folder.mkdir(parents=True, exist_ok=True)
+            oom_file(scene.folder, scene.rank).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError:  # the words are printed in any case
+            pass
+    text = str(report["text"])
+    return OutOfMemoryHereError(text) if is_first else MemoryExceededError(text)
+
+
+def _report(error: BaseException, scene: Scene) -> dict[str, Any]:
+    planned, engine = scene.planned, None if scene.model is None else find_engine(scene.model)
+    instant = _instant(error.__traceback__, scene, engine)
+    seen = None if scene.model is None or engine is None else memory(scene.model, scene.optimizer)
+    expected = _expected(planned, instant)
+    pool = pool_here()
+    asked_bytes = _asked_bytes(str(error))
+    room = None
+    if pool is not None:
+        # What there was beyond the plan will be there after any change, too.
+        room = pool.limit - max(pool.allocated + asked_bytes - sum(expected.values()), 0)
+    blame = blame_of(seen, expected, pool, asked_bytes, planned)
+    helps = [] if planned is None else fixes(planned, room)
+    if pool is not None and pool.unused > FRAGMENTS * pool.limit and not pool.grows:
+        words = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
+        helps.insert(0, Fix(words, pool.unused, 1.0, None))
+    report: dict[str, Any] = {
+        "time": time.time(),
+        "rank": scene.rank,
+        "step": None if scene.run is None else scene.run.step + 1,
+        "instant": instant,
+        "error": str(error).partition("\n")[0],
+        "asked_bytes": asked_bytes,
+        "seen": {} if seen is None else seen.by_class(),
+        "planned": expected,
+        "planned_peak": None if planned is None or planned.note else sum(planned.at_peak().values()),
+        "pool": None if pool is None else asdict(pool),
+        "largest": largest(engine, scene.optimizer),
+        "blame": blame,
+        "fixes": [asdict(fix) for fix in helps],
     }
-    largest = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())[:num]
-    return [
-        f"{size(tensor.untyped_storage().nbytes())} ({tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')})"
-        for tensor in largest
-    ]
+    return {**report, "text": text_of(report, planned, helps)}
 
 
-def _split_bytes(model: nn.Module) -> int:
-    """State per rank if all of it were split over all ranks, with two moments."""
-    engine = engine_of(model)
-    flats = [flat for plan in engine.schedule.units for flat in plan.flats]
-    whole = sum(
-        flat.num_elems * (3 * flat.master.itemsize + flat.reduce.itemsize if flat.trainable else flat.master.itemsize)
-        for flat in flats
-    )
-    return whole // engine.mesh.world_size
+def _instant(trace: TracebackType | None, scene: Scene, engine: Engine | None) -> str:
+    """In the planner's words, as far as it has some."""
+    if engine is None or scene.run is None:
+        return "the set-up"
+    if scene.run.doing:
+        return scene.run.doing
+    functions = list(_frames(trace))
+    modules = [module for _, module in functions if module is not None]
+    by_module = {id(unit.module): unit.name for unit in engine.units}
+    within = [by_module[id(module)] for module in modules if id(module) in by_module]
+    if any(name == "_engine_run_backward" for name, _ in functions):
+        index = engine.unit_in_backward()
+        return "backward loss" if index is None else f"backward {engine.units[index].name}"
+    if not within:
+        return "the gradients' norm" if any(name == "clip_grad_norm" for name, _ in functions) else "update"
+    units = [unit for unit in engine.schedule.units if not unit.holds_units]
+    if within[-1] in {unit.name for unit in units} or not units:
+        return f"forward {within[-1]}"
+    # Of what belongs to no unit of its own: before the first of them, or behind the last.
+    order = {id(module): place for place, module in enumerate(scene.model.modules())} if scene.model else {}
+    last = max(order.get(id(engine.units[engine.schedule.leaves[-1]].module), 0), 0)
+    return "forward loss" if order.get(id(modules[-1]), 0) > last else f"forward {within[-1]}"
 
 
-def _fixes(activations: int, state: int, split_state: int, settings: Settings, batching: Batching) -> list[str]:
-    """With what each saves, as far as that is known: activations are what was there beside all else at the peak."""
-    found: list[tuple[int, str]] = []
-    if batching.micro_size > 1:
-        saved = activations // 2
-        smaller = batching.micro_size // 2
-        found.append((saved, f"--per-device-train-batch-size {smaller}: {size(saved)} less, and more micro-batches"))
-    if settings.gradient_checkpointing != "full":
-        saved = activations * 3 // 4
-        found.append((saved, f"--gradient-checkpointing full: up to {size(saved)} less, a third more computation"))
-    if batching.num_ranks > 1 and split_state < state:
-        saved = state - split_state
-        found.append((saved, f"a strategy that splits all state over the ranks: {size(saved)} less, more traffic"))
-    if settings.optimizer == "adamw":
-        saved = split_state * 3 // 8
-        found.append((saved, f"--optimizer adamw8bit: at least {size(saved)} less"))
-    found.sort(key=lambda fix: -fix[0])
-    return [*(text for _, text in found), "more ranks, or a smaller model"]
+def _frames(trace: TracebackType | None) -> Iterator[tuple[str, nn.Module | None]]:
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        yield trace.tb_frame.f_code.co_name, owner if isinstance(owner, nn.Module) else None
+        trace = trace.tb_next
+
+
+def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
+    if planned is None:
+        return {}
+    known = {entry.name for entry in planned.entry.memory.instants}
+    found = planned.by_class(instant if instant in known else planned.entry.memory.peak.name)
+    return {name: num for name, num in found.items() if name != "activations"} if planned.note else found
+
+
+def _asked_bytes(text: str) -> int:
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
+    return round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0

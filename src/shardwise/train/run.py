@@ -9,11 +9,11 @@ import time
 import torch
 
 from .. import mesh
-from ..errors import DivergenceError, MemoryExceededError, ShardwiseError
+from ..errors import DivergenceError, ShardwiseError
 from .banner import banner, summary
 from .checks import completed
 from .loop import run_steps
-from .out_of_memory import explain
+from .out_of_memory import OutOfMemoryHereError, Scene, explain, is_out_of_memory
 from .postmortem import write_postmortem
 from .profile import Profile
 from .settings import Settings, settings_from_json
@@ -31,8 +31,9 @@ def run_rank(text: str) -> int:
         if error.exit_code == ShardwiseError.exit_code:
             raise
         # Every rank has the same sentence; under a launcher of ours all but the first write it into their logs.
-        # Before they have met it may be one rank's alone.
-        if has_launcher() or mesh.is_first() or not mesh.is_joined():
+        # Before they have met it may be one rank's alone, and so may a lack of memory.
+        is_alone = not mesh.is_joined() or isinstance(error, OutOfMemoryHereError)
+        if has_launcher() or mesh.is_first() or is_alone:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:
@@ -41,13 +42,20 @@ def run_rank(text: str) -> int:
 
 
 def _run(settings: Settings) -> int:
-    began = time.perf_counter()
     settings = completed(settings, torch.cuda.is_available())
     mesh.init(device=settings.device, timeout_s=settings.timeout)
+    scene = Scene(settings)
     try:
-        run = set_up(settings)
-    except torch.OutOfMemoryError as error:
-        raise MemoryExceededError(f"does not fit: {error}; split more, or use more ranks") from error
+        return _train(settings, scene)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(error, scene) from error
+
+
+def _train(settings: Settings, scene: Scene) -> int:
+    began = time.perf_counter()
+    run = scene.run = set_up(settings, scene)
     job = run.job
     if run.is_first:
         run.progress.say(banner(start_of(run)))
@@ -63,8 +71,6 @@ def _run(settings: Settings) -> int:
                 raise DivergenceError(f"{ending.complaint}; what is needed to look into it is in {place}")
             if ending.stop is None:
                 run.finish(ending.step)
-    except torch.OutOfMemoryError as error:
-        raise MemoryExceededError(explain(error, job.model, job.optimizer, settings, job.batching)) from error
     finally:
         run.finish_removing()
         run.metrics.close()

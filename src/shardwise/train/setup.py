@@ -17,9 +17,12 @@ from .. import mesh
 from ..checkpoint.steps import CHECKPOINTS, go_on_from
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
+from ..engine.auto import machine_here, measured_links
 from ..engine.guards import engine_of
 from ..engine.whole import load_full_state_dict
 from ..errors import ConfigurationError
+from ..layout import AUTO
+from ..plan.assess import Machine
 from ..plan.flops import peak_flops
 from ..plan.units import find_blocks
 from ..precision import precision_of
@@ -32,11 +35,13 @@ from .checks import Checked, check_all, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
-from .folder import DATA, choose, claim, run_folder, to_try
+from .folder import DATA, choose, claim, forget_oom, run_folder, to_try
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
 from .optimizers import optimizer_for
+from .out_of_memory import Scene
+from .planned import RunPlan, draft, plan_before, plan_of, write_plan
 from .progress import Progress
 from .resume import Resumed, resume
 from .rounds import Rounds
@@ -47,7 +52,8 @@ from .told import device_name
 TOKENISING_S = 24 * 3600  # the others wait for the rank that does it
 
 
-def set_up(settings: Settings) -> Run:
+def set_up(settings: Settings, scene: Scene) -> Run:
+    """`scene` learns what is there, for whoever has to explain why memory was not enough."""
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     # A launcher has said what there is to say about the data.
@@ -56,15 +62,16 @@ def set_up(settings: Settings) -> Run:
     # The first rank chooses, because a folder's name may hold the time. Machines that joined late were started once.
     num_restarts = max(exchange(world, mesh.restarts()))
     asked = settings
-    chosen = all_or_none(world, lambda: choose(asked, num_restarts) if rank == 0 else asked)
+    chosen = all_or_none(world, lambda: _chosen(asked, num_restarts) if rank == 0 else asked)
     settings, candidates = exchange(world, (chosen, to_try(asked, chosen)))[0]
-    folder = run_folder(settings)
+    folder = scene.folder = run_folder(settings)
+    scene.rank = rank
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
     prepared, samples, eval_samples = _data(settings, checked, say)
     free_bytes = free_bytes_here()
     built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
     all_or_none(world, lambda: _require_isolation(built, samples))
-    model, optimizer = _sharded(built, settings)
+    model, optimizer, planned = _sharded(built, settings, checked, free_bytes, scene)
     tell: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
     begun = resume(candidates, model, optimizer, tell)
     settings = replace(settings, resume_from_checkpoint=begun.checkpoint)
@@ -80,21 +87,29 @@ def set_up(settings: Settings) -> Run:
         tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}")
     job = Job(settings, model, optimizer, samples, checked.batching, rank, device, num_steps, first_step, first_sample)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
-    all_or_none(world, lambda: _take_folder(settings, begun) if rank == 0 else None)
+    all_or_none(world, lambda: _take_folder(settings, begun, planned) if rank == 0 else None)
     metrics.truncate_after(first_step)
     hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
     run = Run(
-        settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress
-    )
+        settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress,
+        planned,
+    )  # fmt: skip
     if _is_own(folder, begun):
         run.saved_step = first_step
+    run.step = first_step
     run.book = _book(run, num_ranks)
     if begun.book:
         run.book.from_extra(begun.book, is_same_data)
     run.rounds = Rounds(hosts, Requests(folder if rank == 0 else None))
     run.between = Between(run.evaluate, run.save, run.show)
     return run
+
+
+def _chosen(asked: Settings, num_restarts: int) -> Settings:
+    chosen = choose(asked, num_restarts)
+    forget_oom(run_folder(chosen))
+    return chosen
 
 
 def _num_steps(settings: Settings, batching: Batching, samples: Samples, begun: Resumed, first_sample: int) -> int:
@@ -124,12 +139,13 @@ def _is_own(folder: Path, begun: Resumed) -> bool:
     return place is not None and Path(place).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
-def _take_folder(settings: Settings, begun: Resumed) -> None:
+def _take_folder(settings: Settings, begun: Resumed, planned: RunPlan) -> None:
     folder = claim(settings)
     try:
+        write_plan(folder, planned)
         left = go_on_from(folder / CHECKPOINTS, begun.step)
     except OSError as error:
-        raise ConfigurationError(f"{folder / CHECKPOINTS}: cannot be written: {error.strerror or error}") from error
+        raise ConfigurationError(f"{folder}: cannot be written: {error.strerror or error}") from error
     if left is not None:
         print(f"later checkpoints of this run are not on its way any more: they are in {left} now", flush=True)
 
@@ -162,8 +178,14 @@ def _require_isolation(built: Built, samples: Samples) -> None:
         )
 
 
-def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
-    model = built.model
+def _sharded(
+    built: Built, settings: Settings, checked: Checked, free_bytes: int, scene: Scene
+) -> tuple[nn.Module, Any, RunPlan]:
+    model, batching, seq_length = built.model, checked.batching, checked.seq_length
+    is_auto = isinstance(settings.strategy, str) and settings.strategy.lower() == AUTO
+    optimizer = optimizer_for(model, settings)
+    sketch = draft(built, settings, batching, seq_length, optimizer, _machine(settings, free_bytes, not is_auto))
+    scene.planned = plan_before(sketch, settings)
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if settings.compile:
         blocks = find_blocks(model)
@@ -173,16 +195,26 @@ def _sharded(built: Built, settings: Settings) -> tuple[nn.Module, Any]:
             model.get_submodule(path).compile()
     model, optimizer = shard(
         model,
-        optimizer_for(model, settings),
+        optimizer,
         settings.strategy,
         precision=precision_of(settings.precision or "bf16", None),
         reduce_dtype=settings.reduce_dtype,
         node_size=settings.node_size,
         seed=settings.seed,
+        batch=(batching.micro_size, seq_length) if is_auto else None,
     )
+    scene.model, scene.optimizer = model, optimizer
+    scene.planned = planned = plan_of(sketch, model, settings)
     if built.weights is not None and settings.resume_from_checkpoint is None:
         load_full_state_dict(model, built.weights)
-    return model, optimizer
+    return model, optimizer, planned
+
+
+def _machine(settings: Settings, free_bytes: int, measures: bool) -> Machine:
+    """What the ranks run on, with the least memory that is free on any; `measures`: with links as fast as they are."""
+    world, axes = mesh.everyone(), mesh.make_axes(settings.node_size)
+    least = min(exchange(world, free_bytes))
+    return machine_here(axes, least, measured_links(world, axes) if measures else None)
 
 
 def _book(run: Run, num_ranks: int) -> Book:

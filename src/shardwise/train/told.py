@@ -10,6 +10,7 @@ import torch
 from ..checkpoint.steps import CHECKPOINTS, step_folder
 from ..engine.guards import engine_of
 from ..engine.held import memory
+from ..plan.explain import at
 from ..wire.collectives import exchange
 from .banner import End, Start
 from .beside import Run
@@ -29,7 +30,8 @@ def start_of(run: Run) -> Start:
     num_bytes = sum(
         param.num_elems * flat.master.itemsize * (3 if flat.trainable else 1) for flat in flats for param in flat.params
     )
-    layouts = list(dict.fromkeys(plan.layout.name for plan in engine.schedule.units))
+    layouts = list(dict.fromkeys(unit.layout.name for unit in engine.schedule.units))
+    plan, is_known = run.planned, not run.planned.note
     asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
     warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
     num_samples = job.num_samples_before(job.num_steps)
@@ -39,7 +41,8 @@ def start_of(run: Run) -> Start:
         num_params=built.num_params,
         num_trainable=built.num_trainable,
         strategy_asked=asked,
-        strategy_runs=", ".join(layouts),
+        strategy_runs=plan.entry.name if plan.why else ", ".join(layouts),
+        why=plan.why,
         world_size=engine.mesh.world_size,
         node_size=engine.mesh.node_size,
         device=device_name(job.device),
@@ -57,6 +60,9 @@ def start_of(run: Run) -> Start:
         optimizer=f"{settings.optimizer}, lr {settings.learning_rate:g} ({settings.lr_scheduler_type}{warmup})",
         planned=planned.planned,
         planned_buffers=planned.planned_buffers,
+        at_peak=plan.at_peak() if is_known else {},
+        peak_is=at(plan.entry.memory.peak.name) if is_known else "",
+        plan_note=plan.note,
         free_bytes=run.free_bytes,
         checkpoint_bytes=num_bytes,
         expected_save_s=_expected_save_s(run.folder, num_bytes),
@@ -77,6 +83,7 @@ def end_of(run: Run, ending: Ending, seconds: float) -> End:
         seen = seen.highest(other)
     why = {None: "", 130: "interrupted", 143: "terminated"}[ending.stop]
     tokens_per_s = book.tokens_per_s
+    peak = run.planned_peak
     return End(
         why=why,
         step=ending.step,
@@ -93,6 +100,8 @@ def end_of(run: Run, ending: Ending, seconds: float) -> End:
         seen=seen.seen,
         planned_buffers=seen.planned_buffers,
         seen_buffers=seen.peak_buffers,
+        planned_activations=None if peak is None else max(peak - seen.planned.total - seen.planned_buffers, 0),
+        planned_peak=peak,
         seen_activations=seen.peak_activations,
         peak_bytes=seen.peak,
         checkpoint="" if run.saved_step is None else str(step_folder(run.folder / CHECKPOINTS, run.saved_step)),

@@ -1,0 +1,111 @@
+"""What would help a run that does not fit: every change is planned, and told with what it saves and what it costs.
+
+Those that fit come first, the least costly of them before the others; then those that save most.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..dtypes import BF16, FP32
+from ..plan.assess import Assessment, Machine
+from ..plan.plan import plan_for
+from ..plan.remedies import nearest_change
+from ..plan.search import MODES, Choice
+from ..plan.training import Training
+from .figures import size
+from .planned import RunPlan
+
+# A change that saves less is none.
+LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """`times` is how many times as long a token takes."""
+
+    words: str
+    saved_bytes: int
+    times: float | None
+    fits: bool | None  # None: nobody can tell
+
+    def __str__(self) -> str:
+        words = [f"{size(self.saved_bytes)} less"] if self.saved_bytes else []
+        if self.times is not None:
+            about = f"{self.times:.2f}x"
+            words.append("the same time" if about == "1.00x" else f"{about} the time")
+        verdict = {True: "fits", False: "not enough alone", None: ""}[self.fits]
+        told = "; ".join(part for part in (", ".join(words), verdict) if part)
+        return f"{self.words}: {told}" if told else self.words
+
+
+def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
+    """`room` is what a changed run may need; unless given, what was free before this one."""
+    entry = planned.entry
+    room = entry.machine.memory_bytes if room is None else room
+    found = []
+    for words, changed in _changes(planned):
+        saved = entry.needed_bytes - changed.needed_bytes
+        if saved > LEAST_SHARE * entry.needed_bytes:
+            # Without activations neither time nor what is needed is known.
+            times = None if planned.note else entry.tokens_per_s / changed.tokens_per_s
+            found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
+    found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 1) if fix.fits else 0, -fix.saved_bytes))
+    if not any(fix.fits for fix in found) and not planned.note and not entry.fits:
+        found.insert(0, Fix(f"together: {nearest_change(planned.assess, entry)}", 0, None, None))
+    return [*found, *_more_ranks(planned, room)]
+
+
+def _more_ranks(planned: RunPlan, room: int) -> Iterator[Fix]:
+    """It costs what nothing else does, and comes last."""
+    entry, assess = planned.entry, planned.assess
+    changed = assess.on(_twice(assess.machine))(entry.name, entry.layouts, entry.training)
+    saved = entry.needed_bytes - changed.needed_bytes
+    if saved > LEAST_SHARE * entry.needed_bytes:
+        words = f"twice the ranks ({2 * assess.machine.cluster.world_size})"
+        yield Fix(words, saved, None, None if planned.note else changed.needed_bytes <= room)
+
+
+def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
+    entry, assess = planned.entry, planned.assess
+    for words, training in _other_trainings(entry.training):
+        try:
+            yield words, assess(entry.name, entry.layouts, training)
+        except Exception:  # noqa: BLE001  the model's own code runs there, or it has no blocks to checkpoint
+            continue
+    if assess.machine.cluster.world_size > 1 and (other := _other_strategy(planned)) is not None:
+        is_preset = len(set(other.layouts)) == 1
+        yield f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}", other
+
+
+def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
+    for mode in MODES[MODES.index(training.checkpointing) + 1 :]:
+        yield f"--gradient-checkpointing {mode}", replace(training, checkpointing=mode)
+    if training.micro_batch > 1:
+        size, num = training.micro_batch // 2, 2 * training.num_micro_batches
+        words = f"--per-device-train-batch-size {size} --gradient-accumulation-steps {num}"
+        if training.micro_batch % 2 == 0:
+            yield words, replace(training, micro_batch=size, num_micro_batches=num)
+        else:
+            num = training.micro_batch * training.num_micro_batches
+            words = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {num}"
+            yield words, replace(training, micro_batch=1, num_micro_batches=num)
+    if training.formats.reduce == FP32 and training.formats.compute == BF16:
+        yield "--reduce-dtype bf16", replace(training, reduce="bf16")
+    if training.optimizer == "adamw":
+        yield "--optimizer adamw8bit", replace(training, optimizer="adamw8bit", moments=None)
+
+
+def _other_strategy(planned: RunPlan) -> Assessment | None:
+    """The fastest that fits; if none does, the one that needs least."""
+    entry, assess = planned.entry, planned.assess
+    choice = Choice(((entry.training,),))
+    found = plan_for(assess.subject, assess.machine, entry.training, choice, only_what_runs=True)
+    best = found.recommended or min(found.found, key=lambda other: other.needed_bytes)
+    return best if best.layouts != entry.layouts else None
+
+
+def _twice(machine: Machine) -> Machine:
+    cluster = machine.cluster
+    if cluster.num_nodes > 1:
+        return replace(machine, cluster=replace(cluster, num_nodes=2 * cluster.num_nodes))
+    return replace(machine, cluster=replace(cluster, node_size=2 * cluster.node_size))

@@ -1,0 +1,211 @@
+"""The plan of a run: the module is probed before it is sharded, and what then runs is costed as the engine runs it.
+
+`plan.json` in the run folder has it, the strategy that runs first; with `auto`, all that were considered come after it.
+`traffic.json` sets what a step moved beside what was planned. A plan never ends a run: what cannot be probed is planned
+without its activations, and says so.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..engine.api import traffic
+from ..engine.guards import engine_of
+from ..engine.moments import num_moments
+from ..engine.runtime import Engine
+from ..layout import AUTO, layouts_for
+from ..mesh import device
+from ..plan.activations import works_of
+from ..plan.as_json import plan_as_json
+from ..plan.assess import Assessment, Assessor, Machine, Subject, Works
+from ..plan.events import step_events
+from ..plan.peak import WORKSPACE_BYTES
+from ..plan.plan import Plan
+from ..plan.probe import on_meta, probe_works
+from ..plan.search import Choice
+from ..plan.shapes import ModelShape
+from ..plan.training import Training
+from ..plan.units import find_units
+from ..plan.work import Work
+from ..precision import precision_of
+from ..wire.ledger import add_up
+from .batching import Batching
+from .checkpointing import checkpoint_blocks
+from .folder import PLAN, TRAFFIC
+from .model import Transformer
+from .models.build import Built
+from .models.headloss import path_of
+from .settings import Settings
+
+# Clipped or not, every step takes the norm of its gradients, which is told.
+CLIPS = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """`entry` is what runs, `assess` costs others. `note` says why there are no activations in it."""
+
+    entry: Assessment
+    assess: Assessor
+    others: tuple[Assessment, ...] = ()  # that `auto` has considered
+    why: str = ""  # it was chosen, by `auto`
+    note: str = ""
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by class at the instant of the peak."""
+        return self.by_class(self.entry.memory.peak.name)
+
+    def by_class(self, name: str) -> dict[str, int]:
+        """At the instant of this name, in the classes that `sw.memory` counts; of several, the one with the most."""
+        found = [instant for instant in self.entry.memory.instants if instant.name == name]
+        held = max(found, key=lambda instant: instant.total).by_class()
+        libraries = WORKSPACE_BYTES if device().type == "cpu" else 0  # which take theirs from elsewhere there
+        return {
+            **{name: held[name] for name in ("params", "grads", "optimizer")},
+            "buffers": held["gathered"] + held["reduce"],
+            "activations": held["activations"] + held["loss"] - libraries,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is planned with, before there is anything on the device."""
+
+    subject: Subject
+    machine: Machine
+    training: Training
+    note: str
+
+    def assessor(self, machine: Machine | None = None) -> Assessor:
+        return Assessor(self.subject, machine or self.machine, clips=CLIPS)
+
+
+def draft(built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine) -> Draft:
+    """Of a model that is neither sharded nor checkpointed nor compiled yet."""
+    training = Training(
+        seq=seq,
+        micro_batch=batching.micro_size,
+        num_micro_batches=batching.num_micro,
+        precision=settings.precision or "bf16",
+        reduce=settings.reduce_dtype,
+        optimizer=settings.optimizer,
+        checkpointing=settings.gradient_checkpointing,
+        compile=settings.compile,
+        loss="plain" if path_of(built.model).how == "plain" else "chunked",
+    )
+    training = replace(training, moments=num_moments(optimizer, training.formats))
+    found = tuple(find_units(built.model, "auto"))
+    facts = {"name": settings.model, "num_params": built.num_params}
+    works, note = _known_or_nothing(built, settings, training, [unit.name for unit in found])
+    return Draft(Subject(settings.model, found, works, built.flops_per_token(seq), facts), machine, training, note)
+
+
+def _known_or_nothing(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
+    try:
+        works = _works_of(built, settings)
+        left_out = [name for name in names if name not in works(training)]
+        if not left_out:
+            return works, ""
+        reason = f"{left_out[0]} was not run"
+    except Exception as error:  # noqa: BLE001  any model's own code runs there
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    nothing = {name: Work(0, 0, 0, 0) for name in names}
+    return lambda _: nothing, f"no plan of activations: where the model was tried out, {reason[:200]}"
+
+
+def _works_of(built: Built, settings: Settings) -> Works:
+    """Compiled blocks cannot be probed: those of the in-tree transformer are known, others count as they are."""
+    model = built.model
+    if settings.compile and isinstance(model, Transformer):
+        shape = model.shape
+        sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")}
+        known = ModelShape(name=settings.model, vocab=shape.vocab, tied=shape.tied, code="in-tree", **sizes)
+        return lambda asked: works_of(known, asked)
+    bare = on_meta(model, precision_of(settings.precision or "bf16", None).compute.torch)
+    probed: dict[tuple[object, ...], Mapping[str, Work]] = {}
+
+    def works(asked: Training) -> Mapping[str, Work]:
+        key = (asked.micro_batch, asked.seq, asked.checkpointing)
+        if key not in probed:
+            compute = asked.formats.compute.torch
+            checkpoint_blocks(bare, asked.checkpointing)
+            probed[key] = probe_works(bare, batch=asked.micro_batch, seq=asked.seq, compute=compute, loss=asked.loss)
+        return probed[key]
+
+    return works
+
+
+def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
+    """Of a strategy that was named, before the model is sharded so."""
+    if isinstance(settings.strategy, str) and settings.strategy.lower() == AUTO:
+        return None
+    assess = draft.assessor()
+    layouts = layouts_for(settings.strategy, assess.unit_names)
+    return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
+
+
+def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
+    """Of what runs."""
+    engine, training = engine_of(model), draft.training
+    chosen = engine.chosen
+    assess = draft.assessor(None if chosen is None else replace(chosen.machine, free_bytes=draft.machine.free_bytes))
+    layouts = [unit.layout for unit in engine.schedule.units]
+    if chosen is None or chosen.recommended is None:
+        return RunPlan(_as_it_runs(assess(_name(settings), layouts, training), engine), assess, note=draft.note)
+    name = chosen.recommended.name
+    others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
+    return RunPlan(_as_it_runs(assess(name, layouts, training), engine), assess, others, chosen.why, draft.note)
+
+
+def _name(settings: Settings) -> str:
+    return settings.strategy if isinstance(settings.strategy, str) else "mixed"
+
+
+def _as_it_runs(entry: Assessment, engine: Engine) -> Assessment:
+    """With the engine's own schedule, which may follow another order after the first step."""
+    events = step_events(
+        engine.schedule, entry.training.num_micro_batches, clips=CLIPS, num_moments=entry.training.num_moments
+    )
+    return replace(entry, schedule=engine.schedule, events=events)
+
+
+# What is not known without activations, of a strategy's figures.
+_UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
+_UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
+
+
+def as_json(planned: RunPlan) -> dict[str, Any]:
+    entry, assess = planned.entry, planned.assess
+    choice = Choice(((entry.training,),))
+    why = planned.why or "it was asked for"
+    found = (entry, *planned.others)
+    plan = Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice)
+    text = plan_as_json(plan)
+    if planned.note:
+        text["why"] = planned.note
+        for row in text["strategies"]:
+            row["per_gpu_bytes"] |= dict.fromkeys(_UNKNOWN)
+            row |= dict.fromkeys(_UNKNOWN_TIMES) | {"peak": {}, "instants": [], "timeline": []}
+    return text
+
+
+def write_plan(folder: Path, planned: RunPlan) -> None:
+    _write(folder / PLAN, as_json(planned))
+
+
+def write_traffic(folder: Path, model: nn.Module, num_micro_batches: int) -> None:
+    """Of the last step, which was like those before and after it."""
+    events = step_events(engine_of(model).schedule, num_micro_batches, clips=CLIPS)
+    planned = add_up(call for event in events for call in event.calls)
+    sides = {"seen": traffic(model), "planned": planned}
+    _write(folder / TRAFFIC, {side: [asdict(row) for row in moved.rows] for side, moved in sides.items()})
+
+
+def _write(file: Path, value: Any) -> None:
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(file)
