@@ -80,8 +80,12 @@ def plan(
         ),
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="bf16 and fp16 (fp32 masters), pure-bf16, fp32.", rich_help_panel=STEP)
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            help="bf16 and fp16 (fp32 masters), pure-bf16, fp32. Default: bf16, or fp16 where the GPU has no bf16.",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     reduce_dtype: Annotated[
         str | None, typer.Option(help="What gradients travel and rest as: fp32, bf16.", rich_help_panel=STEP)
     ] = None,
@@ -154,7 +158,7 @@ def plan(
         seq=seq,
         micro_batch=micro_batch,
         num_micro_batches=accumulation,
-        precision=precision,
+        precision=_precision(precision, machine),
         reduce=reduce_dtype,
         optimizer=optimizer,
         lora=_lora(lora),
@@ -200,6 +204,13 @@ def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str
         raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: that was measured")
     cluster = cluster_in(measured, nodes=nodes, network=words["network"])
     return Machine(cluster, efficiency_in(measured), REAL)
+
+
+def _precision(asked: str | None, machine: "Machine") -> str:
+    gpu = machine.cluster.gpu
+    if asked is not None and "bf16" in asked and not gpu.has_bf16:
+        raise ConfigurationError(f"--precision: {asked}, but a {gpu.name} does not compute in bf16; use fp16 or fp32")
+    return asked or ("bf16" if gpu.has_bf16 else "fp16")
 
 
 def _lora(text: str | None) -> "Lora | None":
