@@ -32,7 +32,7 @@ from ..unit import FlatState, Unit
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
-from .auto import Asked, choose, layouts_in, machine_here, measured_links
+from .auto import Asked, Batch, choose, layouts_in, machine_here, measured_links
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
@@ -55,7 +55,7 @@ def shard(
     memory_budget: int | None = None,
     early_update: bool = False,
     seed: int | None = None,
-    batch: tuple[int, int] | None = None,
+    batch: Batch | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
@@ -69,8 +69,8 @@ def shard(
     early_update: update a unit as soon as its gradient is final, while the backward of others still runs. No clipping,
         and nobody may read weights between backward() and step().
     seed: for weights of a model built on the meta device.
-    batch: for "auto", what activations depend on: sequences of a micro-batch, and tokens of each. Without it a quarter
-        of the memory is left to them.
+    batch: for "auto", what activations depend on: sequences of a micro-batch, tokens of each, and how many
+        micro-batches make a step (one unless given). Without it a quarter of the memory is left to them.
     """
     world = everyone()
     is_auto = isinstance(strategy, str) and strategy.lower() == AUTO
@@ -130,7 +130,7 @@ def _prepare(
     early_update: bool,
     seed: int | None,
     machine: Machine | None,
-    batch: tuple[int, int] | None,
+    batch: Batch | None,
 ) -> _Plan:
     if any(find_engine(module) is not None for module in model.modules()):
         raise StateError(
@@ -239,9 +239,15 @@ def _machine(world: Channel, node_size: int | None) -> Machine:
     return machine_here(axes, min(exchange(world, free_bytes_here())), measured_links(world, axes))
 
 
-def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: tuple[int, int] | None) -> Training:
-    micro_batch, seq = batch or (1, 1)
-    return Training(precision=precision, micro_batch=micro_batch, seq=seq, moments=num_moments(optimizer, precision))
+def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: Batch | None) -> Training:
+    micro_batch, seq, num_micro_batches = (*(batch or (1, 1)), 1)[:3]
+    return Training(
+        precision=precision,
+        micro_batch=micro_batch,
+        seq=seq,
+        num_micro_batches=num_micro_batches,
+        moments=num_moments(optimizer, precision),
+    )
 
 
 def free_bytes_here() -> int:

@@ -32,10 +32,16 @@ from ..wire.collectives import Channel, exchange, gather_seconds
 UNKNOWN_SHARE = 0.25
 # What is gathered to see how fast the links are.
 PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+NUM_PROBES = 5
+# Of a collective among others on the device, whose host is ahead.
+LATENCY_US = 20.0
 # A processor's core, where nothing is known about it: only what it is compared with matters.
 CPU_FLOPS, CPU_BYTES_PER_S = 3e10, 5e9
 
 logger = logging.getLogger("shardwise")
+
+# Sequences of a micro-batch, tokens of each; and micro-batches of a step.
+Batch = tuple[int, int] | tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class Asked:
     """What a choice depends on beside the model: all that `sw.shard` was told."""
 
     training: Training
-    batch: tuple[int, int] | None  # sequences of a micro-batch, tokens of each
+    batch: Batch | None
     units: Units
     memory_budget: int | None
     keep_fp32: Sequence[str]
@@ -121,17 +127,23 @@ def machine_here(axes: Axes, free_bytes: int, links: Mapping[str, Link] | None =
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
-    """From one gather over all ranks: inside the node if there is but one, else between nodes."""
+    """From gathers over all ranks, inside the node if there is but one, else between nodes. Of two sizes: what a gather
+    takes beyond its bytes is in both."""
     if world.num_ranks == 1:
         return {}
-    num_bytes = PROBE_BYTES[device().type]
-    num_bytes -= num_bytes % world.num_ranks
-    seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()))
-    seconds = max(exchange(world, seconds))
-    ring_bytes = num_bytes * (world.num_ranks - 1) / world.num_ranks
+    (less, less_s), (more, more_s) = (_gathered(world, PROBE_BYTES[device().type] // part) for part in (8, 1))
+    passed_s = more_s - less_s
+    rate = (more - less) / passed_s if passed_s > more_s / 4 else more / more_s
     if axes.world_size == axes.node_size:
-        return {"intra": Link(ring_bytes / seconds / 1e9, 20.0)}
-    return {"inter": Link(ring_bytes / axes.node_size / seconds / 1e9, 20.0)}
+        return {"intra": Link(rate / 1e9, LATENCY_US)}
+    return {"inter": Link(rate / axes.node_size / 1e9, LATENCY_US)}
+
+
+def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
+    """Bytes that pass through a rank of the ring, and the seconds that the slowest rank saw."""
+    num_bytes -= num_bytes % world.num_ranks
+    seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()), NUM_PROBES)
+    return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
 
 
 def _gpu_here(free_bytes: int) -> tuple[Gpu, Efficiency]:
