@@ -1,95 +1,168 @@
-"""The tapes held against torch's own memory tracker, which runs a step of a real model on fake tensors.
+"""The plan of FSDP2's memory held against torch's own tracker of it, which runs a step on fake tensors.
 
     python -m benchmarks.planner_against_tracker
+    python -m benchmarks.planner_against_tracker --out benchmarks/results
 
-A Llama as torchtitan writes it, unsharded, forward and backward, with every kind of checkpointing. The tracker sees
-what operations return, on a CPU: no scratch memory of kernels, and gradients are never added up in place.
+A Llama as torchtitan writes it, wrapped by `fully_shard` in a fake process group of 1 to 64 ranks: forward and backward
+of the second step, with every kind of checkpointing. `FSDPMemTracker` sees what operations return, on a CPU: no scratch
+memory of kernels, and no memory of libraries, which the plan counts and this comparison takes off again. It gives units
+of several modules hooks for each of them, so the last norm is left to the root here. The optimizer's step is not
+compared: under fake tensors its temporaries are never freed.
 """
 
+import argparse
+import itertools
+import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.titan import Titan
+from shardwise.layout import layout_of
 from shardwise.plan.activations import works_of
-from shardwise.plan.measure import chain
-from shardwise.plan.shapes import ModelShape
+from shardwise.plan.flat import flats_of
+from shardwise.plan.fsdp2 import Fsdp2Memory, Wrapping, fsdp2_memory_of
+from shardwise.plan.peak import WORKSPACE_BYTES
+from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
+from shardwise.plan.shapes import ModelShape, units_of
 from shardwise.plan.training import Checkpointing, Training
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    shape: ModelShape
-    batch: int
-    seq: int
-    checkpointing: Checkpointing
-    tracked_bytes: int
-    planned_bytes: int
-    tracked_s: float
-    planned_s: float
-
-    @property
-    def error(self) -> float:
-        return self.planned_bytes / self.tracked_bytes - 1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.shape.name:8} {self.batch} x {self.seq:<5} {self.checkpointing:10} tracked "
-            f"{self.tracked_bytes / 1e6:7.1f} MB in {self.tracked_s:.2f} s, planned {self.planned_bytes / 1e6:7.1f} MB "
-            f"in {1e3 * self.planned_s:5.2f} ms  {self.error:+.2%}"
-        )
-
 
 SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=8192)
 SHAPES = (
     SMALL,
     replace(SMALL, name="wide", layers=3, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, vocab=4096),
     replace(SMALL, name="words", layers=2, vocab=64000),
+    replace(SMALL, name="tied", tied=True),
+    replace(SMALL, name="deep", layers=8, hidden=256, heads=4, kv_heads=4, ffn=1024, vocab=2048),
 )
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
-def compare(shape: ModelShape, batch: int, seq: int, checkpointing: Checkpointing) -> Row:
-    begin = time.perf_counter()
-    tracked = tracked_bytes(shape, batch, seq, checkpointing)
-    middle = time.perf_counter()
-    planned = planned_bytes(shape, batch, seq, checkpointing)
-    return Row(shape, batch, seq, checkpointing, tracked, planned, middle - begin, time.perf_counter() - middle)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`strategy`: zero3, or shard_grad_op where units stay gathered until their backward."""
+
+    shape: ModelShape
+    world_size: int
+    checkpointing: Checkpointing
+    strategy: str = "zero3"
+    wrapping: Wrapping = field(default_factory=Wrapping)
+
+    @property
+    def training(self) -> Training:
+        batch, seq = (2, 512) if self.world_size < 64 else (1, 128)
+        return Training(
+            micro_batch=batch, seq=seq, checkpointing=self.checkpointing, engine="fsdp2", loss="plain", reduce="fp32"
+        )
+
+    def __str__(self) -> str:
+        wrapping = self.wrapping
+        ends = "ends apart" if wrapping.ends_apart else "ends in the root"
+        last = "last kept" if wrapping.keeps_last else "last let go"
+        logits = ", logits kept" if wrapping.keeps_logits else ""
+        return f"{self.shape.name} on {self.world_size}, {self.checkpointing}, {self.strategy}, {ends}, {last}{logits}"
 
 
-def planned_bytes(shape: ModelShape, batch: int, seq: int, checkpointing: Checkpointing) -> int:
-    """Weights in bf16, and the most that one micro-batch adds to them. The tracker is not shown token ids."""
-    training = Training(
-        micro_batch=batch, seq=seq, checkpointing=checkpointing, engine="fsdp2", loss="plain", precision="pure-bf16"
-    )
-    works = list(works_of(shape, training).values())
-    whole = chain(works)
-    peak = max(whole.forward_peak_bytes, whole.saved_bytes + whole.output_bytes + whole.backward_peak_bytes)
-    return 2 * shape.num_params + peak
+def cases() -> Iterator[Case]:
+    """Every shape, number of ranks and kind of checkpointing, and the ways of wrapping in turn."""
+    ways = itertools.cycle(itertools.product((False, True), (True, False), (False, True), ("zero3", "shard_grad_op")))
+    for shape, world_size, mode in itertools.product(SHAPES, (1, 2, 8, 64), MODES):
+        apart, last, logits, strategy = next(ways)
+        # Ends that are small beside a block are the root's for us, always.
+        apart = apart and shape.name in ("small", "words")
+        yield Case(shape, world_size, mode, strategy, Wrapping(ends_apart=apart, keeps_last=last, keeps_logits=logits))
 
 
-def tracked_bytes(shape: ModelShape, batch: int, seq: int, checkpointing: Checkpointing) -> int:
-    with FakeTensorMode():
-        model = Titan(shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn, shape.vocab, seq)
-        for param in model.parameters():
-            param.data = param.data.bfloat16()
-        if checkpointing != "none":
-            for block in model.layers:
-                block.forward = partial(_checkpointed, block.forward, checkpointing)
-        tokens = torch.zeros(batch, seq, dtype=torch.int64)
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker:
-            logits = model(tokens)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-            loss.backward()
-        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+def schedule_of(shape: ModelShape, training: Training, strategy: str, num_nodes: int, node_size: int) -> Schedule:
+    layout = layout_of(strategy)
+    axes = {"world": (num_nodes * node_size, 0), "node": (node_size, 0), "replicate": (num_nodes, 0)}
+    units = [
+        UnitPlan(
+            unit.name, layout, flats_of(unit, layout, training.formats, axes, ()), unit.holds_units, unit.backward_reads
+        )
+        for unit in units_of(shape, training.lora)
+    ]
+    return make_schedule(units, range(len(units)), None)
+
+
+def planned(case: Case) -> Fsdp2Memory:
+    schedule = schedule_of(case.shape, case.training, case.strategy, 1, case.world_size)
+    return fsdp2_memory_of(schedule, works_of(case.shape, case.training), case.training, case.wrapping)
+
+
+def planned_bytes(case: Case) -> int:
+    return max(instant.total for instant in planned(case).instants if instant.name != "update") - WORKSPACE_BYTES
+
+
+def tracked_bytes(case: Case) -> int:
+    dist.init_process_group("fake", rank=0, world_size=case.world_size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (case.world_size,))
+        with FakeTensorMode():
+            return _tracked(case, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tracked(case: Case, mesh: DeviceMesh) -> int:
+    training = case.training
+    model = wrapped(case, mesh)
+    # Its temporaries stay under fake tensors, and count as states: one parameter at a time they are small.
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.zeros(training.micro_batch, training.seq, dtype=torch.int64)
+    held: list[torch.Tensor] = []
+
+    def forward_and_backward() -> None:
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        held[:] = [logits] if case.wrapping.keeps_logits else []
+        del logits
+        loss.backward()
+
+    forward_and_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held.clear()
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((tokens,))
+    with tracker:
+        forward_and_backward()
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def wrapped(case: Case, mesh: DeviceMesh) -> Any:
+    shape, wrapping = case.shape, case.wrapping
+    model = Titan(shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn, shape.vocab, case.training.seq)
+    if shape.tied:
+        model.output.weight = model.embed.weight
+    if case.checkpointing != "none":
+        for block in model.layers:
+            block.forward = partial(_checkpointed, block.forward, case.checkpointing)
+    settings = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    units = [*model.layers]
+    if wrapping.ends_apart:
+        units = [model.embed, *units, model.output]
+    for unit in units:
+        is_kept = wrapping.keeps_last and unit is units[-1]
+        fully_shard(unit, **settings, reshard_after_forward=case.strategy == "zero3" and not is_kept)
+    return fully_shard(model, **settings)
 
 
 def _checkpointed(forward, mode, *args):
@@ -113,14 +186,32 @@ def _every_second_product():
 
 
 def main() -> None:
-    rows = []
-    for shape in SHAPES:
-        for batch, seq in ((2, 512), (1, 2048)):
-            for mode in MODES:
-                rows.append(compare(shape, batch, seq, mode))
-                print(rows[-1], flush=True)
-    errors = sorted(abs(row.error) for row in rows)
-    print(f"{len(rows)} rows: median error {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the folder for a dated .md")
+    out: Path | None = parser.parse_args().out
+    lines = ["| case | tracked MB | in s | planned MB | in ms | error |", "|---|---|---|---|---|---|"]
+    errors = []
+    for case in cases():
+        begin = time.perf_counter()
+        tracked = tracked_bytes(case)
+        middle = time.perf_counter()
+        plan = planned_bytes(case)
+        took = 1e3 * (time.perf_counter() - middle)
+        errors.append(plan / tracked - 1)
+        seconds = middle - begin
+        lines.append(
+            f"| {case} | {tracked / 1e6:.1f} | {seconds:.1f} | {plan / 1e6:.1f} | {took:.1f} | {errors[-1]:+.2%} |"
+        )
+        print(lines[-1], flush=True)
+    sizes = [abs(error) for error in errors]
+    summary = f"{len(sizes)} cases: median error {statistics.median(sizes):.2%}, largest {max(sizes):.2%}."
+    print(summary)
+    if out:
+        now = datetime.now(UTC)
+        head = f"# Planned memory of FSDP2 against torch {torch.__version__}'s tracker, {now:%Y-%m-%d %H:%M}\n\n"
+        command = "    python -m benchmarks.planner_against_tracker --out benchmarks/results\n\n"
+        text = head + command + summary + "\n\n" + "\n".join(lines) + "\n"
+        (out / f"{now:%Y-%m-%d-%H%M}-planner-against-tracker.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,6 @@ def _begin(at: Setting, training: Training, has_embedding: bool, is_tied: bool) 
     shape = at.shape
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
-    if training.engine == "fsdp2" and training.loss == "plain":
-        # torchtitan's loop has a name for the logits, and holds them for as long as it lasts.
-        held += rounded(training.num_tokens * shape.vocab * at.itemsize)
     begin = Work(held, held, 0, 0)
     if not has_embedding:
         return begin

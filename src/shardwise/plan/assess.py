@@ -13,6 +13,7 @@ from .compute import seconds_of, speed_of
 from .efficiency import Efficiency, Wear
 from .events import Event, step_events
 from .flat import Flat, flats_of
+from .fsdp2 import fsdp2_memory_of
 from .hardware import Cluster
 from .model import FoundUnit, matches
 from .peak import Memory, memory_of
@@ -78,6 +79,8 @@ class Assessment:
 
     @cached_property
     def memory(self) -> Memory:
+        if self.training.engine == "fsdp2":
+            return fsdp2_memory_of(self.schedule, self.works, self.training)
         return memory_of(self.schedule, self.events, self.works, self.training)
 
     @cached_property

@@ -1,0 +1,297 @@
+"""What lies in a rank's memory under torch's FSDP2 (`fully_shard`), at every instant of a step: to compare with others.
+
+Units are gathered twice over: into the collective's output, which is kept until the next unit's is there (in the
+backward, until it is copied), and from it into the parameters. The backward gathers one unit ahead. Gradients of a unit
+are autograd's until its backward ends, then copied into the input of the reduction, which is kept until the next one
+begins; its result is the gradient of the shard. The root is gathered from the first forward to the end of the backward.
+Gradients are dropped before the next forward.
+
+Three streams allocate, and none reuses what another has freed: `pools` are the most that each holds.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .events import elsewhere
+from .peak import (
+    ACTIVATIONS,
+    CLASSES,
+    GATHERED,
+    GRADS,
+    LOSS,
+    OPTIMIZER,
+    PARAMS,
+    REDUCE,
+    WORKSPACE_BYTES,
+    Instant,
+    Memory,
+    disk_bytes,
+    host_bytes,
+)
+from .schedule import Schedule, UnitPlan
+from .training import Training
+from .work import Work
+
+COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapping:
+    """How `fully_shard` is called, as far as memory depends on it; torchtitan's ways since the middle of 2025.
+
+    `ends_apart`: the embedding is a unit, and so is the head with the last norm; else they are the root's, as in
+    torchtitan before and with accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
+    `keeps_logits`: the loop has a name for the logits, and so holds those of the last step until it has new ones.
+    `is_foreach`: the optimizer makes a temporary of everything that it updates; fused, it makes none.
+    """
+
+    ends_apart: bool = True
+    keeps_last: bool = True
+    keeps_logits: bool = False
+    is_foreach: bool = False
+
+
+@dataclass(frozen=True)
+class Fsdp2Memory(Memory):
+    """`pools`: the most that the streams hold, each at its own time."""
+
+    pools: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are gathered together: what the collective makes, and what is copied out of it. `part_bytes` is
+    this rank's, cast for the collective. One rank alone casts and copies."""
+
+    gathered_bytes: int
+    collected_bytes: int
+    part_bytes: int
+    rest_bytes: int  # stays after the forward, where the backward gathers within a node
+    summed_bytes: int  # what goes into the reduction
+    grad_bytes: int  # what comes out of it
+    stays: bool  # gathered, from its forward to its backward
+
+
+def fsdp2_memory_of(
+    schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping | None = None
+) -> Fsdp2Memory:
+    step = _Step(schedule, works, training, wrapping or Wrapping())
+    for index in range(min(training.num_micro_batches, 2)):
+        step.forward()
+        step.backward(is_first=index == 0)
+    step.update()
+    on_host, on_disk = host_bytes(schedule, training.num_moments), disk_bytes(schedule, training.num_moments)
+    return Fsdp2Memory(tuple(step.found), on_host, on_disk, tuple(step.pool_peaks))
+
+
+class _Step:
+    """The walk: what is held by class and by stream, as the calls of torch's hooks follow each other."""
+
+    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
+        self.works, self.wrapping = works, wrapping
+        self.found: list[Instant] = []
+        self.held = [0] * len(CLASSES)
+        self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
+        self.root_name, self.names, self.groups = _grouped(schedule, works, wrapping)
+        self.root = self.groups[self.root_name]
+        # In the order of their forwards, each once; None is what the root holds.
+        self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
+        self.gathered: set[int] = set()
+        self.on_its_way: Group | None = None  # gathered ahead, for the backward
+        self.kept_output = 0  # of the last gather of a forward
+        self.kept_input = 0  # of the last reduction
+        self.grads_of: dict[int, int] = {}  # of autograd, waiting to be reduced
+        num_logits = _num_logits(works[self.names[-1]]) if training.loss == "plain" else 0
+        self.logits_bytes, self.scores_bytes = training.formats.compute.itemsize * num_logits, 4 * num_logits
+        self._hold_states(schedule, training)
+
+    def _hold_states(self, schedule: Schedule, training: Training) -> None:
+        self.shard_bytes: list[int] = []
+        for unit in schedule.units:
+            for flat in unit.flats:
+                here = flat.spans[flat.depth_of_master].num_elems - elsewhere(flat)
+                on_device = flat.trainable or flat.layout.params_on == "device"
+                self.hold(PARAMS, here * flat.master.itemsize if on_device else 0)
+                if flat.trainable:
+                    self.hold(OPTIMIZER, round(here * flat.master.itemsize * training.num_moments))
+                    self.shard_bytes.append(here * flat.master.itemsize)
+        self.hold(ACTIVATIONS, WORKSPACE_BYTES)
+        self.hold(LOSS, self.logits_bytes if self.wrapping.keeps_logits else 0)
+
+    def hold(self, kind: int, num_bytes: int, stream: int = COMPUTE_STREAM) -> None:
+        self.held[kind] += num_bytes
+        self.pools[stream] += num_bytes
+        if stream != COMPUTE_STREAM:
+            self.pool_peaks[stream] = max(self.pool_peaks[stream], self.pools[stream])
+
+    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = self.held.copy()
+        row[kind] += extra
+        self.found.append(Instant(name, tuple(row)))
+        self.pool_peaks[COMPUTE_STREAM] = max(self.pool_peaks[COMPUTE_STREAM], self.pools[COMPUTE_STREAM] + extra)
+
+    def forward(self) -> None:
+        self._gather_for_forward(self.root_name, 0)
+        input_bytes = self._run_forward(self.root_name, 0)
+        for name in self.names:
+            group = self.groups[name]
+            if group is not self.root:
+                self._gather_for_forward(name, input_bytes)
+            if name == self.names[-1]:
+                # The root's forward ends before the loss; of the head's only the logits are left then.
+                self._leave_forward(group)
+                self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
+                self.kept_output = 0
+            input_bytes = self._run_forward(name, input_bytes)
+            if name != self.names[-1]:
+                self._leave_forward(group)
+
+    def _run_forward(self, name: str, input_bytes: int) -> int:
+        work = self.works[name]
+        kind = LOSS if work.kind == "loss" else ACTIVATIONS
+        self.note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
+        self.hold(kind, work.saved_bytes)
+        return work.output_bytes
+
+    def _gather_for_forward(self, name: str, input_bytes: int) -> None:
+        group = self.groups[name]
+        self._collect(group)
+        self.note(f"gather {name}", ACTIVATIONS, input_bytes)
+        self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
+        self.kept_output = group.collected_bytes
+        self.hold(GATHERED, group.gathered_bytes)
+        self.gathered.add(id(group))
+
+    def _collect(self, group: Group) -> None:
+        """The output of the collective, with this rank's part beside it for as long as that is copied in."""
+        self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
+
+    def _leave_forward(self, group: Group) -> None:
+        is_last = bool(self.chain) and group is self.chain[-1]
+        if group is not self.root and not group.stays and not (is_last and self.wrapping.keeps_last):
+            self._let_go(group)
+            self.hold(GATHERED, group.rest_bytes)
+
+    def _let_go(self, group: Group) -> None:
+        if id(group) in self.gathered:
+            self.gathered.discard(id(group))
+            self.hold(GATHERED, -group.gathered_bytes)
+
+    def backward(self, is_first: bool) -> None:
+        last = self.names[-1]
+        loss = self.works[last]
+        self.note("backward loss", LOSS, loss.output_bytes + loss.backward_peak_bytes)
+        self._gather_ahead(len(self.chain) - 1)
+        for position in reversed(range(len(self.names))):
+            name = self.names[position]
+            group, work = self.groups[name], self.works[name]
+            if group is not self.root:
+                self._gather_for_backward(name, work)
+            if name == last:
+                self._backward_of_head(loss)
+            else:
+                self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
+            self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
+            self._wait_with(group, work.grad_bytes)
+            before = self.works[self.names[position - 1]].output_bytes if position else 0
+            # Token ids have no gradient, so what takes them is reduced when all else is done.
+            if group is not self.root and position:
+                self._reduce(name, group, before, is_first)
+        root = self.works[self.root_name]
+        self.note(f"backward {self.root_name}", ACTIVATIONS, root.output_bytes + root.backward_peak_bytes)
+        self.hold(ACTIVATIONS, -root.saved_bytes)
+        self._wait_with(self.root, root.grad_bytes)
+        self._reduce(self.root_name, self.root, 0, is_first)
+        if self.groups[self.names[0]] is not self.root:
+            self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
+        self.hold(REDUCE, -self.kept_input)
+        self.kept_input = 0
+
+    def _backward_of_head(self, loss: Work) -> None:
+        """Once the gradient of the logits is there; the scores that the loss saved are gone."""
+        if not self.logits_bytes:
+            self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
+            return
+        before = self.works[self.names[-2] if len(self.names) > 1 else self.root_name].output_bytes
+        self.note("backward head", LOSS, self.logits_bytes - self.scores_bytes + loss.grad_bytes + before)
+
+    def _gather_ahead(self, position: int) -> None:
+        if position >= 0 and id(self.chain[position]) not in self.gathered:
+            self.on_its_way = self.chain[position]
+            self._collect(self.on_its_way)
+            self.note("gather ahead")
+            self.hold(GATHERED, -self.on_its_way.part_bytes, GATHER_STREAM)
+
+    def _gather_for_backward(self, name: str, work: Work) -> None:
+        group = self.groups[name]
+        if id(group) not in self.gathered:
+            assert self.on_its_way is group
+            self.on_its_way = None
+            self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
+            self.gathered.add(id(group))
+            self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
+            self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
+        self._gather_ahead(next(index for index, other in enumerate(self.chain) if other is group) - 1)
+
+    def _wait_with(self, group: Group, num_bytes: int) -> None:
+        self.hold(GRADS, num_bytes)
+        self.grads_of[id(group)] = self.grads_of.get(id(group), 0) + num_bytes
+
+    def _reduce(self, name: str, group: Group, before: int, is_first: bool) -> None:
+        self._let_go(group)
+        self.hold(REDUCE, group.summed_bytes - self.kept_input)
+        self.kept_input = group.summed_bytes
+        self.note(f"reduce {name}", ACTIVATIONS, before)
+        self.hold(GRADS, -self.grads_of.pop(id(group), 0))
+        self.hold(GRADS, group.grad_bytes, REDUCE_STREAM)
+        if not is_first:
+            self.note(f"add up {name}", ACTIVATIONS, before)
+            self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
+
+    def update(self) -> None:
+        extra = sum(self.shard_bytes) if self.wrapping.is_foreach else 0
+        self.note("update", OPTIMIZER, extra)
+
+
+def _num_logits(loss: Work) -> int:
+    return loss.products[-1].m * loss.products[-1].n if loss.products else 0
+
+
+def _grouped(
+    schedule: Schedule, works: Mapping[str, Work], wrapping: Wrapping
+) -> tuple[str, list[str], dict[str, Group]]:
+    """The root's name, the names of what runs after it in this order, and the group of each."""
+    units = {unit.name: unit for unit in schedule.units}
+    root = next((unit.name for unit in schedule.units if unit.holds_units), schedule.units[0].name)
+    names = [name for name in works if name != root]
+    last = names[-1] if names else root
+    ends = [name for name in names if name in units and (works[name].kind == "loss" or not units[name].backward_reads)]
+    inside: dict[str, list[UnitPlan]] = {name: [units[name]] for name in (root, *names) if name in units}
+    if not wrapping.ends_apart:
+        for name in ends:
+            inside[root] += inside.pop(name)
+    elif last in inside:
+        inside[last] += inside[root]
+        inside[root] = []
+    groups = {name: _group(plans) for name, plans in inside.items()}
+    return root, names, {name: groups.get(name, groups[root]) for name in (root, *names)}
+
+
+def _group(units: Iterable[UnitPlan]) -> Group:
+    units = tuple(units)
+    flats = [flat for unit in units for flat in unit.flats]
+    whole = [flat for flat in flats if not flat.master_is_whole]
+    split = [flat for flat in whole if flat.spans[flat.depth_of_master].num_elems < flat.num_elems]
+    cast = [flat for flat in split if flat.master != flat.compute]
+    trained = [flat for flat in flats if flat.trainable]
+    return Group(
+        gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in whole),
+        collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in split),
+        part_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.compute.itemsize for flat in cast),
+        rest_bytes=sum(
+            flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize for flat in split if flat.has_rest
+        ),
+        summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
+        grad_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in trained),
+        stays=any(unit.layout.gathered_until != "forward" for unit in units),
+    )
