@@ -6,8 +6,9 @@
 On a GPU one process plays rank 0 of an emulated fabric, contender after contender. A setting is a model and a fabric,
 and rooms: how much memory a rank may use. `auto` goes the way a user's call goes, through `sw.shard`, and measures the
 links itself; only what is free is a value, and the allocator is held to it. Presets run with all memory there is, and
-count as fitting where what they reserved is within the room. Everything is measured twice: the autos, the presets, and
-both again in the other order. The step clips, as the trainer's does.
+count as fitting where what they reserved is within the room; where the planner is not sure, they are held to the room
+as well, and that run counts. Everything is measured twice: the autos, the presets, and both again in the other order.
+The step clips, as the trainer's does.
 
 On a CPU there are two real ranks (`planner_auto_ranks.py`). `--smoke` takes the GPU's path on a CPU in a minute.
 `FILE.md` beside the file is the table (`planner_auto_table.py`). Both are written after every setting.
@@ -15,11 +16,12 @@ On a CPU there are two real ranks (`planner_auto_ranks.py`). `--smoke` takes the
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -55,6 +57,7 @@ from shardwise.engine.auto import Asked, choose, machine_here, measured_links
 from shardwise.engine.guards import engine_of
 from shardwise.layout import AUTO, PRESETS
 from shardwise.mesh import everyone, make_axes
+from shardwise.plan.assess import Assessment
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import strategy_of
 from shardwise.plan.units import find_units
@@ -64,7 +67,7 @@ from shardwise.train.settings import Settings
 
 ENDLESS = 10**15
 WARM_UP, SETTLE = 2, 2
-STEPS = {False: 10, True: 4}  # of long steps
+STEPS = {False: 7, True: 4}  # of long steps
 ROOMS = ("all", "part", "least")
 
 
@@ -98,15 +101,15 @@ def _nodes(shape: str, gigabytes_per_s: float) -> str:
 def settings() -> list[Setting]:
     """The most telling first."""
     return [
-        Setting(Case(model="1b", fabric=_nodes("2x4", 12.5))),
-        Setting(Case(model="3b", seq=4096, fabric=_node(50))),
+        Setting(Case(model="1b", fabric=_nodes("2x4", 12.5)), (*ROOMS, "tight")),
+        Setting(Case(model="3b", seq=4096, fabric=_node(50)), ("all", "part", "tight")),
         Setting(Case(model="3b", seq=4096, fabric=_node(400)), ("all", "part")),
         Setting(Case(model="8b", fabric=_node(100), checkpointing="full"), ("all", "part")),
         Setting(Case(model="1b", fabric=_node(50), num_micro_batches=4)),
-        Setting(Case(model="1b", fabric=_node(100), reduce="bf16")),
+        Setting(Case(model="1b", fabric=_node(50), reduce="bf16")),
         Setting(Case(model="3b", seq=4096, fabric=_nodes("8x8", 25)), ("all", "part")),
         Setting(Case(model="3b", fabric=_nodes("2x4", 25)), ("all", "part")),
-        Setting(Case(model="1b", seq=4096, fabric=_node(100))),
+        Setting(Case(model="1b", seq=4096, fabric=_node(100)), ("all", "part")),
         Setting(Case(model="8b", fabric=_nodes("2x4", 25), checkpointing="full"), ("part", "least")),
         Setting(Case(model="1b", fabric=_nodes("8x8", 50))),
         Setting(Case(model="3b", fabric=_nodes("2x4", 12.5), num_micro_batches=4), ("all", "part")),
@@ -142,13 +145,15 @@ def batch_of(case: Case) -> tuple[int, int, int]:
 
 def limits(plan: Plan, there_bytes: int) -> dict[str, int]:
     """all: every preset has room, or as many as the device allows. part: half way between zero3 and what is kept
-    gathered. least: zero3, and hardly more."""
-    needed = {entry.name: entry.reserved.high for entry in plan.found}
-    kept = min(needed["zero2"], needed["shard_grad_op"])
+    gathered. least: zero3, and hardly more. tight: the fastest preset, if nothing is wasted that may be."""
+    sizes = {entry.name: entry.reserved for entry in plan.found}
+    split, kept = sizes["zero3"].high, min(sizes["zero2"].expected, sizes["shard_grad_op"].expected)
+    fastest = min((entry for entry in plan.found if entry.name in PRESETS), key=lambda entry: entry.timing.step_s)
     return {
-        "all": min(there_bytes, round(max(needed.values()) * 1.02)),
-        "part": (needed["zero3"] + kept) // 2,
-        "least": round(needed["zero3"] * 1.005),
+        "all": min(there_bytes, round(max(size.high for size in sizes.values()) * 1.02)),
+        "part": (split + kept) // 2,
+        "least": round(split * 1.005),
+        "tight": (fastest.reserved.expected + fastest.reserved.high) // 2,
     }
 
 
@@ -230,12 +235,18 @@ def observe(case: Case, device: torch.device, books: Books) -> Answer:
     books.forget()
     for _ in range(SETTLE):
         run.step()
+    before = num_retries(device)
     seen = timed(run, STEPS[alone_s > LONG_S])
     answer |= {key: seen[key] for key in ("steps_s", "step_s", "wire_busy_s", "wire_bytes")}
     answer["peak"] = books.now()
-    answer["retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0) if device.type == "cuda" else 0
+    answer["retries"] = num_retries(device) - before
     answer["host_s"] = host_s
     return answer
+
+
+def num_retries(device: torch.device) -> int:
+    """How often the allocator had to give back what it kept, before it could take more."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 def attempt(case: Case, device: torch.device, books: Books) -> Answer:
@@ -259,7 +270,15 @@ def compare(setting: Setting, device: torch.device, books: Books) -> Answer:
     plan = plan_with_all(setting.case, device)
     sizes = limits(plan, there)
     predicted = {entry.name: entry for entry in plan.found}
-    autos: list[Answer] = [{"room": name, "limit_bytes": sizes[name], "rounds": []} for name in setting.rooms]
+    autos: list[Answer] = [
+        {
+            "room": name,
+            "limit_bytes": sizes[name],
+            "rounds": [],
+            "held": [],
+        }
+        for name in setting.rooms
+    ]
     presets: list[Answer] = [
         {
             "preset": name,
@@ -272,15 +291,32 @@ def compare(setting: Setting, device: torch.device, books: Books) -> Answer:
     ]
     for order in (1, -1):
         for auto in autos[::order]:
+            name = f"{auto['room']} ({auto['limit_bytes'] / 1e9:.1f} GB)"
             with room(auto["limit_bytes"], device):
                 auto["rounds"].append(attempt(replace(setting.case, strategy=AUTO), device, books))
-            told(f"auto, {auto['room']} ({auto['limit_bytes'] / 1e9:.1f} GB)", auto["rounds"][-1])
+                told(f"auto, {name}", auto["rounds"][-1])
+                if order == 1:
+                    auto["held"] = rivals(auto, [predicted[preset] for preset in setting.presets])
+                for held in auto["held"]:
+                    books.forget()
+                    held["rounds"].append(attempt(replace(setting.case, strategy=held["preset"]), device, books))
+                    told(f"{held['preset']}, {name}", held["rounds"][-1])
             books.forget()
         for preset in presets[::order]:
             preset["rounds"].append(attempt(replace(setting.case, strategy=preset["preset"]), device, books))
             told(preset["preset"], preset["rounds"][-1])
             books.forget()
     return {**setting.case.described(), "name": setting.name, "autos": autos, "presets": presets}
+
+
+def rivals(auto: Answer, presets: Sequence[Assessment]) -> list[Answer]:
+    """Presets that may fit or not, and that may be faster than what was chosen."""
+    chosen_s = auto["rounds"][0].get("chosen", {}).get("predicted_s", math.inf)
+    return [
+        {"preset": entry.name, "rounds": []}
+        for entry in presets
+        if entry.reserved.low <= auto["limit_bytes"] < entry.reserved.high and entry.timing.step_s < 1.02 * chosen_s
+    ]
 
 
 def told(name: str, seen: Answer) -> None:

@@ -32,9 +32,17 @@ def peak(contender: Answer, kind: str) -> int:
     return max(seen["peak"].get(f"{kind}_peak", 0) for seen in contender["rounds"])
 
 
-def fits(preset: Answer, limit_bytes: int) -> bool:
-    """By what was reserved; without an allocator, by what is planned."""
-    return is_ok(preset) and (peak(preset, "reserved") or preset["needed_bytes"]) <= limit_bytes
+def fitting(auto: Answer, presets: Sequence[Answer]) -> list[Answer]:
+    """Presets that ran in the room of `auto`, or, where the planner saw no doubt, that reserved no more elsewhere.
+    Without an allocator, by what is planned."""
+    limit_bytes = auto["limit_bytes"]
+    held = {preset["preset"]: preset for preset in auto["held"]}
+    found = [held.get(preset["preset"], preset) for preset in presets]
+    return [
+        preset
+        for preset in found
+        if is_ok(preset) and (peak(preset, "reserved") or preset.get("needed_bytes", 0)) <= limit_bytes
+    ]
 
 
 def ratios(above: Answer, below: Answer) -> list[float]:
@@ -49,13 +57,13 @@ def rows(document: Answer) -> list[Answer]:
         by_name = {preset["preset"]: preset for preset in setting["presets"]}
         for auto in setting["autos"]:
             limit = auto["limit_bytes"]
-            fitting = [preset for preset in setting["presets"] if fits(preset, limit)]
+            rivals = fitting(auto, setting["presets"])
             row: Answer = {"setting": setting["name"], "room": auto["room"], "limit_bytes": limit}
             found.append(row)
-            if not is_ok(auto) or not fitting:
+            if not is_ok(auto) or not rivals:
                 row["error"] = next((seen["error"] for seen in auto["rounds"] if seen["status"] != "ok"), "no preset")
                 continue
-            best = min(fitting, key=step_s)
+            best = min(rivals, key=step_s)
             row |= {
                 "choices": sorted({seen["chosen"]["choice"] for seen in auto["rounds"]}),
                 "auto_s": step_s(auto),
