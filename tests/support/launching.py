@@ -126,7 +126,7 @@ def add_up(settings: str) -> int:
 
 
 def starve(settings: str) -> int:
-    """A whole run whose last rank finds no memory in the forward of its last block, in the second step."""
+    """A whole run whose last rank finds no memory in the forward of a block, its fourth."""
     import torch
 
     from shardwise.train.model import Block

@@ -71,6 +71,32 @@ shardwise {VERSION}  runs/tiny
     )
 
 
+def test_banner_with_a_planned_peak_and_why_it_was_chosen() -> None:
+    planned = replace(
+        START,
+        why="the fastest that fits, 0.2 s a step",
+        at_peak={"params": 6_849_380, "grads": 0, "optimizer": 13_698_760, "activations": 36_400_000},
+        peak_is="the backward of blocks.3",
+        free_bytes=6_590_000_000,
+    )
+    text = " ".join(banner(planned).split())
+    assert "auto -> ddp on 2 ranks, cpu, fp32: the fastest that fits, 0.2 s a step batch" in text
+    assert (
+        "memory planned peak 56.9 MB a rank, of 6.59 GB free, at the backward of blocks.3: params 6.85 MB, "
+        "optimizer 13.7 MB, activations 36.4 MB checkpoint"
+    ) in text
+    unknown = replace(START, plan_note="no plan of activations: it cannot be tried out")
+    assert "optimizer 13.7 MB; no plan of activations: it cannot be tried out" in " ".join(banner(unknown).split())
+
+
+def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
+    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000, seen_activations=35_000_000)
+    rows = [line.split() for line in summary(planned).splitlines()]
+    assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
+    seen = next(row for row in rows if row[:1] == ["planned"])
+    assert seen[-4:] == ["36.4", "MB", "63.8", "MB"]
+
+
 def test_banner_of_a_large_run() -> None:
     large = replace(
         START,

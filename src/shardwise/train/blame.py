@@ -1,10 +1,11 @@
 """What was to blame for a lack of memory, and the whole of it in words."""
 
+from textwrap import wrap
 from typing import Any
 
 from ..engine.held import Memory
 from ..plan.explain import at
-from .banner import table, together
+from .banner import WIDTH, table, together
 from .figures import plural, size
 from .fixes import Fix
 from .largest import Pool
@@ -78,7 +79,12 @@ def text_of(report: dict[str, Any], planned: RunPlan | None, helps: list[Fix]) -
     ]
     if not helps:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
-    return "\n".join([*lines, "  what would help, as planned:", *(f"    {fix}" for fix in helps)])
+    told = [
+        line
+        for fix in helps
+        for line in wrap(str(fix), WIDTH, initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False)
+    ]
+    return "\n".join([*lines, "  what would help, as planned:", *told])
 
 
 def _memory(report: dict[str, Any]) -> list[str]:

@@ -30,6 +30,8 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .beside import Run
 
+SET_UP = "the set-up"
+
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # What libraries say who take memory past the allocator.
 _OTHERS_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
@@ -114,7 +116,7 @@ def _report(error: BaseException, scene: Scene) -> dict[str, Any]:
 def _instant(trace: TracebackType | None, scene: Scene, engine: Engine | None) -> str:
     """In the planner's words, as far as it has some."""
     if engine is None or scene.run is None:
-        return "the set-up"
+        return SET_UP
     if scene.run.doing:
         return scene.run.doing
     functions = list(_frames(trace))
@@ -147,7 +149,8 @@ def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
         return {}
     known = {entry.name for entry in planned.entry.memory.instants}
     found = planned.by_class(instant if instant in known else planned.entry.memory.peak.name)
-    return {name: num for name, num in found.items() if name != "activations"} if planned.note else found
+    unknown = {"activations"} if planned.note else {"activations", "grads"} if instant == SET_UP else set()
+    return {name: num_bytes for name, num_bytes in found.items() if name not in unknown}
 
 
 def _asked_bytes(text: str) -> int:

@@ -201,7 +201,7 @@ def _sharded(
         reduce_dtype=settings.reduce_dtype,
         node_size=settings.node_size,
         seed=settings.seed,
-        batch=(batching.micro_size, seq_length) if is_auto else None,
+        batch=(batching.micro_size, seq_length, batching.num_micro) if is_auto else None,
     )
     scene.model, scene.optimizer = model, optimizer
     scene.planned = planned = plan_of(sketch, model, settings)
