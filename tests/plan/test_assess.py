@@ -1,0 +1,74 @@
+"""One strategy, costed: whether it fits is decided by the GPU, the node's host and its disk, in this order."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.layout import PRESETS
+from shardwise.plan.assess import NCCL_BYTES
+from tests.plan.planning import EVERY, GB, SHAPE, assessed, assessor, machine
+
+
+def test_a_gpu_that_is_just_large_enough_is_large_enough() -> None:
+    needed = assessed("zero3", machine(free_bytes=10**12)).needed_bytes
+    assert assessed("zero3", machine(free_bytes=needed)).fits
+    refused = assessed("zero3", machine(free_bytes=needed - 1))
+    assert not refused.fits
+    assert refused.why_not == f"needs {needed / GB:,.1f} GB of a A100-40GB, which has {(needed - 1) / GB:,.1f} GB"
+
+
+def test_the_context_comes_on_top() -> None:
+    found = assessed("zero3")
+    gpu = found.machine.cluster.gpu
+    assert found.needed_bytes == found.reserved.expected + gpu.context_bytes + NCCL_BYTES
+    alone = assessed("zero3", machine(gpus=1))
+    assert alone.needed_bytes == alone.reserved.expected + gpu.context_bytes
+
+
+def test_free_memory_that_was_looked_at_has_the_context_in_it() -> None:
+    found = assessed("zero3", machine(free_bytes=20 * GB))
+    assert found.machine.memory_bytes == 20 * GB
+    assert found.needed_bytes == found.reserved.expected
+
+
+def test_what_fits_only_with_luck_is_tight() -> None:
+    reserved = assessed("zero3", machine(free_bytes=10**12)).reserved
+    found = assessed("zero3", machine(free_bytes=(reserved.expected + reserved.high) // 2))
+    assert found.fits
+    assert found.is_tight
+    assert not assessed("zero3", machine(free_bytes=reserved.high)).is_tight
+
+
+def test_hosts_and_disks_are_a_nodes() -> None:
+    offloaded = assessed("zero3_offload")
+    assert offloaded.host_bytes == 8 * offloaded.memory.host_bytes > 0
+    assert "of a node's host" in assessed("zero3_offload", machine(host_memory=offloaded.host_bytes - 1)).why_not
+    on_disk = assessed("zero3_nvme")
+    assert "of a node's disk" in assessed("zero3_nvme", machine(disk=on_disk.disk_bytes - 1)).why_not
+
+
+def test_what_this_version_runs() -> None:
+    assert all(assessed(name).runs for name in EVERY)
+    assert not assessed("zero3_offload").runs
+    assert not assessed({"blocks.0": replace(PRESETS["zero3"], params_as="int8"), "*": "zero3"}).runs
+
+
+def test_blocks_that_are_alike_share_their_flats() -> None:
+    found = assessed("zero3")
+    blocks = [unit for unit in found.schedule.units if unit.name.startswith("blocks.")]
+    assert len(blocks) == SHAPE.layers
+    assert len({id(unit.flats) for unit in blocks}) == 1
+
+
+def test_an_assessor_moves_to_another_machine() -> None:
+    training = assessed("zero3").training
+    here = assessor(machine())
+    layouts = [PRESETS["zero3"]] * len(here.unit_names)
+    there = here.on(machine(nodes=2))("zero3", layouts, training)
+    assert there.memory.peak.total < here("zero3", layouts, training).memory.peak.total
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_tokens_are_those_of_all_micro_batches(num_micro_batches: int) -> None:
+    found = assessed("zero3", num_micro_batches=num_micro_batches, micro_batch=2, seq=512)
+    assert found.tokens_per_s * found.timing.step_s == pytest.approx(1024 * num_micro_batches)

@@ -1,0 +1,132 @@
+"""Which strategy: memory that is there is filled, what is recommended is never slower than a preset that fits."""
+
+import pytest
+
+from shardwise.layout import PLANNED, PRESETS, layouts_for
+from shardwise.plan.assess import Assessment, Machine
+from shardwise.plan.plan import Plan, plan_for
+from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, strategy_of
+from shardwise.plan.subject import subject_of
+from shardwise.plan.training import Training
+from tests.plan.planning import GB, MANY, assessed, assessor, choice_of, machine
+
+
+def searched(on: Machine, training: Training | None = None, search: bool = True) -> Plan:
+    training = training or Training()
+    return plan_for(subject_of(MANY, training), on, training, choice_of(training), search=search)
+
+
+def room_for(strategy: str, nodes: int = 1) -> int:
+    """What it needs of a GPU, at most."""
+    return assessed(strategy, machine(nodes=nodes, free_bytes=10**13), MANY).reserved.high
+
+
+def between(split: str, kept: str, nodes: int = 1) -> Machine:
+    """A machine on which the one fits, and the other does not."""
+    low, high = room_for(split, nodes), room_for(kept, nodes)
+    assert low < high
+    return machine(nodes=nodes, free_bytes=(low + high) // 2)
+
+
+@pytest.mark.parametrize("free_bytes", [6 * GB, 9 * GB, 12 * GB, 20 * GB, 40 * GB])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_nothing_that_fits_is_faster_than_what_is_recommended(free_bytes: int, nodes: int) -> None:
+    found = searched(machine(nodes=nodes, free_bytes=free_bytes))
+    best = found.recommended
+    fitting = [entry for entry in found.found if has_room(entry) and entry.runs]
+    if best is None:
+        assert not any(entry.fits for entry in found.found)
+        return
+    assert best.fits
+    assert all(best.tokens_per_s >= entry.tokens_per_s * (1 - TIE) for entry in fitting)
+
+
+def mixed(found: Plan) -> list[Assessment]:
+    return [entry for entry in found.found if len(set(entry.layouts)) > 1]
+
+
+def test_memory_that_is_left_keeps_units_gathered() -> None:
+    found = searched(between("zero3", "shard_grad_op"))
+    entry = next(entry for entry in mixed(found) if entry.name.startswith("zero3 + shard_grad_op"))
+    zero3 = next(entry for entry in found.found if entry.name == "zero3")
+    assert has_room(entry)
+    assert entry.moved.by_call.wire_bytes < zero3.moved.by_call.wire_bytes
+    assert entry.timing.step_s < zero3.timing.step_s
+
+
+def test_one_unit_more_would_not_fit() -> None:
+    on = between("zero3", "shard_grad_op")
+    found = searched(on)
+    entry = next(entry for entry in mixed(found) if entry.name.startswith("zero3 + shard_grad_op"))
+    last_split = max(index for index, layout in enumerate(entry.layouts) if layout == PRESETS["zero3"])
+    more = list(entry.layouts)
+    more[last_split] = PRESETS["shard_grad_op"]
+    assert not has_room(found.assess(entry.name, more, entry.training))
+
+
+@pytest.mark.parametrize("pair", MIXES, ids="+".join)
+def test_mixtures_are_told_as_mappings_that_mean_the_same(pair: tuple[str, str]) -> None:
+    """What `sw.shard` would be given makes the layouts that were planned."""
+    assess = assessor(machine(nodes=2, free_bytes=10**12), shape=MANY)
+    num = len(assess.unit_names)
+    for num_kept in (1, 5, num // 2, num - 2):
+        layouts = [PRESETS[pair[0]]] * (num - num_kept) + [PRESETS[pair[1]]] * num_kept
+        entry = assess("mixed", layouts, Training())
+        assert layouts_for(strategy_of(entry), assess.unit_names) == layouts
+
+
+def test_every_strategy_of_a_plan_can_be_asked_for_again() -> None:
+    found = searched(between("zero3", "zero2", nodes=2))
+    names = found.assess.unit_names
+    assert len(mixed(found)) > 1
+    for entry in found.found:
+        assert tuple(layouts_for(strategy_of(entry), names)) == entry.layouts
+
+
+def test_a_part_of_the_optimizer_stays_on_the_device() -> None:
+    found = searched(between("zero3_offload", "zero3"))
+    parts = [entry for entry in found.found if entry.name.startswith("zero3_offload,")]
+    (entry,) = parts
+    whole = next(entry for entry in found.found if entry.name == "zero3_offload")
+    assert 0 < entry.layouts[0].kept < 1
+    assert has_room(entry)
+    assert entry.timing.step_s < whole.timing.step_s
+
+
+def test_no_search_no_mixtures() -> None:
+    found = searched(between("zero3", "zero2"), search=False)
+    assert [entry.name for entry in found.found] == [*PRESETS, *PLANNED]
+
+
+def test_the_least_checkpointing_that_fits_is_taken() -> None:
+    training = Training(micro_batch=4)
+    needed = {
+        mode: assessed("zero3", machine(free_bytes=10**12), MANY, micro_batch=4, checkpointing=mode).needed_bytes
+        for mode in ("none", "selective", "full")
+    }
+    for mode, num_bytes in needed.items():
+        assess = assessor(machine(free_bytes=num_bytes), shape=MANY)
+        layouts = [PRESETS["zero3"]] * len(assess.unit_names)
+        best = assess_best(assess, "zero3", layouts, choices(training, ("none", "selective", "full"), [(4, 1)]))
+        assert best.training.checkpointing == mode
+
+
+def test_a_larger_micro_batch_is_taken_where_it_is_faster() -> None:
+    training = Training()
+    assess = assessor(machine(free_bytes=10**12), shape=MANY)
+    layouts = [PRESETS["zero3"]] * len(assess.unit_names)
+    best = assess_best(assess, "zero3", layouts, choices(training, ("none",), [(1, 8), (2, 4), (4, 2), (8, 1)]))
+    assert best.training.micro_batch == 8
+
+
+def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
+    found = searched(machine(free_bytes=GB))
+    assert found.recommended is None
+    assert found.why.startswith("nothing fits: ")
+    assert "needs least" in found.why
+
+
+def test_of_two_that_are_as_fast_the_simpler_one() -> None:
+    entries = [assessed(name, machine(gpus=1)) for name in ("ddp", "zero1", "zero3")]
+    assert fastest(entries) is entries[0]
+    assert fastest([]) is None
