@@ -22,6 +22,7 @@ from shardwise.train.launch import launch
 from shardwise.train.loop import run_steps
 from shardwise.train.models.headloss import loss_sum
 from shardwise.train.profile import Profile
+from shardwise.train.out_of_memory import Scene
 from shardwise.train.settings import settings_from_json
 from shardwise.train.setup import set_up
 
@@ -32,7 +33,7 @@ TURNS = 8  # of each, after one of each to warm up
 def measure(text: str) -> int:
     settings = completed(settings_from_json(text), torch.cuda.is_available())
     mesh.init(device=settings.device)
-    run = set_up(settings)
+    run = set_up(settings, Scene(settings))
     ratios = []
     for turn in range(TURNS + 1):
         first = 2 * turn * STRETCH

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.train.out_of_memory import Scene
 from shardwise.train.run import run_rank
 from shardwise.train.settings import Lora
 from tests.harness import Pool
@@ -136,7 +137,8 @@ def hyper_parameters(settings: str) -> list[dict[str, Any]]:
     from shardwise.train.setup import set_up
 
     mesh.init(device="cpu")
-    return plain_settings(set_up(completed(settings_from_json(settings), has_gpu=False)).job.optimizer)
+    asked = completed(settings_from_json(settings), has_gpu=False)
+    return plain_settings(set_up(asked, Scene(asked)).job.optimizer)
 
 
 def test_hyper_parameters_are_those_asked_for_now(run_ranks: Pool, tmp_path: Path) -> None:

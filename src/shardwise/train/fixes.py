@@ -49,7 +49,7 @@ def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
             # Without activations neither time nor what is needed is known.
             times = None if planned.note else entry.tokens_per_s / changed.tokens_per_s
             found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
-    found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 1) if fix.fits else 0, -fix.saved_bytes))
+    found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 2) if fix.fits else 0, -fix.saved_bytes))
     if not any(fix.fits for fix in found) and not planned.note and not entry.fits:
         found.insert(0, Fix(f"together: {nearest_change(planned.assess, entry)}", 0, None, None))
     return [*found, *_more_ranks(planned, room)]
