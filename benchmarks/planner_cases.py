@@ -16,6 +16,7 @@ LONGEST = 32768
 SHAPES: dict[str, TransformerShape] = {
     #                       vocab   hidden layers heads kv_heads ffn
     "tiny":    TransformerShape(512,      64,  3,  4,  2,   128, LONGEST),
+    "30m":     TransformerShape(8192,    512,  6,  8,  8,  1408, LONGEST),
     "125m":    TransformerShape(32000,   768, 12, 12, 12,  2048, LONGEST),
     "500m":    TransformerShape(32000,  1280, 24, 20, 20,  3456, LONGEST),
     "1b":      TransformerShape(128256, 2048, 16, 32,  8,  8192, LONGEST, tied=True),
