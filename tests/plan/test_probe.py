@@ -23,7 +23,7 @@ from shardwise.plan.setting import Setting
 from shardwise.plan.shapes import ModelShape
 from shardwise.plan.training import Checkpointing, Lora, Training
 from shardwise.plan.work import Work
-from shardwise.train.checkpointing import _checkpointed
+from shardwise.train.checkpointing import _checkpointed, checkpoint_blocks
 from shardwise.train.model import Transformer
 from shardwise.train.models.lora import adapters_for, with_adapters
 from shardwise.train.settings import Lora as LoraSettings
@@ -193,3 +193,13 @@ def test_torchtitans_block_is_like_its_code() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_a_whole_step_is_what_torchs_tracker_sees(checkpointing: Checkpointing) -> None:
     assert compare(SMALL, 1, 512, checkpointing).error == pytest.approx(0, abs=0.002)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_module_has_its_checkpointing_itself(checkpointing: Checkpointing) -> None:
+    module, shape = in_tree()
+    checkpoint_blocks(module, checkpointing)
+    probed = probe_works(module, batch=2, seq=384)
+    planned = works_of(shape, Training(micro_batch=2, seq=384, checkpointing=checkpointing))
+    assert not differences(planned, probed)
+    assert probed["blocks.0"].recomputed > 0
