@@ -21,8 +21,8 @@ from shardwise.train.checks import completed
 from shardwise.train.launch import launch
 from shardwise.train.loop import run_steps
 from shardwise.train.models.headloss import loss_sum
-from shardwise.train.profile import Profile
 from shardwise.train.out_of_memory import Scene
+from shardwise.train.profile import Profile
 from shardwise.train.settings import settings_from_json
 from shardwise.train.setup import set_up
 
