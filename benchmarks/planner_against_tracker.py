@@ -31,14 +31,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.planner_memory_published import schedule_of
 from benchmarks.titan import Titan
-from shardwise.layout import layout_of
 from shardwise.plan.activations import works_of
-from shardwise.plan.flat import flats_of
-from shardwise.plan.fsdp2 import Fsdp2Memory, Wrapping, fsdp2_memory_of
+from shardwise.plan.fsdp2 import Fsdp2Memory, fsdp2_memory_of
+from shardwise.plan.fsdp2_groups import Wrapping
 from shardwise.plan.peak import WORKSPACE_BYTES
-from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes import ModelShape, units_of
+from shardwise.plan.shapes import ModelShape
 from shardwise.plan.training import Checkpointing, Training
 
 SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=8192)
@@ -73,7 +72,7 @@ class Case:
         wrapping = self.wrapping
         ends = "ends apart" if wrapping.ends_apart else "ends in the root"
         last = "last kept" if wrapping.keeps_last else "last let go"
-        logits = ", logits kept" if wrapping.keeps_logits else ""
+        logits = ", logits kept" if wrapping.kept_logit_bytes else ""
         return f"{self.shape.name} on {self.world_size}, {self.checkpointing}, {self.strategy}, {ends}, {last}{logits}"
 
 
@@ -84,19 +83,8 @@ def cases() -> Iterator[Case]:
         apart, last, logits, strategy = next(ways)
         # Ends that are small beside a block are the root's for us, always.
         apart = apart and shape.name in ("small", "words")
-        yield Case(shape, world_size, mode, strategy, Wrapping(ends_apart=apart, keeps_last=last, keeps_logits=logits))
-
-
-def schedule_of(shape: ModelShape, training: Training, strategy: str, num_nodes: int, node_size: int) -> Schedule:
-    layout = layout_of(strategy)
-    axes = {"world": (num_nodes * node_size, 0), "node": (node_size, 0), "replicate": (num_nodes, 0)}
-    units = [
-        UnitPlan(
-            unit.name, layout, flats_of(unit, layout, training.formats, axes, ()), unit.holds_units, unit.backward_reads
-        )
-        for unit in units_of(shape, training.lora)
-    ]
-    return make_schedule(units, range(len(units)), None)
+        wrapping = Wrapping(ends_apart=apart, keeps_last=last, kept_logit_bytes=2 * logits)
+        yield Case(shape, world_size, mode, strategy, wrapping)
 
 
 def planned(case: Case) -> Fsdp2Memory:
@@ -129,7 +117,7 @@ def _tracked(case: Case, mesh: DeviceMesh) -> int:
     def forward_and_backward() -> None:
         logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        held[:] = [logits] if case.wrapping.keeps_logits else []
+        held[:] = [logits] if case.wrapping.kept_logit_bytes else []
         del logits
         loss.backward()
 

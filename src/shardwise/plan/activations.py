@@ -73,7 +73,9 @@ def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
     """The first block's and the others': under adapters no gradient goes back beyond the first."""
     num_elems = training.num_tokens * at.shape.hidden
     block = block_of(at, training.engine == "shardwise")
-    run = partial(measure, block, num_elems, at.itemsize, checkpointing=training.checkpointing)
+    run = partial(
+        measure, block, num_elems, at.itemsize, checkpointing=training.checkpointing, is_compiled=training.compile
+    )
     other = run()
     return (run(needs_input_grad=False) if training.lora else other), other
 

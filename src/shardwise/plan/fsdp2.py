@@ -9,10 +9,11 @@ Gradients are dropped before the next forward.
 Three streams allocate, and none reuses what another has freed: `pools` are the most that each holds.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from .events import elsewhere
+from .fsdp2_groups import Group, Wrapping, grouped
 from .peak import (
     ACTIVATIONS,
     CLASSES,
@@ -28,27 +29,12 @@ from .peak import (
     disk_bytes,
     host_bytes,
 )
-from .schedule import Schedule, UnitPlan
+from .schedule import Schedule
 from .training import Training
 from .work import Work
 
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapping:
-    """How `fully_shard` is called, as far as memory depends on it; torchtitan's ways since the middle of 2025.
-
-    `ends_apart`: the embedding is a unit, and so is the head with the last norm; else they are the root's, as in
-    torchtitan before and with accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
-    `keeps_logits`: the loop has a name for the logits, and so holds those of the last step until it has new ones.
-    `is_foreach`: the optimizer makes a temporary of everything that it updates; fused, it makes none.
-    """
-
-    ends_apart: bool = True
-    keeps_last: bool = True
-    keeps_logits: bool = False
-    is_foreach: bool = False
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -56,20 +42,6 @@ class Fsdp2Memory(Memory):
     """`pools`: the most that the streams hold, each at its own time."""
 
     pools: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that are gathered together: what the collective makes, and what is copied out of it. `part_bytes` is
-    this rank's, cast for the collective. One rank alone casts and copies."""
-
-    gathered_bytes: int
-    collected_bytes: int
-    part_bytes: int
-    rest_bytes: int  # stays after the forward, where the backward gathers within a node
-    summed_bytes: int  # what goes into the reduction
-    grad_bytes: int  # what comes out of it
-    stays: bool  # gathered, from its forward to its backward
 
 
 def fsdp2_memory_of(
@@ -88,21 +60,25 @@ class _Step:
     """The walk: what is held by class and by stream, as the calls of torch's hooks follow each other."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
-        self.works, self.wrapping = works, wrapping
+        self.wrapping = wrapping
         self.found: list[Instant] = []
         self.held = [0] * len(CLASSES)
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
-        self.root_name, self.names, self.groups = _grouped(schedule, works, wrapping)
+        self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
-        # In the order of their forwards, each once; None is what the root holds.
+        # In the order of their forwards.
         self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
         self.gathered: set[int] = set()
         self.on_its_way: Group | None = None  # gathered ahead, for the backward
         self.kept_output = 0  # of the last gather of a forward
         self.kept_input = 0  # of the last reduction
         self.grads_of: dict[int, int] = {}  # of autograd, waiting to be reduced
-        num_logits = _num_logits(works[self.names[-1]]) if training.loss == "plain" else 0
-        self.logits_bytes, self.scores_bytes = training.formats.compute.itemsize * num_logits, 4 * num_logits
+        last = self.names[-1]
+        self.num_logits = _num_logits(works[last]) if training.loss == "plain" else 0
+        self.itemsize = training.formats.compute.itemsize
+        self.works = dict(works)
+        if wrapping.compiles_loss:
+            self.works[last] = _compiled(works[last], self.num_logits, self.itemsize)
         self._hold_states(schedule, training)
 
     def _hold_states(self, schedule: Schedule, training: Training) -> None:
@@ -116,7 +92,7 @@ class _Step:
                     self.hold(OPTIMIZER, round(here * flat.master.itemsize * training.num_moments))
                     self.shard_bytes.append(here * flat.master.itemsize)
         self.hold(ACTIVATIONS, WORKSPACE_BYTES)
-        self.hold(LOSS, self.logits_bytes if self.wrapping.keeps_logits else 0)
+        self.hold(LOSS, self.num_logits * self.wrapping.kept_logit_bytes)
 
     def hold(self, kind: int, num_bytes: int, stream: int = COMPUTE_STREAM) -> None:
         self.held[kind] += num_bytes
@@ -140,6 +116,8 @@ class _Step:
             if name == self.names[-1]:
                 # The root's forward ends before the loss; of the head's only the logits are left then.
                 self._leave_forward(group)
+                if not self.wrapping.root_stays:
+                    self._let_go(self.root)
                 self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
                 self.kept_output = 0
             input_bytes = self._run_forward(name, input_bytes)
@@ -181,12 +159,14 @@ class _Step:
         last = self.names[-1]
         loss = self.works[last]
         self.note("backward loss", LOSS, loss.output_bytes + loss.backward_peak_bytes)
+        self._gather_again(self.root_name, loss)
         self._gather_ahead(len(self.chain) - 1)
         for position in reversed(range(len(self.names))):
             name = self.names[position]
             group, work = self.groups[name], self.works[name]
             if group is not self.root:
-                self._gather_for_backward(name, work)
+                self._gather_again(name, work)
+                self._gather_ahead(next(index for index, other in enumerate(self.chain) if other is group) - 1)
             if name == last:
                 self._backward_of_head(loss)
             else:
@@ -208,12 +188,13 @@ class _Step:
         self.kept_input = 0
 
     def _backward_of_head(self, loss: Work) -> None:
-        """Once the gradient of the logits is there; the scores that the loss saved are gone."""
-        if not self.logits_bytes:
+        """Once the gradient of the logits is there; what the loss saved of their size is gone."""
+        if not self.num_logits:
             self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
             return
         before = self.works[self.names[-2] if len(self.names) > 1 else self.root_name].output_bytes
-        self.note("backward head", LOSS, self.logits_bytes - self.scores_bytes + loss.grad_bytes + before)
+        saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
+        self.note("backward head", LOSS, (self.itemsize - saved) * self.num_logits + loss.grad_bytes + before)
 
     def _gather_ahead(self, position: int) -> None:
         if position >= 0 and id(self.chain[position]) not in self.gathered:
@@ -222,16 +203,18 @@ class _Step:
             self.note("gather ahead")
             self.hold(GATHERED, -self.on_its_way.part_bytes, GATHER_STREAM)
 
-    def _gather_for_backward(self, name: str, work: Work) -> None:
+    def _gather_again(self, name: str, work: Work) -> None:
         group = self.groups[name]
-        if id(group) not in self.gathered:
-            assert self.on_its_way is group
-            self.on_its_way = None
-            self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
-            self.gathered.add(id(group))
-            self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
-            self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
-        self._gather_ahead(next(index for index, other in enumerate(self.chain) if other is group) - 1)
+        if id(group) in self.gathered:
+            return
+        if self.on_its_way is not group:
+            self._collect(group)
+            self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
+        self.on_its_way = None
+        self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
+        self.gathered.add(id(group))
+        self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
+        self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
 
     def _wait_with(self, group: Group, num_bytes: int) -> None:
         self.hold(GRADS, num_bytes)
@@ -257,41 +240,11 @@ def _num_logits(loss: Work) -> int:
     return loss.products[-1].m * loss.products[-1].n if loss.products else 0
 
 
-def _grouped(
-    schedule: Schedule, works: Mapping[str, Work], wrapping: Wrapping
-) -> tuple[str, list[str], dict[str, Group]]:
-    """The root's name, the names of what runs after it in this order, and the group of each."""
-    units = {unit.name: unit for unit in schedule.units}
-    root = next((unit.name for unit in schedule.units if unit.holds_units), schedule.units[0].name)
-    names = [name for name in works if name != root]
-    last = names[-1] if names else root
-    ends = [name for name in names if name in units and (works[name].kind == "loss" or not units[name].backward_reads)]
-    inside: dict[str, list[UnitPlan]] = {name: [units[name]] for name in (root, *names) if name in units}
-    if not wrapping.ends_apart:
-        for name in ends:
-            inside[root] += inside.pop(name)
-    elif last in inside:
-        inside[last] += inside[root]
-        inside[root] = []
-    groups = {name: _group(plans) for name, plans in inside.items()}
-    return root, names, {name: groups.get(name, groups[root]) for name in (root, *names)}
-
-
-def _group(units: Iterable[UnitPlan]) -> Group:
-    units = tuple(units)
-    flats = [flat for unit in units for flat in unit.flats]
-    whole = [flat for flat in flats if not flat.master_is_whole]
-    split = [flat for flat in whole if flat.spans[flat.depth_of_master].num_elems < flat.num_elems]
-    cast = [flat for flat in split if flat.master != flat.compute]
-    trained = [flat for flat in flats if flat.trainable]
-    return Group(
-        gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in whole),
-        collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in split),
-        part_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.compute.itemsize for flat in cast),
-        rest_bytes=sum(
-            flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize for flat in split if flat.has_rest
-        ),
-        summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
-        grad_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in trained),
-        stays=any(unit.layout.gathered_until != "forward" for unit in units),
+def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
+    """The logits are saved and not their scores in fp32, and there is one gradient of them and not two in fp32."""
+    return replace(
+        loss,
+        saved_bytes=loss.saved_bytes - (FP32_BYTES - itemsize) * num_logits,
+        forward_peak_bytes=loss.forward_peak_bytes - 2 * FP32_BYTES * num_logits,
+        backward_peak_bytes=itemsize * num_logits,
     )

@@ -15,6 +15,7 @@ def measure(
     itemsize: int,
     *,
     checkpointing: Literal["none", "selective", "full"] = "none",
+    is_compiled: bool = False,
     input_itemsize: int | None = None,
     needs_input_grad: bool = True,
     kind: Literal["activations", "loss"] = "activations",
@@ -24,7 +25,10 @@ def measure(
     meter = tape.meter
     x = tape.input(num_elems, input_itemsize, needs_input_grad)
     before = meter.live
-    out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
+    if checkpointing == "none":
+        out = block(tape, x)
+    else:
+        out = tape.checkpoint(block, x, checkpointing == "selective", is_compiled)
     del x
     output_bytes = out.storage.num_bytes
     saved_bytes, forward_peak = meter.live - output_bytes, meter.peak - before

@@ -31,6 +31,8 @@ class Tape:
         self.num_kernels = 0
         # Results that a selective checkpoint keeps: filled by its forward, emptied by its recompute.
         self.kept: list[list[Tensor]] | None = None
+        # Of these, how many came before the last tensor that was saved: compiled code keeps no others.
+        self.num_read = 0
         self.is_replaying = False
         self.drops_saved = False
         self.num_wide = 0
@@ -122,8 +124,9 @@ class Tape:
         return out
 
     def _count_saved(self, num_tensors: int) -> None:
-        if not self.is_over:
+        if num_tensors and not self.is_over:
             self.num_saved += num_tensors
+            self.num_read = len(self.kept or ())
 
     def split(self, x: Tensor, num_parts: int) -> list[Tensor]:
         """Equal parts of a tensor as views; their gradients are put together in new memory."""
@@ -207,12 +210,14 @@ class Tape:
         elif old.storage.uses > 1:
             buffer[slot] = self.new(old.num_elems, old.itemsize)
 
-    def checkpoint(self, block: Block, x: Tensor, selects: bool) -> Tensor:
+    def checkpoint(self, block: Block, x: Tensor, selects: bool, is_compiled: bool = False) -> Tensor:
         """Run a block so that it saves its input, and the results it selects; its backward runs it again."""
         kept: list[list[Tensor]] = []
         self.num_saved, self.num_wide, self.drops_saved, self.kept = 0, 0, True, kept if selects else None
         out = block(self, x)
         num_saved, self.drops_saved, self.kept = self.num_saved, False, None
+        if is_compiled:
+            del kept[self.num_read :]
         node = self.node((x,))
         node.saved = [x.alias(), *(tensor for result in kept for tensor in result)]
         needs_grad = x.node is not None
