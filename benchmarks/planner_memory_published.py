@@ -52,7 +52,8 @@ pool, {holes} of it, the one constant that is fitted, on torchtitan's rows.
 What was found on the way:
 
 - Compiled blocks under selective checkpointing do not keep the last product, which no backward reads; eager ones do.
-  That is the difference between compiled and eager rows, and both have the same holes.
+  That is the difference between compiled and eager rows, and both have the same holes. torch's partitioner of compiled
+  graphs shows the same: of a block it saves its input, every second product but this one, and attention's result.
 - The logits were held in fp32 by torchtitan's loop in the spring of 2024, and by transformers' output under Answer.AI.
 - Compiled rows since 2025 fit a compiled loss (4 bytes a logit, not 12). For tt077, tt099 and tt102 that is our reading
   of a "config default", not something that the rows state.
@@ -301,10 +302,11 @@ def write(out: Path, found: Sequence[Finding], table: Sequence[str], left_out: S
     ]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     rows = [
-        {**asdict(finding.row), "planned_active_bytes": finding.memory.peak.total, "planned": asdict(finding.reserved)}
+        {"id": finding.row.id, "active": finding.memory.peak.total, **asdict(finding.reserved), "fits": finding.fits}
         for finding in found
     ]
-    stem.with_suffix(".json").write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")
+    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    stem.with_suffix(".json").write_text(f'{{\n "schema": 1,\n "unit": "bytes, planned",\n "rows": [\n{text}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -86,6 +86,16 @@ def test_active_memory_that_was_measured(mode: Checkpointing, measured_gib: floa
     assert peak.name == "backward loss"
 
 
+def test_compiled_blocks_keep_nothing_that_no_backward_reads() -> None:
+    """As torch's partitioner: of every second product, all but the last."""
+    shape = shape_named("llama-3-8b")
+    eager, compiled = (
+        works_of(shape, Training(checkpointing="selective", engine="fsdp2", compile=compiles))["model.layers.1"]
+        for compiles in (False, True)
+    )
+    assert eager.saved_bytes - compiled.saved_bytes == eager.output_bytes
+
+
 def test_gradients_are_there_from_the_backward_on() -> None:
     first, second = (memory("llama-2-7b", 1, 2048, "full", IN_ROOT, num=num) for num in (1, 2))
     grads = {instant.name: instant.num_bytes[GRADS] for instant in first.instants}
