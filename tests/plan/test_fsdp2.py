@@ -88,7 +88,7 @@ def test_active_memory_that_was_measured(mode: Checkpointing, measured_gib: floa
 
 def test_compiled_blocks_keep_nothing_that_no_backward_reads() -> None:
     """As torch's partitioner: of every second product, all but the last."""
-    shape = shape_named("llama-3-8b")
+    shape = shape_named("llama-2-7b")
     eager, compiled = (
         works_of(shape, Training(checkpointing="selective", engine="fsdp2", compile=compiles))["model.layers.1"]
         for compiles in (False, True)
