@@ -53,7 +53,7 @@ from benchmarks.planner_measure import (
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
 from shardwise.engine import api
-from shardwise.engine.auto import Asked, choose, machine_here, measured_links
+from shardwise.engine.auto import Asked, choose, machine_here
 from shardwise.engine.guards import engine_of
 from shardwise.layout import AUTO, PRESETS
 from shardwise.mesh import everyone, make_axes
@@ -135,7 +135,7 @@ def plan_with_all(case: Case, device: torch.device) -> Plan:
         precision = precision_of(case.precision, case.reduce)
         training = api._training(optimizer_for(model, Settings()), precision, batch_of(case))
         axes = make_axes(emulated.node_size)
-        here = machine_here(axes, ENDLESS, measured_links(everyone(), axes))
+        here = machine_here(everyone(), axes, ENDLESS)
         return choose(model, find_units(model, "auto"), Asked(training, batch_of(case), "auto", None, ()), here)
 
 

@@ -159,8 +159,8 @@ AUTO = "auto"
 MOST_SPLIT = "zero3"
 # Pairs that are mixed to fill memory: what does not fit is split as the first, what does is kept as the second.
 MIXES: tuple[tuple[str, str], ...] = (
-    ("zero3", "shard_grad_op"),
     ("zero3", "zero2"),
+    ("zero3", "shard_grad_op"),
     ("zero3", "zero1"),
     ("zero3", "hybrid_shard_zero2"),
     ("zero3", "hpz"),

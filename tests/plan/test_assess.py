@@ -14,7 +14,7 @@ def test_a_gpu_that_is_just_large_enough_is_large_enough() -> None:
     assert assessed("zero3", machine(free_bytes=needed)).fits
     refused = assessed("zero3", machine(free_bytes=needed - 1))
     assert not refused.fits
-    assert refused.why_not == f"needs {needed / GB:,.1f} GB of a A100-40GB, which has {(needed - 1) / GB:,.1f} GB"
+    assert refused.why_not == f"needs {needed / GB:,.1f} GB on each A100-40GB, which has {(needed - 1) / GB:,.1f} GB"
 
 
 def test_the_context_comes_on_top() -> None:
@@ -42,9 +42,9 @@ def test_what_fits_only_with_luck_is_tight() -> None:
 def test_hosts_and_disks_are_a_nodes() -> None:
     offloaded = assessed("zero3_offload")
     assert offloaded.host_bytes == 8 * offloaded.memory.host_bytes > 0
-    assert "of a node's host" in assessed("zero3_offload", machine(host_memory=offloaded.host_bytes - 1)).why_not
+    assert "on the host of each node" in assessed("zero3_offload", machine(host_memory=offloaded.host_bytes - 1)).why_not
     on_disk = assessed("zero3_nvme")
-    assert "of a node's disk" in assessed("zero3_nvme", machine(disk=on_disk.disk_bytes - 1)).why_not
+    assert "on the disk of each node" in assessed("zero3_nvme", machine(disk=on_disk.disk_bytes - 1)).why_not
 
 
 def test_what_this_version_runs() -> None:

@@ -30,7 +30,7 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("lama-3-8b", *ON), "did you mean 'llama-3-8b'"),
     (("llama-3-8b", *ON, "--strategy", "zero4"), "did you mean 'zero3'"),
     (("llama-3-8b", *ON, "--optimizer", "adamm"), "did you mean 'adamw'"),
-    (("llama-3-8b", *ON, "--checkpointing", "all"), "known: full, none, selective"),
+    (("llama-3-8b", *ON, "--checkpointing", "all"), "known: auto, full, none, selective"),
     (("llama-3-8b", *ON, "--precision", "bf8"), "unknown precision 'bf8'"),
     (("llama-3-8b", *ON, "--network", "ib-nrd"), "did you mean 'ib-ndr'"),
     (("llama-3-8b", "--hardware", "nowhere.json"), "there is no such file"),

@@ -183,7 +183,7 @@ def test_70b_does_not_fit_on_four_gpus_of_80_gb(plan: Answer) -> None:
     answer = plan("llama-3-70b", "--gpus", "4xA100-80GB")
     zero3 = row_of(answer, "zero3")
     assert not zero3["fits"]
-    assert "of a A100-80GB" in zero3["why_not"]
+    assert "on each A100-80GB" in zero3["why_not"]
     assert zero3["nearest"].startswith("32 GPUs")
     assert not any(row["fits"] for row in answer["strategies"] if row["runs"])
     assert answer["recommended"] == "zero3_nvme"

@@ -58,8 +58,14 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="Of a node: 1TB.", rich_help_panel=HARDWARE)] = None,
     disk: Annotated[str | None, typer.Option(help="Of a node: 8TB.", rich_help_panel=HARDWARE)] = None,
     seq: Annotated[
-        int, typer.Option("--seq", "--seq-length", help="Tokens of a sequence.", rich_help_panel=STEP)
-    ] = 2048,
+        int | None,
+        typer.Option(
+            "--seq",
+            "--seq-length",
+            help="Tokens of a sequence. Default: 2048, or as many as the model has positions.",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     micro_batch: Annotated[
         int,
         typer.Option(
@@ -148,6 +154,7 @@ def plan(
         {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
          "disk": disk},
     )  # fmt: skip
+    sizes: dict[str, Any] = {} if seq is None else {"seq": seq}
     made = make_plan(
         parse_shape(shape) if shape is not None else model or "",
         machine,
@@ -155,7 +162,7 @@ def plan(
         checkpointing=checkpointing,
         global_batch=global_batch_size,
         search=search,
-        seq=seq,
+        **sizes,
         micro_batch=micro_batch,
         num_micro_batches=accumulation,
         precision=_precision(precision, machine),

@@ -32,7 +32,7 @@ from ..unit import FlatState, Unit
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
-from .auto import Asked, Batch, choose, layouts_in, machine_here, measured_links
+from .auto import Asked, Batch, choose, layouts_in, machine_here
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
@@ -236,7 +236,7 @@ def describe(model: nn.Module) -> str:
 def _machine(world: Channel, node_size: int | None) -> Machine:
     """What this rank's device can do, with the memory that is free on every rank and links as fast as they are."""
     axes = make_axes(node_size)
-    return machine_here(axes, min(exchange(world, free_bytes_here())), measured_links(world, axes))
+    return machine_here(world, axes, min(exchange(world, free_bytes_here())))
 
 
 def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: Batch | None) -> Training:

@@ -5,7 +5,8 @@ model that cannot be probed so, a quarter of the memory is left to them, and wha
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..errors import MemoryExceededError
 from ..layout import Layout
-from ..mesh import Axes, device, num_local_ranks
+from ..mesh import Axes, device
 from ..plan.assess import Machine, Subject
 from ..plan.efficiency import IDEAL, Efficiency, efficiency_of
 from ..plan.gpus import gpu_named, gpu_of_device
@@ -35,8 +36,10 @@ PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
 NUM_PROBES = 5
 # Of a collective among others on the device, whose host is ahead.
 LATENCY_US = 20.0
-# A processor's core, where nothing is known about it: only what it is compared with matters.
-CPU_FLOPS, CPU_BYTES_PER_S = 3e10, 5e9
+# A processor's FLOP/s and bytes/s where nobody measures.
+USUAL_RATES = (3e10, 5e9)
+# Rates of a processor are measured, so all of them is reached.
+PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
 logger = logging.getLogger("shardwise")
 
@@ -104,9 +107,11 @@ def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
     return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
 
 
-def machine_here(axes: Axes, free_bytes: int, links: Mapping[str, Link] | None = None) -> Machine:
-    """The device of this rank and its equals, with `free_bytes` each. `links` are what was measured."""
-    gpu, efficiency = _gpu_here(free_bytes)
+def machine_here(world: Channel, axes: Axes, free_bytes: int, measures: bool = True) -> Machine:
+    """The device of this rank and its equals, with `free_bytes` each. If it `measures`, all ranks call it and get the
+    same: links as fast as they are. Otherwise everything is as tables have it."""
+    gpu, efficiency = _device_here(free_bytes, world if measures else None)
+    links = measured_links(world, axes) if measures else {}
     num_nodes = axes.world_size // axes.node_size
     cluster = Cluster(
         gpu=gpu,
@@ -121,9 +126,9 @@ def machine_here(axes: Axes, free_bytes: int, links: Mapping[str, Link] | None =
         disk_write_bytes_per_s=gpu.host.disk_write_bytes_per_s,
         host_adam_elems_per_s=gpu.host.adam_elems_per_s,
     )
-    for name, link in (links or {}).items():
+    for name, link in links.items():
         cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
-    return Machine(cluster, efficiency, IDEAL, free_bytes)
+    return Machine(cluster, efficiency, IDEAL, free_bytes, has_reserve=device().type == "cuda")
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
@@ -146,7 +151,7 @@ def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
     return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
 
 
-def _gpu_here(free_bytes: int) -> tuple[Gpu, Efficiency]:
+def _device_here(free_bytes: int, world: Channel | None) -> tuple[Gpu, Efficiency]:
     where = device()
     if where.type == "cuda":
         name = torch.cuda.get_device_name(where)
@@ -154,17 +159,32 @@ def _gpu_here(free_bytes: int) -> tuple[Gpu, Efficiency]:
         # One that is in no table is taken for an A100: what is compared runs on the same.
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
-    gpu = gpu_named("A100-80GB")
-    num_cores = max(1, torch.get_num_threads())
-    cpu = replace(
-        gpu,
+    flops, bytes_per_s = USUAL_RATES
+    if world is not None:
+        flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
+    processor = replace(
+        gpu_named("A100-80GB"),
         name="CPU",
         memory_bytes=free_bytes,
-        flops=num_cores * CPU_FLOPS,
-        fp32_flops=num_cores * CPU_FLOPS,
-        hbm_bytes_per_s=CPU_BYTES_PER_S * num_cores / num_local_ranks(),
-        intra=Link(1.0, 200.0),
+        flops=flops,
+        fp32_flops=flops,
+        hbm_bytes_per_s=bytes_per_s,
         switch=None,
         context_bytes=0,
     )
-    return cpu, efficiency_of(gpu.name)
+    return processor, PROCESSOR
+
+
+def _processor_rates() -> tuple[float, float]:
+    """FLOP/s of a product and bytes/s of a copy, while the other ranks of this machine do the same."""
+    a, b = torch.ones(512, 512), torch.ones(512, 512)
+    long, into = torch.ones(4 << 20), torch.ones(4 << 20)
+    product_s = min(_seconds(lambda: torch.mm(a, b)) for _ in range(5))
+    copy_s = min(_seconds(lambda: into.copy_(long)) for _ in range(5))
+    return 2 * 512**3 / product_s, 2 * long.nbytes / copy_s
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s

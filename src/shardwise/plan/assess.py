@@ -36,17 +36,20 @@ class Subject:
     works: Works
     flops_per_token: float  # forward and backward, at the training's sequence length
     facts: Mapping[str, object]  # for the plan's readers
+    head_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked; it counts what is
-    free, so that no context comes on top."""
+    free, so that no context comes on top. `has_reserve`: an allocator that keeps what it is given back; a CPU's
+    does not."""
 
     cluster: Cluster
     efficiency: Efficiency
     wear: Wear
     free_bytes: int | None = None
+    has_reserve: bool = True
 
     @property
     def context_bytes(self) -> int:
@@ -75,7 +78,7 @@ class Assessment:
     schedule: Schedule
     events: Sequence[Event]
     works: Mapping[str, Work]
-    clips: bool
+    head_dim: int
 
     @cached_property
     def memory(self) -> Memory:
@@ -85,6 +88,9 @@ class Assessment:
 
     @cached_property
     def reserved(self) -> Reserved:
+        if not self.machine.has_reserve:
+            active = self.memory.peak.total
+            return Reserved(active, active, active)
         return reserved_of(self.schedule, self.memory, self.training)
 
     @cached_property
@@ -95,7 +101,7 @@ class Assessment:
     @cached_property
     def timing(self) -> Timing:
         machine = self.machine
-        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training)
+        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
         return step_time(self.schedule, self.events, seconds, machine.cluster, machine.wear)
 
@@ -126,12 +132,12 @@ class Assessment:
         """Empty: it fits."""
         cluster = self.machine.cluster
         for what, needed, there in (
-            (f"a {cluster.gpu.name}", self.needed_bytes, self.machine.memory_bytes),
-            ("a node's host", self.host_bytes, cluster.host_bytes),
-            ("a node's disk", self.disk_bytes, cluster.disk_bytes),
+            (f"each {cluster.gpu.name}", self.needed_bytes, self.machine.memory_bytes),
+            ("the host of each node", self.host_bytes, cluster.host_bytes),
+            ("the disk of each node", self.disk_bytes, cluster.disk_bytes),
         ):
             if needed > there:
-                return f"needs {needed / 1e9:,.1f} GB of {what}, which has {there / 1e9:,.1f} GB"
+                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
         return ""
 
     @property
@@ -186,7 +192,7 @@ class Assessor:
         schedule = make_schedule(plans, range(len(plans)), self._budget_bytes)
         events = step_events(schedule, training.num_micro_batches, clips=self._clips, num_moments=training.num_moments)
         works = self.subject.works(training)
-        return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self._clips)
+        return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self.subject.head_dim)
 
     def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
         key = (self._alike[index], layout, training.precision, training.reduce)

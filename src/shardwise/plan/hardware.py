@@ -30,7 +30,7 @@ class Gpu:
     intra: Link
     pcie: Link
     switch: Link | None = None
-    context_bytes: int = GIB // 2
+    context_bytes: int = 900 * 10**6  # as on one H200, kernels of torch loaded
     has_bf16: bool = True
     node_size: int = 8  # as they are usually built
     network: str = ""  # with which they usually are

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..errors import ConfigurationError
-from ..layout import MOST_SPLIT, PRESETS, Strategy
+from ..errors import ConfigurationError, did_you_mean
+from ..layout import AUTO, MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .cluster import make_cluster
 from .efficiency import REAL, efficiency_of
@@ -16,7 +16,7 @@ from .search import MODES, Choice, asked, choices, fastest, mixtures, offloads, 
 from .shapes import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Planned, model_of, subject_of
-from .training import Training
+from .training import USUAL_SEQ, Training
 
 OPEN = "auto"
 
@@ -72,13 +72,19 @@ def plan(
     global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched.
     search: mix layouts unit by unit, and parts of the optimizer between device and host.
     """
+    if strategy == AUTO:
+        strategy = None
+    if checkpointing not in (None, OPEN, *MODES):
+        raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
     if checkpointing not in (None, OPEN):
         sizes["checkpointing"] = checkpointing
+    found = model_of(model)
+    if training is None and isinstance(found, ModelShape) and 0 < found.num_positions < USUAL_SEQ:
+        sizes = {"seq": found.num_positions, **sizes}
     training = replace(training, **sizes) if training is not None else Training(**sizes)
     machine = machine_of(cluster)
-    found = model_of(model)
     if isinstance(found, StatesOnly):
-        return states_of(found, machine, training)
+        return states_of(found, machine, training, strategy)
     subject = subject_of(found, training) if isinstance(found, ModelShape) else _subject_of_module(found, training)
     modes = MODES if checkpointing == OPEN else (training.checkpointing,)
     batches = batches_of(training, global_batch, machine.cluster.world_size)

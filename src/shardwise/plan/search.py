@@ -17,6 +17,8 @@ from .training import Checkpointing, Training
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # Fractions of the optimizer that may stay on the device while the rest is on the host.
 KEPT_STEP = 0.05
+# What may be tight has to be this much faster than what has room.
+TIGHT_GAIN = 0.05
 # Who is this close to the fastest is as fast: then the simpler one is better.
 TIE = 0.01
 
@@ -134,7 +136,8 @@ def fastest(found: Iterable[Assessment]) -> Assessment | None:
     """Of what fits with room and runs; if nothing does, of what fits. The first of those that are about as fast."""
     fitting = [entry for entry in found if entry.fits]
     fitting = [entry for entry in fitting if entry.runs] or fitting
-    fitting = [entry for entry in fitting if has_room(entry)] or fitting
+    roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
+    fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
     if not fitting:
         return None
     best = max(entry.tokens_per_s for entry in fitting)

@@ -9,7 +9,8 @@ fp32 unless asked otherwise. Traffic is that of one unit of this size, gradients
 from dataclasses import dataclass, replace
 
 from ..dtypes import BF16, FP16
-from ..layout import PLANNED, PRESETS, Layout, Split
+from ..errors import ConfigurationError
+from ..layout import PLANNED, PRESETS, Layout, Split, Strategy, layouts_for
 from .assess import Machine
 from .events import Event, gather_event, reduce_event, update_event
 from .flat import flats_of
@@ -48,12 +49,12 @@ class States:
     def why_not(self, row: StatesRow) -> str:
         cluster = self.machine.cluster
         for what, needed, there in (
-            (f"a {cluster.gpu.name}", row.total + self.machine.context_bytes, self.machine.memory_bytes),
-            ("a node's host", row.host_bytes, cluster.host_bytes),
-            ("a node's disk", row.disk_bytes, cluster.disk_bytes),
+            (f"each {cluster.gpu.name}", row.total + self.machine.context_bytes, self.machine.memory_bytes),
+            ("the host of each node", row.host_bytes, cluster.host_bytes),
+            ("the disk of each node", row.disk_bytes, cluster.disk_bytes),
         ):
             if needed > there:
-                return f"needs {needed / 1e9:,.1f} GB of {what}, which has {there / 1e9:,.1f} GB"
+                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
         return ""
 
     @property
@@ -62,8 +63,15 @@ class States:
         return next((row for row in fitting if row.layout.runs), fitting[0] if fitting else None)
 
 
-def states_of(shape: StatesOnly, machine: Machine, training: Training) -> States:
-    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in (PRESETS | PLANNED).items()]
+def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
+    """Of every preset, or of the one that is asked for."""
+    if training.lora is not None:
+        raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
+    layouts = PRESETS | PLANNED
+    if strategy is not None:
+        asked = layouts_for(strategy, [ROOT])[0]
+        layouts = {asked.name: asked}
+    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
     return States(shape, machine, training, tuple(rows))
 
 

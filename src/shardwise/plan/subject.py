@@ -31,12 +31,18 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | nn.Module":
 
 
 def subject_of(shape: ModelShape, training: Training) -> Subject:
+    if 0 < shape.num_positions < training.seq:
+        raise ConfigurationError(
+            f"model {shape.name!r} has {shape.num_positions} positions, but sequences of {training.seq} tokens were "
+            f"asked for; give --seq {shape.num_positions} or less"
+        )
     return Subject(
         name=shape.name,
         units=tuple(units_of(shape, training.lora)),
         works=lambda asked: works_of(shape, asked),
         flops_per_token=flops_per_token(shape.num_multiplying, shape.layers, shape.query_width, training.seq),
         facts=facts_of(shape),
+        head_dim=shape.head_dim,
     )
 
 

@@ -11,6 +11,8 @@ Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 
+USUAL_SEQ = 2048
+
 # Tensors of the master's size and dtype that an optimizer keeps (SGD with momentum). 8 bits come with a scale for 256
 # elements.
 MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
@@ -35,7 +37,7 @@ class Training:
     `engine` is whose habits are costed: another than ours only to compare with what others have published.
     """
 
-    seq: int = 2048
+    seq: int = USUAL_SEQ
     micro_batch: int = 1
     num_micro_batches: int = 1
     precision: str | Precision = "bf16"
