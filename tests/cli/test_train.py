@@ -50,11 +50,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:
     code, out, err = finished("--max-steps", "20", "--output-dir", "run", "--sample-tokens", "40", cwd=tmp_path)
     assert (code, err) == (0, "")
-    for words in ("auto -> ddp on 2 ranks", "16 samples = 2 ranks x 1 micro-batch x 8", "step 20/20", "perplexity",
-                  "unigram entropy", "planned", "seen", "| The "):  # fmt: skip
+    for words in ("auto -> ", " on 2 ranks", "planned peak", "16 samples = 2 ranks x 1 micro-batch x 8", "step 20/20",
+                  "perplexity", "unigram entropy", "planned", "seen", "| The "):  # fmt: skip
         assert words in out
     folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "metrics.jsonl", "checkpoints", "export", "logs"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.json", "plan.json", "traffic.json", "metrics.jsonl", "checkpoints", "export", "logs",
+    }  # fmt: skip
     assert (folder / "checkpoints/step-000020/complete").exists()
     assert json.loads((folder / "config.json").read_text())["max_steps"] == 20
     assert rows(folder)[-2]["loss"] < 3.2

@@ -119,7 +119,7 @@ def drafted(settings: Settings, free_bytes: int = 10**12) -> Draft:
     """Of a run of one rank."""
     was_joined = mesh.is_joined()
     sw.init(device="cpu")
-    machine = machine_here(mesh.make_axes(None), free_bytes)
+    machine = machine_here(mesh.everyone(), mesh.make_axes(None), free_bytes)
     if not was_joined:
         mesh.leave()
     settings = completed(settings, has_gpu=False)

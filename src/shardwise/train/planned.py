@@ -17,7 +17,7 @@ from ..engine.api import traffic
 from ..engine.guards import engine_of
 from ..engine.moments import num_moments
 from ..engine.runtime import Engine
-from ..layout import AUTO, layouts_for
+from ..layout import layouts_for
 from ..mesh import device
 from ..plan.activations import works_of
 from ..plan.as_json import plan_as_json
@@ -76,15 +76,17 @@ class Draft:
     """What is planned with, before there is anything on the device."""
 
     subject: Subject
-    machine: Machine
+    machine: Machine | None  # None: `auto` will look at it
     training: Training
     note: str
 
-    def assessor(self, machine: Machine | None = None) -> Assessor:
-        return Assessor(self.subject, machine or self.machine, clips=CLIPS)
+    def assessor(self, machine: Machine) -> Assessor:
+        return Assessor(self.subject, machine, clips=CLIPS)
 
 
-def draft(built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine) -> Draft:
+def draft(
+    built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
+) -> Draft:
     """Of a model that is neither sharded nor checkpointed nor compiled yet."""
     training = Training(
         seq=seq,
@@ -141,9 +143,9 @@ def _works_of(built: Built, settings: Settings) -> Works:
 
 def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
     """Of a strategy that was named, before the model is sharded so."""
-    if isinstance(settings.strategy, str) and settings.strategy.lower() == AUTO:
+    if draft.machine is None:
         return None
-    assess = draft.assessor()
+    assess = draft.assessor(draft.machine)
     layouts = layouts_for(settings.strategy, assess.unit_names)
     return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
 
@@ -151,12 +153,14 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     """Of what runs."""
     engine, training = engine_of(model), draft.training
-    chosen = engine.chosen
-    assess = draft.assessor(None if chosen is None else replace(chosen.machine, free_bytes=draft.machine.free_bytes))
     layouts = [unit.layout for unit in engine.schedule.units]
-    if chosen is None or chosen.recommended is None:
+    if draft.machine is not None:
+        assess = draft.assessor(draft.machine)
         return RunPlan(_as_it_runs(assess(_name(settings), layouts, training), engine), assess, note=draft.note)
-    name = chosen.recommended.name
+    chosen = engine.chosen
+    assert chosen is not None
+    assert chosen.recommended is not None
+    assess, name = draft.assessor(chosen.machine), chosen.recommended.name
     others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
     return RunPlan(_as_it_runs(assess(name, layouts, training), engine), assess, others, chosen.why, draft.note)
 

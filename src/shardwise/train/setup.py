@@ -17,7 +17,7 @@ from .. import mesh
 from ..checkpoint.steps import CHECKPOINTS, go_on_from
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
-from ..engine.auto import machine_here, measured_links
+from ..engine.auto import machine_here
 from ..engine.guards import engine_of
 from ..engine.whole import load_full_state_dict
 from ..errors import ConfigurationError
@@ -184,7 +184,8 @@ def _sharded(
     model, batching, seq_length = built.model, checked.batching, checked.seq_length
     is_auto = isinstance(settings.strategy, str) and settings.strategy.lower() == AUTO
     optimizer = optimizer_for(model, settings)
-    sketch = draft(built, settings, batching, seq_length, optimizer, _machine(settings, free_bytes, not is_auto))
+    machine = None if is_auto else _machine(settings, free_bytes)
+    sketch = draft(built, settings, batching, seq_length, optimizer, machine)
     scene.planned = plan_before(sketch, settings)
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if settings.compile:
@@ -210,11 +211,10 @@ def _sharded(
     return model, optimizer, planned
 
 
-def _machine(settings: Settings, free_bytes: int, measures: bool) -> Machine:
-    """What the ranks run on, with the least memory that is free on any; `measures`: with links as fast as they are."""
-    world, axes = mesh.everyone(), mesh.make_axes(settings.node_size)
-    least = min(exchange(world, free_bytes))
-    return machine_here(axes, least, measured_links(world, axes) if measures else None)
+def _machine(settings: Settings, free_bytes: int) -> Machine:
+    """What the ranks run on, with the least memory that is free on any."""
+    world = mesh.everyone()
+    return machine_here(world, mesh.make_axes(settings.node_size), min(exchange(world, free_bytes)))
 
 
 def _book(run: Run, num_ranks: int) -> Book:
