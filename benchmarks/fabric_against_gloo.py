@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.bench import fabric
 from shardwise.mesh import make_axes
-from shardwise.plan.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
+from shardwise.plan.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

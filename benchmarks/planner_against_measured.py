@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.planner_seen import HOST_BOUND, Compared, Document, compact, compare
-from shardwise.plan.cluster import make_cluster
+from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.plan import plan
 
 RESULTS = Path(__file__).parent / "results"

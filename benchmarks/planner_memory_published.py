@@ -4,8 +4,8 @@
     python -m benchmarks.planner_memory_published --out benchmarks/results
 
 Three sources. torchtitan's logs tell the peak of reserved memory, some the peak of active memory, too, and some that
-there was not enough; the one constant of the reserve (the holes in the computing stream's memory, `plan/reserve.py`) is
-calibrated on them. Answer.AI's tables tell reserved memory, and llm-foundry's that a run fitted: these two are test
+there was not enough; the one constant of the reserve (the holes in the computing stream's memory) is calibrated on
+them. Answer.AI's tables tell reserved memory, and llm-foundry's that a run fitted: these two are test
 data. A run fits if what FSDP lends out at its peak, a hundredth more, and the context do: the allocator hands back what
 is free before it gives up, so that reserved memory may come close to what the GPU has.
 
@@ -26,18 +26,18 @@ from benchmarks.planner_published import TARGETS, read_rows
 from benchmarks.planner_published import Row as Timed
 from shardwise.dtypes import BF16
 from shardwise.layout import layout_of
-from shardwise.plan.activations import works_of
 from shardwise.plan.assess import NCCL_BYTES
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.families import shape_named
+from shardwise.plan.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
+from shardwise.plan.cost.fsdp2_groups import Wrapping
+from shardwise.plan.cost.reserve import HOLES, Reserved, reserved_of
 from shardwise.plan.flat import flats_of
-from shardwise.plan.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.plan.fsdp2_groups import Wrapping
-from shardwise.plan.reserve import HOLES, Reserved, reserved_of
+from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes import ModelShape, units_of
+from shardwise.plan.shapes.families import shape_named
+from shardwise.plan.shapes.shape import ModelShape, units_of
 from shardwise.plan.training import Checkpointing, Lora, Training
-from shardwise.plan.work import Work
+from shardwise.plan.work.activations import works_of
+from shardwise.plan.work.work import Work
 
 ROWS = Path(__file__).with_name("planner_memory_rows.json")
 GIB = 1 << 30

@@ -11,19 +11,19 @@ from functools import cache
 from pathlib import Path
 
 from shardwise.layout import layout_of
-from shardwise.plan.activations import works_of
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.compute import UnitSeconds, seconds_of, speed_of
-from shardwise.plan.efficiency import Efficiency, Wear
+from shardwise.plan.cost.compute import UnitSeconds, seconds_of, speed_of
+from shardwise.plan.cost.time import step_time
 from shardwise.plan.events import Event, step_events
-from shardwise.plan.families import shape_named
 from shardwise.plan.flat import flats_of
-from shardwise.plan.hardware import Cluster
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import Efficiency, Wear
+from shardwise.plan.hardware.values import Cluster
 from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes import ModelShape, units_of
-from shardwise.plan.time import step_time
+from shardwise.plan.shapes.families import shape_named
+from shardwise.plan.shapes.shape import ModelShape, units_of
 from shardwise.plan.training import Checkpointing, Lora, Training
-from shardwise.plan.work import Work
+from shardwise.plan.work.activations import works_of
+from shardwise.plan.work.work import Work
 
 ROWS = Path(__file__).with_name("planner_published_rows.json")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.planner_cases import Case, case_from
 from shardwise.plan.assess import Assessment, Assessor, Machine, Subject
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.efficiency import EMULATED, IDEAL, efficiency_of
-from shardwise.plan.links import parse
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import EMULATED, IDEAL, efficiency_of
+from shardwise.plan.hardware.links import parse
 from shardwise.plan.search import asked, choices
-from shardwise.plan.shapes import ModelShape
+from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Lora, Training
 from shardwise.wire.ledger import Row as Calls

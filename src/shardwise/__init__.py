@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
-    from .plan.cluster import make_cluster
+    from .plan.hardware.cluster import make_cluster
     from .plan.plan import Plan, plan
     from .plan.training import Training
     from .precision import Precision
@@ -78,7 +78,7 @@ _HOMES = {
     "WireError": ".errors",
     "Layout": ".layout",
     "init": ".mesh",
-    "make_cluster": ".plan.cluster",
+    "make_cluster": ".plan.hardware.cluster",
     "Plan": ".plan.plan",
     "plan": ".plan.plan",
     "Training": ".plan.training",

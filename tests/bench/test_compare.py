@@ -12,7 +12,7 @@ from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
 from shardwise.bench.rows import Row
-from shardwise.plan.links import parse
+from shardwise.plan.hardware.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
 OURS, PEER = "shardwise:zero3", "fsdp2"

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.bench import fabric
 from shardwise.errors import ConfigurationError, StateError
 from shardwise.layout import PRESETS
-from shardwise.plan.links import Fabric, Link, Transfer, plan_transfer
+from shardwise.plan.hardware.links import Fabric, Link, Transfer, plan_transfer
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,10 +5,10 @@ from typing import Any
 
 from shardwise.layout import PRESETS, Strategy
 from shardwise.plan.assess import Assessment, Assessor, Machine
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.efficiency import REAL, efficiency_of
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import REAL, efficiency_of
 from shardwise.plan.search import Choice, asked, choices
-from shardwise.plan.shapes import ModelShape
+from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
 

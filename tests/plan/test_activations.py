@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.plan import losses
-from shardwise.plan.activations import LOSS, works_of
-from shardwise.plan.shapes import ModelShape, units_of
+from shardwise.plan.shapes.shape import ModelShape, units_of
 from shardwise.plan.training import Lora, Training
+from shardwise.plan.work import losses
+from shardwise.plan.work.activations import LOSS, works_of
 from shardwise.train import loss as chunked_loss
 
 LLAMA_3 = ModelShape(
@@ -33,7 +33,7 @@ def widths(shape: ModelShape, training: Training) -> float:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, shardwise.plan.activations; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.plan.work.activations; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -93,7 +93,7 @@ def test_the_recommended_one_is_told_instant_by_instant() -> None:
 
 
 def test_states_have_the_same_keys() -> None:
-    from shardwise.plan.shapes import StatesOnly
+    from shardwise.plan.shapes.shape import StatesOnly
 
     found = plan_as_json(plan(StatesOnly(7 * 10**9), "8xA100-80GB"))
     assert set(found) == TOP

@@ -42,7 +42,9 @@ def test_what_fits_only_with_luck_is_tight() -> None:
 def test_hosts_and_disks_are_a_nodes() -> None:
     offloaded = assessed("zero3_offload")
     assert offloaded.host_bytes == 8 * offloaded.memory.host_bytes > 0
-    assert "on the host of each node" in assessed("zero3_offload", machine(host_memory=offloaded.host_bytes - 1)).why_not
+    assert (
+        "on the host of each node" in assessed("zero3_offload", machine(host_memory=offloaded.host_bytes - 1)).why_not
+    )
     on_disk = assessed("zero3_nvme")
     assert "on the disk of each node" in assessed("zero3_nvme", machine(disk=on_disk.disk_bytes - 1)).why_not
 

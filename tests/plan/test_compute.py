@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.layout import layouts_for
-from shardwise.plan.activations import works_of
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.compute import (
+from shardwise.plan.cost.compute import (
     MOVED_BACKWARD,
     Speed,
     backward_s,
@@ -17,18 +15,20 @@ from shardwise.plan.compute import (
     update_bytes,
     work_seconds,
 )
-from shardwise.plan.efficiency import EMULATED, REAL, Efficiency, Wear, efficiency_of
+from shardwise.plan.cost.time import step_time
 from shardwise.plan.events import step_events
-from shardwise.plan.families import shape_named
 from shardwise.plan.flat import flats_of
-from shardwise.plan.gpus import GPUS, gpu_named
-from shardwise.plan.hardware import Cluster
-from shardwise.plan.links import Link
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import EMULATED, REAL, Efficiency, Wear, efficiency_of
+from shardwise.plan.hardware.gpus import GPUS, gpu_named
+from shardwise.plan.hardware.links import Link
+from shardwise.plan.hardware.values import Cluster
 from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes import ModelShape, units_of
-from shardwise.plan.time import step_time
+from shardwise.plan.shapes.families import shape_named
+from shardwise.plan.shapes.shape import ModelShape, units_of
 from shardwise.plan.training import Training
-from shardwise.plan.work import Product, Work
+from shardwise.plan.work.activations import works_of
+from shardwise.plan.work.work import Product, Work
 
 PLAIN = Efficiency(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, "none")
 UNIT = Speed(products=1.0, attention=1.0, memory=1.0, efficiency=PLAIN)

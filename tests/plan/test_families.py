@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigurationError
-from shardwise.plan.families import IN_TREE, NAMED, PUBLISHED, shape_named, shape_of
-from shardwise.plan.shapes import units_of
+from shardwise.plan.shapes.families import IN_TREE, NAMED, PUBLISHED, shape_named, shape_of
+from shardwise.plan.shapes.shape import units_of
 from shardwise.plan.units import find_units
 from shardwise.train.model import Transformer
 from shardwise.train.shapes import PRESETS

@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.planner_against_tracker import SMALL, Case, cases, planned_bytes, tracked_bytes
 from benchmarks.planner_memory_published import GIB, Finding, find, rows_and_left_out, schedule_of
-from shardwise.plan.activations import works_of
-from shardwise.plan.families import shape_named
-from shardwise.plan.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.plan.fsdp2_groups import Wrapping
-from shardwise.plan.peak import GRADS, WORKSPACE_BYTES
+from shardwise.plan.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
+from shardwise.plan.cost.fsdp2_groups import Wrapping
+from shardwise.plan.cost.peak import GRADS, WORKSPACE_BYTES
 from shardwise.plan.plan import plan
+from shardwise.plan.shapes.families import shape_named
 from shardwise.plan.training import Checkpointing, Training
+from shardwise.plan.work.activations import works_of
 
 IN_ROOT = Wrapping(ends_apart=False)
 LOGITS_HELD = replace(IN_ROOT, kept_logit_bytes=4)
@@ -36,7 +36,7 @@ def memory(
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, shardwise.plan.fsdp2; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.plan.cost.fsdp2; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

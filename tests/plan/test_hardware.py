@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigurationError
-from shardwise.plan.cluster import NETWORKS, make_cluster, parse_gpus
-from shardwise.plan.gpus import GPUS, gpu_of_device
-from shardwise.plan.hardware import GIB, bytes_of
-from shardwise.plan.links import Link
+from shardwise.plan.hardware.cluster import NETWORKS, make_cluster, parse_gpus
+from shardwise.plan.hardware.gpus import GPUS, gpu_of_device
+from shardwise.plan.hardware.links import Link
+from shardwise.plan.hardware.values import GIB, bytes_of
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,9 @@ def test_quantities() -> None:
 def test_shapes_and_hardware_do_without_torch() -> None:
     code = (
         "import sys\n"
-        "from shardwise.plan import cluster, families, flops, hf_config, measured, shape_text\n"
-        "from shardwise.plan.shapes import units_of\n"
+        "from shardwise.plan.hardware import cluster, flops, measured\n"
+        "from shardwise.plan.shapes import families, hf_config, text\n"
+        "from shardwise.plan.shapes.shape import units_of\n"
         "units_of(families.shape_of('llama-3-70b')), cluster.make_cluster('8xH100', 128)\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.dtypes import BF16, FP32
 from shardwise.errors import ConfigurationError
-from shardwise.plan.hf_config import SHAPE_KEY, shape_of_config
-from shardwise.plan.shapes import units_of
+from shardwise.plan.shapes.hf_config import SHAPE_KEY, shape_of_config
+from shardwise.plan.shapes.shape import units_of
 from shardwise.plan.units import find_units
 from shardwise.train.models import llama
 from shardwise.train.shapes import TransformerShape

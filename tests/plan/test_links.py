@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigurationError
-from shardwise.plan.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
+from shardwise.plan.hardware.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
 from shardwise.wire.ledger import Call, Kind
 
 WORLD = list(range(8))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigurationError
-from shardwise.plan.gpus import GPUS
-from shardwise.plan.links import Link
-from shardwise.plan.measured import Measured, cluster_in, efficiency_in, gpu_in, read_measured, write_measured
+from shardwise.plan.hardware.gpus import GPUS
+from shardwise.plan.hardware.links import Link
+from shardwise.plan.hardware.measured import Measured, cluster_in, efficiency_in, gpu_in, read_measured, write_measured
 
 COMMON: dict[str, Any] = {
     "host_memory_bytes": 2 * 10**12, "host_adam_elems_per_s": 4e9, "disk_bytes": 10**13, "disk_read_bytes_per_s": 2e10,

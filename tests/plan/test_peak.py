@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.layout import PLANNED, PRESETS
+from shardwise.plan.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.plan.schedule import NUM_REDUCTIONS
 from shardwise.plan.training import Lora
 from tests.plan.planning import EVERY, SHAPE, assessed, machine

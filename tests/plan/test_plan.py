@@ -153,7 +153,7 @@ def test_what_is_no_model_is_refused() -> None:
 def test_a_module_is_planned_as_its_shape_is() -> None:
     import torch
 
-    from shardwise.plan.shapes import ModelShape
+    from shardwise.plan.shapes.shape import ModelShape
     from shardwise.train.model import Transformer
     from shardwise.train.shapes import TransformerShape
 

@@ -11,17 +11,17 @@ import torch
 from benchmarks.titan import Block as TitanBlock
 from shardwise.bench.case import SHAPES
 from shardwise.bench.model import Block as BenchBlock
-from shardwise.plan.activations import LOSS, works_of
-from shardwise.plan.measure import measure
-from shardwise.plan.operations import Habits
-from shardwise.plan.probe import probe_works
-from shardwise.plan.probe_meter import measure_call
-from shardwise.plan.probe_stand_ins import StandIns
-from shardwise.plan.published import plain_block, titan_block
-from shardwise.plan.setting import Setting
-from shardwise.plan.shapes import ModelShape
+from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.training import Checkpointing, Lora, Training
-from shardwise.plan.work import Work
+from shardwise.plan.work.activations import LOSS, works_of
+from shardwise.plan.work.measure import measure
+from shardwise.plan.work.operations import Habits
+from shardwise.plan.work.probe import probe_works
+from shardwise.plan.work.probe_meter import measure_call
+from shardwise.plan.work.probe_stand_ins import StandIns
+from shardwise.plan.work.published import plain_block, titan_block
+from shardwise.plan.work.setting import Setting
+from shardwise.plan.work.work import Work
 from shardwise.train.checkpointing import _checkpointed, checkpoint_blocks
 from shardwise.train.model import Transformer
 from shardwise.train.models.lora import adapters_for, with_adapters

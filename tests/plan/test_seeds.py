@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from shardwise.layout import PRESETS, Layout
-from shardwise.plan.cluster import make_cluster
+from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.plan import Plan, machine_of, plan
-from shardwise.plan.shapes import StatesOnly
+from shardwise.plan.shapes.shape import StatesOnly
 from shardwise.plan.states import States, StatesRow, states_of
 from shardwise.plan.traffic import crossing_bytes
 from shardwise.plan.training import Training

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwise.dtypes import BF16, dtype_of
 from shardwise.errors import ConfigurationError
-from shardwise.plan import shapes
-from shardwise.plan.hf_config import shape_of_config
-from shardwise.plan.shape_text import parse_shape
-from shardwise.plan.shapes import ModelShape, StatesOnly, units_of
+from shardwise.plan.shapes import shape as shapes
+from shardwise.plan.shapes.hf_config import shape_of_config
+from shardwise.plan.shapes.shape import ModelShape, StatesOnly, units_of
+from shardwise.plan.shapes.text import parse_shape
 from shardwise.plan.training import Lora
 from shardwise.plan.units import find_units
 from shardwise.train import settings

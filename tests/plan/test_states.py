@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from shardwise.layout import PLANNED, PRESETS
-from shardwise.plan.cluster import make_cluster
+from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.plan import plan
-from shardwise.plan.shapes import StatesOnly
+from shardwise.plan.shapes.shape import StatesOnly
 from shardwise.plan.states import States
 
 PSI = 2**30

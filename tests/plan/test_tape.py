@@ -1,9 +1,9 @@
 """The small autograd of byte counts: what lives when."""
 
-from shardwise.plan.measure import chain, measure
-from shardwise.plan.operations import Habits, activation, add, linear, multiply, scale
-from shardwise.plan.storages import Tensor
-from shardwise.plan.tape import Tape
+from shardwise.plan.work.measure import chain, measure
+from shardwise.plan.work.operations import Habits, activation, add, linear, multiply, scale
+from shardwise.plan.work.storages import Tensor
+from shardwise.plan.work.tape import Tape
 
 N = 1 << 20  # elements of 2 bytes
 EAGER = Habits(writes_directly=False)

@@ -8,16 +8,16 @@ import pytest
 
 from shardwise.dtypes import FP32
 from shardwise.layout import Layout, layouts_for
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.compute import UnitSeconds
-from shardwise.plan.efficiency import IDEAL, Wear
+from shardwise.plan.cost.compute import UnitSeconds
+from shardwise.plan.cost.time import Timing, days_for, mfu, step_time
 from shardwise.plan.events import step_events
 from shardwise.plan.flat import flats_of
-from shardwise.plan.hardware import Cluster
-from shardwise.plan.links import Link
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import IDEAL, Wear
+from shardwise.plan.hardware.links import Link
+from shardwise.plan.hardware.values import Cluster
 from shardwise.plan.model import FoundUnit, Param, Site
 from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.time import Timing, days_for, mfu, step_time
 from shardwise.precision import precision_of
 
 ELEMS = 1 << 20

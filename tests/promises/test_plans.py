@@ -13,11 +13,11 @@ import shardwise as sw
 from shardwise.engine.held import Memory
 from shardwise.layout import Strategy
 from shardwise.plan.assess import Assessment, Assessor, Machine
-from shardwise.plan.cluster import make_cluster
-from shardwise.plan.efficiency import IDEAL, efficiency_of
-from shardwise.plan.peak import CLASSES, resting_grads
+from shardwise.plan.cost.peak import CLASSES, resting_grads
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.hardware.efficiency import IDEAL, efficiency_of
 from shardwise.plan.search import MIXES, Choice, asked, choices, mixtures, presets, strategy_of
-from shardwise.plan.shapes import ModelShape
+from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
 from shardwise.wire.ledger import Traffic

@@ -52,7 +52,7 @@ def launcher(
         env=environment(**variables),
         start_new_session=True,  # a group of its own, as a terminal makes for a command
         # Whoever started the tests may ignore it, which is inherited.
-        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509  it takes no lock
     )
     try:
         yield process

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..plan.links import Fabric, parse
+from ..plan.hardware.links import Fabric, parse
 from ..train.shapes import PRESETS
 from .names import FLOORS, label
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..errors import ConfigurationError, StateError
-from ..plan.links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
+from ..plan.hardware.links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
 from .wires import Kernel, Wires, capture_of, sleep_until
 
 __all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "start"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..plan.flops import flops_per_token
+from ..plan.hardware.flops import flops_per_token
 from ..train.model import Transformer
 from ..train.shapes import TransformerShape
 from .case import Case, Shape

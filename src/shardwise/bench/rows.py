@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..plan.flops import peak_flops
-from ..plan.links import parse
+from ..plan.hardware.flops import peak_flops
+from ..plan.hardware.links import parse
 from ..precision import precision_of
 from .case import Case
 from .compare import Findings, losses_of

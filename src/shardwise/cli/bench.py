@@ -99,7 +99,7 @@ def bench(
     from ..bench.case import SHAPES, Case, settings_of, with_intra
     from ..bench.launch import launch
     from ..bench.names import peers_in, strategies_in
-    from ..plan.links import parse
+    from ..plan.hardware.links import parse
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the workers
     folder = out or Path("benchmark-results")

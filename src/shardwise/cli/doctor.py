@@ -78,7 +78,7 @@ def oom(
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
     from ..errors import ConfigurationError
-    from ..plan.measured import write_measured
+    from ..plan.hardware.measured import write_measured
 
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")

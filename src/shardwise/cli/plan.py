@@ -145,7 +145,7 @@ def plan(
     """
     from ..plan.as_json import plan_as_json
     from ..plan.plan import plan as make_plan
-    from ..plan.shape_text import parse_shape
+    from ..plan.shapes.text import parse_shape
 
     if (model is None) == (shape is None):
         raise ConfigurationError("give a model or --shape" + ("" if model is None else ", not both"))
@@ -194,9 +194,9 @@ def plan(
 
 def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
     from ..plan.assess import Machine
-    from ..plan.cluster import make_cluster
-    from ..plan.efficiency import REAL
-    from ..plan.measured import cluster_in, efficiency_in, read_measured
+    from ..plan.hardware.cluster import make_cluster
+    from ..plan.hardware.efficiency import REAL
+    from ..plan.hardware.measured import cluster_in, efficiency_in, read_measured
     from ..plan.plan import machine_of
 
     if hardware is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cgroup import cgroup_values, memory_limit
-from ..plan.measured import CPU_RANKS, MATRIX, Measured
+from ..plan.hardware.measured import CPU_RANKS, MATRIX, Measured
 from .disk import existing, speeds
 from .rings import Rings, measure_rings
 

@@ -16,17 +16,17 @@ from ..errors import MemoryExceededError
 from ..layout import Layout
 from ..mesh import Axes, device
 from ..plan.assess import Machine, Subject
-from ..plan.efficiency import IDEAL, Efficiency, efficiency_of
-from ..plan.gpus import gpu_named, gpu_of_device
-from ..plan.hardware import Cluster, Gpu
-from ..plan.links import Link
+from ..plan.hardware.efficiency import IDEAL, Efficiency, efficiency_of
+from ..plan.hardware.gpus import gpu_named, gpu_of_device
+from ..plan.hardware.links import Link
+from ..plan.hardware.values import Cluster, Gpu
 from ..plan.model import FoundUnit
 from ..plan.module import subject_of_module
 from ..plan.plan import Plan, plan_for
 from ..plan.search import choices
 from ..plan.training import Training
 from ..plan.units import Units
-from ..plan.work import Work
+from ..plan.work.work import Work
 from ..wire.collectives import Channel, exchange, gather_seconds
 
 # Left to activations where nobody knows them.

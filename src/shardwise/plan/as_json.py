@@ -6,12 +6,12 @@ from typing import Any
 from ..layout import Layout, Strategy
 from ..version import VERSION
 from .assess import Assessment, Machine
+from .cost.peak import CLASSES
+from .cost.time import days_for, mfu
 from .explain import explain, peak_text
-from .peak import CLASSES
 from .plan import Plan
 from .search import strategy_of
 from .states import States, StatesRow
-from .time import days_for, mfu
 from .traffic import Moved
 from .training import Training
 

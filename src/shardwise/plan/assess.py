@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..layout import Layout
-from .compute import seconds_of, speed_of
-from .efficiency import Efficiency, Wear
+from .cost.compute import seconds_of, speed_of
+from .cost.fsdp2 import fsdp2_memory_of
+from .cost.peak import Memory, memory_of
+from .cost.reserve import Reserved, reserved_of
+from .cost.time import Timing, step_time
 from .events import Event, step_events
 from .flat import Flat, flats_of
-from .fsdp2 import fsdp2_memory_of
-from .hardware import Cluster
+from .hardware.efficiency import Efficiency, Wear
+from .hardware.values import Cluster
 from .model import FoundUnit, matches
-from .peak import Memory, memory_of
-from .reserve import Reserved, reserved_of
 from .schedule import Schedule, UnitPlan, make_schedule
-from .time import Timing, step_time
 from .traffic import Moved, traffic_of
 from .training import Training
-from .work import Work
+from .work.work import Work
 
 Works = Callable[[Training], Mapping[str, Work]]
 

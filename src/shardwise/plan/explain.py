@@ -5,7 +5,7 @@ from typing import Any
 
 from ..layout import Layout, Split
 from .assess import Assessment
-from .peak import CLASSES
+from .cost.peak import CLASSES
 
 _WORDS = {
     "params": "parameters",
@@ -62,7 +62,7 @@ def explain(entry: Assessment) -> list[Row]:
             "reserve",
             entry.reserved.expected - entry.memory.peak.total,
             _reserve_words(entry),
-            "plan/reserve.py, measured on one H200",
+            "plan/cost/reserve.py, measured on one H200",
         ),
         (
             "traffic",
@@ -103,7 +103,7 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
         "activations",
         f"saved for the backward of {training.num_tokens} tokens, checkpointing {training.checkpointing}; what the "
         "running unit needs; 64 MiB of libraries' workspaces",
-        "plan/tape.py, equal to torch's own on the meta device",
+        "plan/work/tape.py, equal to torch's own on the meta device",
     )
     yield (
         "gathered",

@@ -8,10 +8,10 @@ from torch import nn
 from ..errors import ConfigurationError
 from .assess import Subject
 from .model import FoundUnit
-from .probe import probe_works
 from .training import Training
 from .units import Units, find_units
-from .work import Work
+from .work.probe import probe_works
+from .work.work import Work
 
 
 def subject_of_module(model: nn.Module, training: Training, units: Units = "auto") -> Subject:

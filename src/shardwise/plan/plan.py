@@ -8,12 +8,12 @@ from typing import Any
 from ..errors import ConfigurationError, did_you_mean
 from ..layout import AUTO, MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
-from .cluster import make_cluster
-from .efficiency import REAL, efficiency_of
-from .hardware import Cluster
+from .hardware.cluster import make_cluster
+from .hardware.efficiency import REAL, efficiency_of
+from .hardware.values import Cluster
 from .remedies import nearest_change
 from .search import MODES, Choice, asked, choices, fastest, mixtures, offloads, presets
-from .shapes import ModelShape, StatesOnly
+from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Planned, model_of, subject_of
 from .training import USUAL_SEQ, Training

@@ -16,7 +16,7 @@ from .events import Event, gather_event, reduce_event, update_event
 from .flat import flats_of
 from .model import ROOT, FoundUnit, Param, Site
 from .schedule import UnitPlan
-from .shapes import StatesOnly
+from .shapes.shape import StatesOnly
 from .traffic import Moved, traffic_of
 from .training import Training
 

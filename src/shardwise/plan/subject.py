@@ -4,12 +4,12 @@ import sys
 from typing import TYPE_CHECKING, Any, Union
 
 from ..errors import ConfigurationError
-from .activations import works_of
 from .assess import Subject
-from .families import shape_of
-from .flops import flops_per_token
-from .shapes import ModelShape, StatesOnly, units_of
+from .hardware.flops import flops_per_token
+from .shapes.families import shape_of
+from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
+from .work.activations import works_of
 
 if TYPE_CHECKING:
     from torch import nn

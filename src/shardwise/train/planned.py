@@ -19,18 +19,18 @@ from ..engine.moments import num_moments
 from ..engine.runtime import Engine
 from ..layout import layouts_for
 from ..mesh import device
-from ..plan.activations import works_of
 from ..plan.as_json import plan_as_json
 from ..plan.assess import Assessment, Assessor, Machine, Subject, Works
+from ..plan.cost.peak import WORKSPACE_BYTES
 from ..plan.events import step_events
-from ..plan.peak import WORKSPACE_BYTES
 from ..plan.plan import Plan
-from ..plan.probe import on_meta, probe_works
 from ..plan.search import Choice
-from ..plan.shapes import ModelShape
+from ..plan.shapes.shape import ModelShape
 from ..plan.training import Training
 from ..plan.units import find_units
-from ..plan.work import Work
+from ..plan.work.activations import works_of
+from ..plan.work.probe import on_meta, probe_works
+from ..plan.work.work import Work
 from ..precision import precision_of
 from ..wire.ledger import add_up
 from .batching import Batching

@@ -23,7 +23,7 @@ from ..engine.whole import load_full_state_dict
 from ..errors import ConfigurationError
 from ..layout import AUTO
 from ..plan.assess import Machine
-from ..plan.flops import peak_flops
+from ..plan.hardware.flops import peak_flops
 from ..plan.units import find_blocks
 from ..precision import precision_of
 from ..wire.collectives import exchange

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigurationError
-from ...plan.flops import flops_per_token
+from ...plan.hardware.flops import flops_per_token
 from ..model import Transformer
 from ..settings import Settings
 from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files

@@ -7,7 +7,7 @@ share that work of a given kind gets. Where named ones come from is said in `gpu
 import re
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 from .links import Fabric, Link
 
 GIB = 1 << 30

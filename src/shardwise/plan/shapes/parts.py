@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..dtypes import FP32, DType
-from ..errors import ConfigurationError, did_you_mean
-from .model import ROOT, FoundUnit, Param, Site
+from ...dtypes import FP32, DType
+from ...errors import ConfigurationError, did_you_mean
+from ..model import ROOT, FoundUnit, Param, Site
 
 WRAPPER = "base_model.model."  # what peft puts before every name
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]

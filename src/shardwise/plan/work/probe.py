@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..model import ROOT
+from ..training import Loss
+from ..units import Units, find_units
 from .activations import LOSS
 from .losses import Head
 from .measure import chain, measure
-from .model import ROOT
 from .operations import Habits
 from .probe_meter import Forward, measure_call
 from .probe_stand_ins import StandIns
 from .storages import rounded
-from .training import Loss
-from .units import Units, find_units
 from .work import Work
 
 

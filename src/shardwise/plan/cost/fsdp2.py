@@ -12,7 +12,10 @@ Three streams allocate, and none reuses what another has freed: `pools` are the 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .events import elsewhere
+from ..events import elsewhere
+from ..schedule import Schedule
+from ..training import Training
+from ..work.work import Work
 from .fsdp2_groups import Group, Wrapping, grouped
 from .peak import (
     ACTIVATIONS,
@@ -29,9 +32,6 @@ from .peak import (
     disk_bytes,
     host_bytes,
 )
-from .schedule import Schedule
-from .training import Training
-from .work import Work
 
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
 FP32_BYTES = 4

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
-from ..dtypes import FP32, DType
-from ..errors import ConfigurationError, did_you_mean
-from .model import ROOT, FoundUnit, Param, Site
+from ...dtypes import FP32, DType
+from ...errors import ConfigurationError, did_you_mean
+from ..model import ROOT, FoundUnit, Param, Site
+from ..training import Lora
 from .parts import Part, Parts, conv, embedding, linear, units_from, vectors, with_adapters
-from .training import Lora
 
 Norm = Literal["rms", "layer"]
 Code = Literal["in-tree", "hf"]

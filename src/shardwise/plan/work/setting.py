@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..shapes.shape import ModelShape
 from .kernels import AttentionShape
 from .operations import Habits
-from .shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ backward.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from ..dtypes import FP32
-from .efficiency import Efficiency
-from .flat import Flat
-from .hardware import Gpu
-from .schedule import Schedule, UnitPlan
-from .training import Training
-from .work import Product, Work
+from ...dtypes import FP32
+from ..flat import Flat
+from ..hardware.efficiency import Efficiency
+from ..hardware.values import Gpu
+from ..schedule import Schedule, UnitPlan
+from ..training import Training
+from ..work.work import Product, Work
 
 ATTENTION_BACKWARD = 2.5
 MOVED_BACKWARD = 2.0

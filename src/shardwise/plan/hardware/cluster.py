@@ -8,10 +8,10 @@ network of the node is shared by its GPUs.
 import re
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigurationError, did_you_mean
+from ...errors import ConfigurationError, did_you_mean
 from .gpus import HOST_LATENCY_US, LATENCY_US, TO_HOST, WITHIN, gpu_named
-from .hardware import Cluster, Gpu, bytes_of, link_of
 from .links import Link
+from .values import Cluster, Gpu, bytes_of, link_of
 
 EXAMPLE = "8xH100-80GB"
 

@@ -8,7 +8,7 @@ fitted on llm-foundry's published rows (torch 1.13 to 2.1), with attention as fa
 
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +95,7 @@ def efficiency_of(gpu_name: str) -> Efficiency:
 def _row(gpu_name: str) -> tuple[str, tuple[str, ...], Efficiency]:
     found = next((row for row in _TABLE if gpu_name.startswith(row[1])), None)
     if found is None:
-        raise ConfigurationError(f"GPU {gpu_name!r}: what it reaches of its peak is not known; see plan/efficiency.py")
+        raise ConfigurationError(
+            f"GPU {gpu_name!r}: what it reaches of its peak is not known; see plan/hardware/efficiency.py"
+        )
     return found

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..events import Event
+from ..hardware.efficiency import IDEAL, Wear
+from ..hardware.values import Cluster
+from ..schedule import NUM_REDUCTIONS, Schedule
 from .compute import UnitSeconds
-from .efficiency import IDEAL, Wear
-from .events import Event
-from .hardware import Cluster
 from .lanes import Lanes, Op, Span
-from .schedule import NUM_REDUCTIONS, Schedule
 
 SECONDS_PER_DAY = 86400.0
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..kept import keep, kept
+from ...kept import keep, kept
 from .kernels import AttentionShape
 
 

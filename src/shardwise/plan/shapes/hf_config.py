@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..dtypes import FP32, DType, dtype_of
-from ..errors import ConfigurationError
+from ...dtypes import FP32, DType, dtype_of
+from ...errors import ConfigurationError
 from .hf_families import DEFAULTS, FOUR_HIDDEN, TIED, Config, Fields, habits_of
-from .shapes import ModelShape
+from .shape import ModelShape
 
 SHAPE_KEY = "shardwise_shape"  # in what the trainer exports: the in-tree shape itself
 

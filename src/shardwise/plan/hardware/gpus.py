@@ -13,9 +13,9 @@ GB/s on 8 x MI300X.
 
 import re
 
-from ..errors import ConfigurationError, did_you_mean
-from .hardware import GIB, Gpu, Host
+from ...errors import ConfigurationError, did_you_mean
 from .links import Link
+from .values import GIB, Gpu, Host
 
 LATENCY_US = 20.0
 HOST_LATENCY_US = 10.0

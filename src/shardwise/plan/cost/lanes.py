@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..wire.ledger import Call
-from .efficiency import IDEAL, Wear
-from .events import Move
-from .hardware import Cluster
-from .links import plan_transfer
+from ...wire.ledger import Call
+from ..events import Move
+from ..hardware.efficiency import IDEAL, Wear
+from ..hardware.links import plan_transfer
+from ..hardware.values import Cluster
 
 Queue = tuple[str, str]
 # Seconds on wires by name, and the latency at the end.

@@ -1,6 +1,6 @@
 """What a token costs to train on, and what a device could do at best: together, the model FLOP utilisation (MFU)."""
 
-from ..dtypes import BF16, FP16, DType
+from ...dtypes import BF16, FP16, DType
 from .gpus import gpu_of_device
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..dtypes import BF16, FP16, FP32
-from ..errors import ConfigurationError, did_you_mean
+from ...dtypes import BF16, FP16, FP32
+from ...errors import ConfigurationError, did_you_mean
 from .hf_config import shape_of_config
-from .shapes import ModelShape
+from .shape import ModelShape
 
 
 def _shape(

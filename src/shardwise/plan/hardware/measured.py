@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigurationError, did_you_mean
+from ...errors import ConfigurationError, did_you_mean
 from .cluster import between
 from .efficiency import Efficiency, efficiency_of
 from .gpus import HOST_LATENCY_US, LATENCY_US, gpu_of_device
-from .hardware import Cluster, Gpu, Host
 from .links import Link
+from .values import Cluster, Gpu, Host
 
 VERSION = 1
 CPU_RANKS = 2  # as the trainer starts them

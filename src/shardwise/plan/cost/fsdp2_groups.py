@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
-from .schedule import Schedule, UnitPlan
-from .work import Work
+from ...errors import ConfigurationError
+from ..schedule import Schedule, UnitPlan
+from ..work.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

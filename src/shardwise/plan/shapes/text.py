@@ -9,8 +9,8 @@ heads as heads, of hidden / heads each, and a gated feed-forward of 8/3 hidden, 
 import re
 from typing import Any
 
-from ..errors import ConfigurationError, did_you_mean
-from .shapes import ModelShape, StatesOnly
+from ...errors import ConfigurationError, did_you_mean
+from .shape import ModelShape, StatesOnly
 
 EXAMPLE = "layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256"
 

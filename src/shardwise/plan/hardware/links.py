@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..errors import ConfigurationError, did_you_mean
+from ...errors import ConfigurationError, did_you_mean
 
 Wire = Literal["intra", "inter"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]

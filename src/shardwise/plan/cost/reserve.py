@@ -10,10 +10,10 @@ earlier micro-batch lie between activations. FSDP2, to compare with, allocates i
 
 from dataclasses import dataclass
 
+from ..schedule import Schedule
+from ..training import Training
 from .fsdp2 import Fsdp2Memory
 from .peak import LOSS, Memory, resting_grads
-from .schedule import Schedule
-from .training import Training
 
 MB, GIB = 10**6, 1 << 30
 # Of the memory of FSDP2's computing stream, in torchtitan's logs (`benchmarks/planner_memory_published.py`).

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .events import Event, elsewhere
-from .flat import Flat
-from .schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
-from .training import Training
-from .work import Work
+from ..events import Event, elsewhere
+from ..flat import Flat
+from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
+from ..training import Training
+from ..work.work import Work
 
 LOSS_NAME = "loss"
 CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")

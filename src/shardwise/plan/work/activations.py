@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from ..model import ROOT, FoundUnit
+from ..shapes.shape import ModelShape, targets_of, units_of
+from ..training import Training
 from .blocks import gpt_block, in_tree_block, llama_block
 from .kernels import embedding_scratch_bytes
 from .losses import end
 from .measure import chain, measure
-from .model import ROOT, FoundUnit
 from .operations import Habits
 from .published import mpt_block, titan_block
 from .setting import Setting
-from .shapes import ModelShape, targets_of, units_of
 from .storages import Tensor, rounded
 from .tape import Block, Tape
-from .training import Training
 from .work import Work
 
 LOSS = "loss"

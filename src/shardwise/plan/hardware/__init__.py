@@ -1,0 +1,1 @@
+"""What a plan is made for: GPUs, links, clusters, and how much of them work gets."""
