@@ -12,21 +12,26 @@ from torch import Tensor
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
     """Call it first in a forward."""
-    ctx.hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if ctx.hooks is None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    ctx.has_hooks = hooks is not None
+    if hooks is None:
         ctx.save_for_backward(*tensors)
     else:
-        ctx.packed = [None if tensor is None else ctx.hooks[0](tensor) for tensor in tensors]
+        pack, ctx.unpack = hooks
+        ctx.packed = [None if tensor is None else pack(tensor) for tensor in tensors]
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """In the backward: the tensors, once, unless the graph is kept for another."""
-    if ctx.hooks is None:
+    """In the backward: the tensors, once, unless the graph is kept for another.
+
+    The hooks are let go of, too: checkpointing's hold the inputs of the block.
+    """
+    if not ctx.has_hooks:
         found: tuple[Any, ...] = ctx.saved_tensors
         return found
     if ctx.packed is None:
         raise RuntimeError("backward through a graph a second time, after it was freed: give retain_graph=True")
-    found = tuple(None if packed is None else ctx.hooks[1](packed) for packed in ctx.packed)
+    found = tuple(None if packed is None else ctx.unpack(packed) for packed in ctx.packed)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
-        ctx.packed = None
+        ctx.packed = ctx.unpack = None
     return found
