@@ -37,6 +37,8 @@ Document = dict[str, Any]
 class Seen:
     """`phases` are peaks of what was allocated within each phase; `host_s` is what queueing a step takes.
 
+    A step that was measured before recomputes stopped at a block's last product is not compared (0 s).
+
     `modules` are a step's instants: a module, what it does there, what is allocated, and the peak since the last one.
     """
 
@@ -198,7 +200,11 @@ class Compared:
 
     @property
     def step_error(self) -> float:
-        return self.found.timing.step_s / self.seen.step_s - 1
+        return self.found.timing.step_s / self.seen.step_s - 1 if self.has_step else 0.0
+
+    @property
+    def has_step(self) -> bool:
+        return self.seen.step_s > 0
 
     @property
     def is_host_bound(self) -> bool:

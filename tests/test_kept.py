@@ -1,4 +1,4 @@
-"""What a custom function keeps: a recompute stops before its product, and a block's inputs go when its backward is over."""
+"""What a custom function keeps: a recompute stops before its product, and a block's inputs go with its backward."""
 
 from typing import Any
 

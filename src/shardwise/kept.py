@@ -12,7 +12,7 @@ from torch import Tensor
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
     """Call it first in a forward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ctx.has_hooks = hooks is not None
     if hooks is None:
         ctx.save_for_backward(*tensors)

@@ -16,8 +16,8 @@ STRATEGY = {
     "tokens_per_second_per_gpu", "mfu",
 }  # fmt: skip
 BESIDE = {
-    "strategy", "runs", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline", "traffic",
-    "nearest", "compute_seconds",
+    "strategy", "runs", "tight", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline",
+    "traffic", "nearest", "compute_seconds",
 }  # fmt: skip
 PER_GPU = {*CLASSES, "context", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high"}
 LANES = {"compute", "gather", "reduce", "copy", "host", "disk"}

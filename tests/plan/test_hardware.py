@@ -145,7 +145,9 @@ def test_clusters_that_are_none(asked: dict[str, Any], why: str) -> None:
 def test_quantities() -> None:
     assert bytes_of("1.5TB", "x") == 1_500_000_000_000
     assert bytes_of("2 gib", "x") == 2 * GIB
-    assert bytes_of(12, "x") == 12
+    assert bytes_of(12_000_000, "x") == 12_000_000
+    with pytest.raises(ConfigurationError, match="12 is 12 bytes; write 12GB"):
+        bytes_of(12, "x")
 
 
 def test_shapes_and_hardware_do_without_torch() -> None:

@@ -48,12 +48,11 @@ def test_steps_that_the_host_does_not_limit_take_as_long_as_planned(rows: list[C
     errors = {
         row.case.name: row.step_error
         for row in ran(rows)
-        if not row.is_host_bound and row.case.strategy not in FASTER_THAN_REAL
+        if row.has_step and not row.is_host_bound and row.case.strategy not in FASTER_THAN_REAL
     }
-    assert len(errors) > 40
+    assert len(errors) > 30
     assert median(errors.values()) < 0.03
-    # Recomputes have stopped before a block's last product since these were measured: 10 % in the one selective case.
-    assert {name: error for name, error in errors.items() if abs(error) > 0.11} == {}
+    assert {name: error for name, error in errors.items() if abs(error) > 0.1} == {}
 
 
 def test_the_findings_can_be_told(rows: list[Compared]) -> None:

@@ -48,7 +48,7 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("llama-3-8b", *ON, "--seq", "0"), "seq 0"),
     (("llama-3-8b", *ON, "--micro-batch", "-1"), "micro_batch -1"),
     (("llama-3-8b", *ON, "--accumulation", "0"), "num_micro_batches 0"),
-    (("llama-3-8b", *ON, "--tokens", "-1"), "--tokens: -1"),
+    (("llama-3-8b", *ON, "--tokens", "-1"), "is no number of tokens"),
     (("llama-3-8b", *ON, "--gpu-memory", "0GB"), "must be more than 0"),
     (("llama-3-8b", *ON, "--host-memory", "much"), "is no quantity"),
     (("--shape", "params=-1", *ON), "must be a number like 7.5e9"),

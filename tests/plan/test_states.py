@@ -70,7 +70,7 @@ def test_micro_batches_are_gathered_and_reduced_each() -> None:
 def test_the_least_split_that_fits_is_recommended() -> None:
     assert states(num_params=10**9).recommended.name == "ddp"  # type: ignore[union-attr]
     assert states(num_params=5 * 10**9).recommended.name == "zero1"  # type: ignore[union-attr]
-    assert states(num_params=10 * 10**9).recommended.name == "zero2"  # type: ignore[union-attr]
+    assert states(num_params=6 * 10**9).recommended.name == "zero2"  # type: ignore[union-attr]
     assert states(num_params=18 * 10**9).recommended.name == "shard_grad_op"  # type: ignore[union-attr]
     assert states(num_params=60 * 10**9).recommended.name == "zero3_offload"  # type: ignore[union-attr]
     assert states(num_params=10**13).recommended is None

@@ -1,6 +1,7 @@
 """`shardwise plan`: what fits, what it costs and which strategy to take, before anything runs. Needs no torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,17 +68,23 @@ def plan(
         ),
     ] = None,
     micro_batch: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--micro-batch", "--per-device-train-batch-size", help="Sequences of a micro-batch.", rich_help_panel=STEP
+            "--micro-batch",
+            "--per-device-train-batch-size",
+            help="Sequences of a micro-batch. Default: 1.",
+            rich_help_panel=STEP,
         ),
-    ] = 1,
+    ] = None,
     accumulation: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--accumulation", "--gradient-accumulation-steps", help="Micro-batches of a step.", rich_help_panel=STEP
+            "--accumulation",
+            "--gradient-accumulation-steps",
+            help="Micro-batches of a step. Default: 1.",
+            rich_help_panel=STEP,
         ),
-    ] = 1,
+    ] = None,
     global_batch_size: Annotated[
         int | None,
         typer.Option(
@@ -117,7 +124,8 @@ def plan(
         bool, typer.Option(help="Mix layouts unit by unit to fill the memory.", rich_help_panel=ANSWER)
     ] = True,
     tokens: Annotated[
-        float | None, typer.Option(help="Of the whole training, for how many days it takes.", rich_help_panel=ANSWER)
+        str | None,
+        typer.Option(help="Of the whole training (15e12, 100B), for how many days it takes.", rich_help_panel=ANSWER),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Every term with its formula and source.", rich_help_panel=ANSWER)
@@ -154,17 +162,16 @@ def plan(
         {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
          "disk": disk},
     )  # fmt: skip
-    sizes: dict[str, Any] = {} if seq is None else {"seq": seq}
+    given = {"seq": seq, "micro_batch": micro_batch, "num_micro_batches": accumulation}
+    sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     made = make_plan(
         parse_shape(shape) if shape is not None else model or "",
         machine,
-        strategy=strategy,
+        strategy=_strategy(strategy),
         checkpointing=checkpointing,
         global_batch=global_batch_size,
         search=search,
         **sizes,
-        micro_batch=micro_batch,
-        num_micro_batches=accumulation,
         precision=_precision(precision, machine),
         reduce=reduce_dtype,
         optimizer=optimizer,
@@ -173,9 +180,7 @@ def plan(
         loss=loss,
         engine=engine,
     )
-    if tokens is not None and not tokens > 0:
-        raise ConfigurationError(f"--tokens: {tokens:g}, but it must be more than 0")
-    answer = plan_as_json(made, tokens)
+    answer = plan_as_json(made, _num_tokens(tokens))
     if as_json:
         print(json.dumps(answer, indent=1))
     else:
@@ -211,6 +216,26 @@ def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str
         raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: that was measured")
     cluster = cluster_in(measured, nodes=nodes, network=words["network"])
     return Machine(cluster, efficiency_in(measured), REAL)
+
+
+def _strategy(text: str | None) -> Any:
+    """A name, or JSON: a mapping from patterns of units to names."""
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--strategy: {text!r} is no JSON: {error}") from None
+
+
+def _num_tokens(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    number = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
+    if not 0 < number < 1e24:
+        raise ConfigurationError(f"--tokens: {text!r} is no number of tokens; write 15e12, or 100B")
+    return number
 
 
 def _precision(asked: str | None, machine: "Machine") -> str:

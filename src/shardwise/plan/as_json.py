@@ -27,7 +27,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "version": VERSION,
         "model": dict(plan.subject.facts),
         "cluster": _cluster(plan.machine),
-        "training": _training(plan.training),
+        "training": _asked(plan),
         "strategies": [
             assessment_as_json(entry, plan, num_tokens, in_full=entry is (best or plan.found[0]))
             for entry in plan.found
@@ -48,6 +48,7 @@ def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, 
         "strategy": _strategy(strategy_of(entry)),
         "runs": entry.runs,
         "fits": entry.fits,
+        "tight": entry.fits and entry.is_tight,
         "why_not": entry.why_not,
         "nearest": plan.refusals.get(entry.name, ""),
         "micro_batch": entry.training.micro_batch,
@@ -128,6 +129,16 @@ def _training(training: Training) -> Json:
     return dataclasses.asdict(training)
 
 
+def _asked(plan: Plan) -> Json:
+    """What was left open is said to be."""
+    found = _training(plan.training)
+    if any(len(trainings) > 1 for trainings in plan.choice.trainings):
+        found["checkpointing"] = "auto"
+    if len(plan.choice.trainings) > 1:
+        found |= {"micro_batch": None, "num_micro_batches": None}
+    return found
+
+
 def _states(states: States) -> Json:
     best = states.recommended
     return {
@@ -153,6 +164,7 @@ def _states_row(states: States, row: StatesRow) -> Json:
         "strategy": row.name,
         "runs": row.layout.runs,
         "fits": not why_not,
+        "tight": False,
         "why_not": why_not,
         "nearest": "",
         "micro_batch": states.training.micro_batch,

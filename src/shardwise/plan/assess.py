@@ -11,7 +11,7 @@ from functools import cached_property
 from ..layout import Layout
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
-from .cost.peak import Memory, memory_of
+from .cost.peak import WORKSPACE_BYTES, Memory, memory_of
 from .cost.reserve import Reserved, reserved_of
 from .cost.time import Timing, step_time
 from .events import Event, step_events
@@ -42,8 +42,8 @@ class Subject:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked; it counts what is
-    free, so that no context comes on top. `has_reserve`: an allocator that keeps what it is given back; a CPU's
-    does not."""
+    free, so that no context comes on top. `has_reserve`: an allocator that keeps what it is given back, and
+    libraries that have workspaces from it; a CPU has neither."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -67,7 +67,7 @@ class Machine:
 NCCL_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Assessment:
     """A strategy on a machine. Host and disk are a node's."""
 
@@ -84,7 +84,8 @@ class Assessment:
     def memory(self) -> Memory:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
-        return memory_of(self.schedule, self.events, self.works, self.training)
+        workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
+        return memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
 
     @cached_property
     def reserved(self) -> Reserved:
@@ -139,6 +140,14 @@ class Assessment:
             if needed > there:
                 return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
         return ""
+
+    @property
+    def step_s(self) -> float:
+        return self.timing.step_s
+
+    def __repr__(self) -> str:
+        words = f"{self.needed_bytes / 1e9:,.1f} GB, {self.step_s:.3g} s a step" if self.fits else self.why_not
+        return f"<{self.name}: {words}>"
 
     @property
     def runs(self) -> bool:

@@ -37,6 +37,13 @@ def subject_of_module(model: nn.Module, training: Training, units: Units = "auto
             )
         return known[key]
 
+    try:
+        works(training)
+    except Exception as error:  # any model's own code runs here
+        raise ConfigurationError(
+            f"this {type(model).__name__} could not be run on ({training.micro_batch}, {training.seq}) token ids, as "
+            f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
     flops = sum(work.flops for work in works(training).values())
     name = type(model).__name__
     return Subject(

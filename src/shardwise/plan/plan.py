@@ -1,7 +1,7 @@
 """`sw.plan`: every strategy costed for a model on a cluster, before anything runs, and one of them recommended."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,13 @@ from .remedies import nearest_change
 from .search import MODES, Choice, asked, choices, fastest, mixtures, offloads, presets
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
-from .subject import Planned, model_of, subject_of
-from .training import USUAL_SEQ, Training
+from .subject import Planned, is_name, model_of, subject_of
+from .training import USUAL_SEQ, Lora, Training
 
 OPEN = "auto"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """`found` are all strategies, the presets first. `recommended` is None where nothing fits."""
 
@@ -38,6 +38,9 @@ class Plan:
     def refusals(self) -> dict[str, str]:
         """What would make each strategy fit that does not."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.subject.name} on {self.machine.cluster}: {self.recommended!r} of {len(self.found)}>"
 
     def __str__(self) -> str:
         lines = [f"{self.subject.name} on {self.machine.cluster}: {self.why}"]
@@ -68,26 +71,35 @@ def plan(
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
     training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
     strategy: cost this one alone.
-    checkpointing: "auto" takes the least that fits; otherwise the training's.
-    global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched.
+    checkpointing: "auto" takes the least that fits, and is what happens unless this or a training says otherwise. A
+        module has the one that it has.
+    global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched, unless
+        it is given.
     search: mix layouts unit by unit, and parts of the optimizer between device and host.
     """
     if strategy == AUTO:
         strategy = None
     if checkpointing not in (None, OPEN, *MODES):
         raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
-    if checkpointing not in (None, OPEN):
+    if checkpointing is None and training is None:
+        checkpointing = OPEN
+    elif checkpointing not in (None, OPEN):
         sizes["checkpointing"] = checkpointing
     found = model_of(model)
     if training is None and isinstance(found, ModelShape) and 0 < found.num_positions < USUAL_SEQ:
         sizes = {"seq": found.num_positions, **sizes}
-    training = replace(training, **sizes) if training is not None else Training(**sizes)
+    has_micro_batch = training is not None or "micro_batch" in sizes
+    training = training_of(training, sizes)
+    if isinstance(model, str) and training.lora is not None and is_name(model):
+        # What a name stands for has no files: frozen weights are taken to be in the dtype that is computed in.
+        found = replace(found, dtype=training.formats.compute)  # type: ignore[type-var]
     machine = machine_of(cluster)
     if isinstance(found, StatesOnly):
         return states_of(found, machine, training, strategy)
     subject = subject_of(found, training) if isinstance(found, ModelShape) else _subject_of_module(found, training)
-    modes = MODES if checkpointing == OPEN else (training.checkpointing,)
-    batches = batches_of(training, global_batch, machine.cluster.world_size)
+    is_open = checkpointing == OPEN and isinstance(found, ModelShape)
+    modes = MODES if is_open else (training.checkpointing,)
+    batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
     return plan_for(subject, machine, training, choices(training, modes, batches), strategy=strategy, search=search)
 
 
@@ -114,7 +126,8 @@ def plan_for(
     if only_what_runs:
         entries = [entry for entry in entries if entry.runs]
     best = fastest(entries)
-    return Plan(subject, machine, training, tuple(entries), best, _why(entries, best, machine), assess, choice)
+    why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
+    return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
 
 
 def machine_of(cluster: str | Cluster | Machine) -> Machine:
@@ -124,7 +137,22 @@ def machine_of(cluster: str | Cluster | Machine) -> Machine:
     return Machine(made, efficiency_of(made.gpu.name), REAL)
 
 
-def batches_of(training: Training, global_batch: int | None, world_size: int) -> Sequence[tuple[int, int]]:
+def training_of(training: Training | None, sizes: dict[str, Any]) -> Training:
+    known = [entry.name for entry in fields(Training)]
+    for name in sizes:
+        if name not in known:
+            raise ConfigurationError(
+                f"sw.plan: there is no {name!r}; {did_you_mean(name, known)}; nodes and networks go into "
+                "sw.make_cluster(...)"
+            )
+    if isinstance(sizes.get("lora"), int):
+        sizes = {**sizes, "lora": Lora(sizes["lora"])}
+    return replace(training, **sizes) if training is not None else Training(**sizes)
+
+
+def batches_of(
+    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
+) -> Sequence[tuple[int, int]]:
     """Micro-batches, and how many of them make a step; several where only the product is given."""
     if global_batch is None:
         return [(training.micro_batch, training.num_micro_batches)]
@@ -133,6 +161,15 @@ def batches_of(training: Training, global_batch: int | None, world_size: int) ->
         raise ConfigurationError(
             f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
         )
+    if has_micro_batch or training.num_micro_batches > 1:
+        size, num = training.micro_batch, training.num_micro_batches
+        num = share // size if num == 1 else num
+        if size * num != share:
+            raise ConfigurationError(
+                f"a global batch of {global_batch} is {share} sequences a GPU, but micro-batches of {size}"
+                f"{'' if num == share // size else f', {num} of them,'} do not make that; leave one of them out"
+            )
+        return [(size, num)]
     return [(size, share // size) for size in range(1, share + 1) if share % size == 0][:8]
 
 
@@ -142,17 +179,26 @@ def _subject_of_module(model: Any, training: Training) -> Subject:
     return subject_of_module(model, training)
 
 
-def _why(entries: Sequence[Assessment], best: Assessment | None, machine: Machine) -> str:
-    if best is None:
-        least = min(entries, key=lambda entry: entry.needed_bytes)
-        return f"nothing fits: {least.name} needs least, and {least.why_not}"
-    if machine.cluster.world_size == 1:
+def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
+    if best is None or not best.runs:
+        return _why_nothing_runs(assess, entries, best)
+    others = [entry for entry in entries if entry.fits and entry is not best]
+    if assess.machine.cluster.world_size == 1:
         return "it fits on one GPU, and there is nobody to share with"
-    text = f"the fastest that fits, {best.timing.step_s:.3g} s a step"
-    if not best.runs:
-        return f"{text}; nothing fits that this version can run"
-    others = [entry for entry in entries if entry.fits and entry.runs and entry is not best]
+    is_fastest = all(entry.runs or entry.tokens_per_s <= best.tokens_per_s for entry in others)
+    text = f"the fastest that fits{'' if is_fastest else ' and runs'}, {best.step_s:.3g} s a step"
     for entry in others:
-        if entry.tokens_per_s < best.tokens_per_s and entry.layouts == (PRESETS[MOST_SPLIT],) * len(entry.layouts):
+        if entry.tokens_per_s < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
-    return f"{text}; a GPU sends {best.moved.by_call.wire_bytes / 1e9:.3g} GB in it"
+    return f"{text}; each rank sends {best.moved.by_call.wire_bytes / 1e9:,.1f} GB in it"
+
+
+def _why_nothing_runs(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
+    """With what would help: the smallest change to what needs least."""
+    running = [entry for entry in entries if entry.runs] or list(entries)
+    least = min(running, key=lambda entry: entry.needed_bytes)
+    change = nearest_change(assess, least)
+    advice = f"{least.name} {least.why_not}; it would fit with {change}"
+    if best is None:
+        return f"nothing fits: {advice}"
+    return f"nothing fits that this version can run: {advice}. {best.name} fits, in a later version"

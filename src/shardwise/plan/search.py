@@ -41,7 +41,7 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
 
 
 def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
-    """The fastest that fits; if none does, the one that needs least."""
+    """The fastest that fits; if none does, the one that needs least. Larger micro-batches need more memory."""
     fitting: list[Assessment] = []
     least: Assessment | None = None
     for trainings in choice.trainings:
@@ -52,6 +52,8 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
                 break
             if least is None or found.needed_bytes < least.needed_bytes:
                 least = found
+        else:
+            break
     if fitting:
         return max(fitting, key=lambda found: found.tokens_per_s) if len(fitting) > 1 else fitting[0]
     assert least is not None
@@ -64,16 +66,23 @@ def presets(assess: Assessor, choice: Choice) -> Iterator[Assessment]:
 
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
-    """Mixed layouts that fit, where neither of the pair does for all units. `found` are the presets."""
+    """Mixed layouts that fit and are faster than what they split, where the other of the pair does not fit for all
+    units. `found` are the presets."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     for split, kept in MIXES:
         stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
         if (stops_at_node and is_one_node) or has_room(found[kept]) or not has_room(found[split]):
             continue
-        mixed = [_most_kept(assess, split, kept, training) for trainings in choice.trainings for training in trainings]
+        base = found[split]
+        mixed = [_most_kept(assess, split, kept, training) for training in _same_batch(choice, base.training)]
         best = fastest(entry for entry in mixed if entry is not None)
-        if best is not None:
+        if best is not None and best.tokens_per_s > base.tokens_per_s:
             yield best
+
+
+def _same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
+    """Those that differ in checkpointing alone."""
+    return next(trainings for trainings in choice.trainings if training in trainings)
 
 
 def has_room(entry: Assessment) -> bool:

@@ -20,6 +20,8 @@ from .shapes.shape import StatesOnly
 from .traffic import Moved, traffic_of
 from .training import Training
 
+ROOM = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class StatesRow:
@@ -39,7 +41,7 @@ class StatesRow:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The first row that fits, the least split first, is recommended."""
+    """The least split row that leaves a quarter of the memory to activations is recommended, else the least split."""
 
     shape: StatesOnly
     machine: Machine
@@ -60,7 +62,9 @@ class States:
     @property
     def recommended(self) -> StatesRow | None:
         fitting = [row for row in self.rows if not self.why_not(row)]
-        return next((row for row in fitting if row.layout.runs), fitting[0] if fitting else None)
+        fitting = [row for row in fitting if row.layout.runs] or fitting
+        roomy = [row for row in fitting if row.total <= ROOM * self.machine.memory_bytes]
+        return next(iter(roomy or fitting), None)
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:

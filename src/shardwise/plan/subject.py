@@ -1,6 +1,7 @@
 """What can be planned: a model by name, by its config.json, by its sizes, or the module itself."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from ..errors import ConfigurationError
@@ -30,6 +31,12 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | nn.Module":
     return model
 
 
+def is_name(model: str) -> bool:
+    """Not a file or a folder."""
+    path = Path(model).expanduser()
+    return not (path.is_dir() or path.suffix == ".json")
+
+
 def subject_of(shape: ModelShape, training: Training) -> Subject:
     if 0 < shape.num_positions < training.seq:
         raise ConfigurationError(
@@ -50,6 +57,8 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": shape.name, "num_params": shape.num_params}
     for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "code"):
         facts[field] = getattr(shape, field)
+    if shape.note:
+        facts["note"] = shape.note
     if shape.num_experts > 1:
         facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
     return facts

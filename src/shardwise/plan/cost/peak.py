@@ -53,11 +53,17 @@ class Memory:
         return max(self.instants, key=lambda instant: instant.total)
 
 
-def memory_of(schedule: Schedule, events: Sequence[Event], works: Mapping[str, Work], training: Training) -> Memory:
+def memory_of(
+    schedule: Schedule,
+    events: Sequence[Event],
+    works: Mapping[str, Work],
+    training: Training,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Memory:
     num_moments = training.num_moments
     units = {unit.name: unit for unit in schedule.units}
     held = [0] * len(CLASSES)
-    held[ACTIVATIONS] = WORKSPACE_BYTES
+    held[ACTIVATIONS] = workspace_bytes
     clips = any(event.verb == "norm" for event in events)
     for unit in schedule.units:
         for flat in unit.flats:

@@ -57,7 +57,7 @@ EMULATED = Wear(launch_s=38e-6, event_s=180e-6)
 REAL = Wear(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 _H200 = Efficiency(
-    products=0.705, attention=0.62, memory=0.75, prologue=88.0, tail=60e3, ramp=1200.0, narrow=0.78, gap_s=3e-6,
+    products=0.705, attention=0.62, memory=0.75, prologue=88.0, tail=60e3, ramp=1200.0, narrow=0.9, gap_s=3e-6,
     source="own runs on one H200, torch 2.11",
 )  # fmt: skip
 _H100 = Efficiency(

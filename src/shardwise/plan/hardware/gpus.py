@@ -130,7 +130,10 @@ def gpu_named(name: str) -> Gpu:
     sizes = [known for known in GPUS if letters and re.fullmatch(rf"{letters}\d+gb", known.lower().replace("-", ""))]
     if len(sizes) > 1:
         raise ConfigurationError(f"--gpus: there are {' and '.join(sizes)}: say which {name!r} it is")
-    raise ConfigurationError(f"--gpus: unknown GPU {name!r}; {did_you_mean(name.upper(), GPUS)}")
+    raise ConfigurationError(
+        f"--gpus: unknown GPU {name!r}; {did_you_mean(name.upper(), GPUS)}; of another one take the nearest with "
+        "--gpu-memory, or measure it (shardwise doctor --measure)"
+    )
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

@@ -104,12 +104,18 @@ class Cluster:
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _BYTES |= {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 _RATES = {f"{unit}/s": factor / 1e9 for unit, factor in _BYTES.items()}
-_RATES |= {"Mbit/s": 1.25e-4, "Gbit/s": 0.125, "Tbit/s": 125.0}
+_RATES |= {
+    f"{unit}{ending}": rate
+    for unit, rate in (("M", 1.25e-4), ("G", 0.125), ("T", 125.0))
+    for ending in ("bit/s", "bps")
+}
 
 
 def bytes_of(text: str | int, what: str) -> int:
     """`512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what` is what the user calls it."""
     value = _quantity(str(text), what, {**_BYTES, "": 1}, "512GB")
+    if value < 1e6:
+        raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {text}GB")
     return round(value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...dtypes import FP32, DType, dtype_of
 from ...errors import ConfigurationError
-from .hf_families import DEFAULTS, FOUR_HIDDEN, TIED, Config, Fields, habits_of
+from .hf_families import DEFAULTS, FOUR_HIDDEN, KNOWN, TIED, Config, Fields, habits_of
 from .shape import ModelShape
 
 SHAPE_KEY = "shardwise_shape"  # in what the trainer exports: the in-tree shape itself
@@ -32,6 +32,7 @@ _REFUSED = {
     "quantization_config": "weights are quantised, which cannot be trained: use the unquantised ones",
     "is_encoder_decoder": "it has an encoder",
     "kv_lora_rank": "attention keeps a latent vector in place of keys and values",
+    "n_routed_experts": "experts are routed as DeepSeek's are",
     "n_shared_experts": "some experts are shared by all tokens",
     "num_shared_experts": "some experts are shared by all tokens",
     "shared_expert_intermediate_size": "some experts are shared by all tokens",
@@ -39,6 +40,9 @@ _REFUSED = {
     "mlp_only_layers": "some blocks have no experts",
     "interleave_moe_layer_step": "some blocks have no experts",
 }
+
+
+_ENCODERS = ("bert", "electra", "t5", "vit", "clip")
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
@@ -57,6 +61,8 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
     for key, why in _REFUSED.items():
         if inner.get(key):
             raise ConfigurationError(f"model {name!r}: its config.json has {key}: {why}; this is not planned for")
+    if any(word in kind for word in _ENCODERS):
+        raise ConfigurationError(f"model {name!r}: {kind} is an encoder, and no language model to train; give another")
     if inner.get("decoder_sparse_step", 1) != 1:
         raise ConfigurationError(
             f"model {name!r}: its config.json has decoder_sparse_step: some blocks have no experts"
@@ -87,7 +93,8 @@ def _shape(name: str, kind: str, config: Config) -> ModelShape:
         fields["expert_ffn"] = _whole(name, config, _EXPERT_FFN)
     fields["tied"] = bool(config.get("tie_word_embeddings", kind in TIED))
     fields |= habits_of(kind, config, fields)
-    return ModelShape(name=name, dtype=_dtype(config), **fields)
+    note = "" if kind in KNOWN else f"model_type {kind!r} is not known, and planned as a Llama"
+    return ModelShape(name=name, dtype=_dtype(config), note=note, **fields)
 
 
 def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:

@@ -170,3 +170,9 @@ _OTHERWISE: dict[str, Habits] = {
     "nemotron": _has(**_LAYER_NORM),
     "arcee": _has(gated=False),
 }
+
+# Families whose sizes have been held against transformers' own modules.
+KNOWN = {
+    *DEFAULTS, *FOUR_HIDDEN, *TIED, *_OTHERWISE, "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3",
+    "olmo2", "granite",
+}  # fmt: skip

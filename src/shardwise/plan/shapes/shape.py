@@ -50,6 +50,7 @@ class ModelShape:
     other_outside_elems: int = 0  # of what is no block
     code: Code = "hf"
     dtype: DType = FP32
+    note: str = ""  # what a reader of plans should know
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
