@@ -75,15 +75,15 @@ def test_banner_with_a_planned_peak_and_why_it_was_chosen() -> None:
     planned = replace(
         START,
         why="the fastest that fits, 0.2 s a step",
-        at_peak={"params": 6_849_380, "grads": 0, "optimizer": 13_698_760, "activations": 36_400_000},
+        planned_activations=36_400_000,
         peak_is="the backward of blocks.3",
         free_bytes=6_590_000_000,
     )
     text = " ".join(banner(planned).split())
     assert "auto -> ddp on 2 ranks, cpu, fp32: the fastest that fits, 0.2 s a step batch" in text
     assert (
-        "memory planned peak 56.9 MB a rank, of 6.59 GB free, at the backward of blocks.3: params 6.85 MB, "
-        "optimizer 13.7 MB, activations 36.4 MB checkpoint"
+        "memory planned peak 63.8 MB a rank, of 6.59 GB free: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB, "
+        "activations 36.4 MB at the backward of blocks.3 checkpoint"
     ) in text
     unknown = replace(START, plan_note="no plan of activations: it cannot be tried out")
     assert "optimizer 13.7 MB; no plan of activations: it cannot be tried out" in " ".join(banner(unknown).split())
@@ -95,6 +95,15 @@ def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
     assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
     seen = next(row for row in rows if row[:1] == ["planned"])
     assert seen[-4:] == ["36.4", "MB", "63.8", "MB"]
+
+
+def test_a_process_is_not_set_beside_a_planned_peak() -> None:
+    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000)
+    lines = summary(planned).splitlines()
+    (at,) = (at for at, line in enumerate(lines) if line.startswith("  memory"))
+    assert lines[at].split()[-3:] == ["activations", "peak", "process"]
+    assert lines[at + 1].split()[-5:] == ["36.4", "MB", "63.8", "MB", "-"]
+    assert lines[at + 2].split()[-4:] == ["-", "-", "512", "MB"]
 
 
 def test_banner_of_a_large_run() -> None:
@@ -155,9 +164,9 @@ done: 200 steps of 200, 410k tokens in 0:42
   speed       9,752 tokens/s
   checkpoint  runs/tiny/checkpoints/step-000200
   export      runs/tiny/export
-  memory       params    grads  optimizer  buffers    peak
-    planned   6.85 MB  6.85 MB    13.7 MB      0 B       -
-    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB  512 MB
+  memory       params    grads  optimizer  buffers  process
+    planned   6.85 MB  6.85 MB    13.7 MB      0 B        -
+    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB   512 MB
 
   | The value of the object.
   | The end"""
@@ -190,7 +199,7 @@ def test_a_sample_can_not_play_with_the_terminal_and_stays_short() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (123_456, "123 kB"), (999_600, "1.00 MB"),
-     (9_996_000, "10.0 MB"), (1.35e9, "1.35 GB"), (2e12, "2.00 TB")],
+     (9_996_000, "10.0 MB"), (1.35e9, "1.35 GB"), (2e12, "2.00 TB"), (1.29e16, "12.9 PB"), (4e18, "4,000 PB")],
 )  # fmt: skip
 def test_sizes(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text

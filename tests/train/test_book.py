@@ -46,6 +46,14 @@ def test_the_last_step_has_a_row_whatever_the_interval() -> None:
     assert [row["step"] for row in written] == [8, 16, 20]
 
 
+def test_the_first_row_has_the_loss_of_the_first_step() -> None:
+    written: list[Row] = []
+    kept = book(written, logging_steps=4)
+    for step in range(1, 9):
+        kept.note(result(step, 10.0 - step))
+    assert [row.get("first_loss") for row in written] == [9.0, None]
+
+
 def test_a_resumed_book_writes_the_rows_of_one_that_never_stopped() -> None:
     whole: list[Row] = []
     parts: list[Row] = []

@@ -69,6 +69,8 @@ def test_the_plan_has_one_strategy_and_the_state_that_was_seen(run_ranks: Pool, 
     assert held["params"] == last["memory_params"]
     assert held["optimizer"] == pytest.approx(last["memory_optimizer"], rel=0.06)  # padding has no moments
     assert held["activations"] > 0
+    assert found["rests"]["grads"] == last["memory_peak_grads"]
+    assert sum(found["rests"].values()) < held["peak_active"] == last["memory_planned"]
     assert found["instants"]
     assert found["timeline"]
 
@@ -94,6 +96,8 @@ def test_the_banner_has_the_planned_peak(tmp_path: Path, capfd: pytest.CaptureFi
     said = " ".join(capfd.readouterr().out.split())
     assert " memory planned peak " in said
     assert "activations" in said.partition(" memory planned peak ")[2]
+    [found] = plan_in(tmp_path)["strategies"]
+    assert found["per_gpu_bytes"]["peak_active"] < 32 << 20  # no workspaces of a GPU's libraries
 
 
 def test_a_model_that_cannot_be_tried_out_is_planned_without_activations(

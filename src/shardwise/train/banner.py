@@ -5,7 +5,7 @@ Plain ASCII and at most 100 columns, so that a log file reads like the terminal.
 
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..plan.memory import StateBytes
 from ..version import VERSION
@@ -45,7 +45,7 @@ class Start:
     why: str = ""  # this strategy, where the planner chose it
     planned: StateBytes  # of a rank
     planned_buffers: int
-    at_peak: dict[str, int] = field(default_factory=dict)  # bytes by class at the planned peak; empty: not known
+    planned_activations: int | None = None  # at the peak; None: not known
     peak_is: str = ""  # its instant, in words
     plan_note: str = ""  # why it is not known
     free_bytes: int | None = None  # of a rank, before the run
@@ -152,13 +152,14 @@ def _losses(facts: End) -> str:
 def _planned(facts: Start) -> str:
     planned, buffers = facts.planned, facts.planned_buffers
     state = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer, "buffers": buffers}
-    parts = facts.at_peak or state
-    shown = ", ".join(together(f"{name} {size(num_bytes)}") for name, num_bytes in parts.items() if num_bytes)
+    shown = ", ".join(together(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
     free = "" if facts.free_bytes is None else f", of {size(facts.free_bytes)} free"
     note = f"; {facts.plan_note}" if facts.plan_note else ""
-    if facts.at_peak:
-        return f"planned peak {size(sum(parts.values()))} a rank{free}, at {facts.peak_is}: {shown}{note}"
-    return f"{size(sum(parts.values()))} + activations a rank{free}: {shown}{note}"
+    if facts.planned_activations is None:
+        return f"{size(sum(state.values()))} + activations a rank{free}: {shown}{note}"
+    peak = sum(state.values()) + facts.planned_activations
+    activations = together(f"activations {size(facts.planned_activations)}")
+    return f"planned peak {size(peak)} a rank{free}: {shown}, {activations} at {facts.peak_is}{note}"
 
 
 def together(text: str) -> str:
@@ -188,13 +189,15 @@ def _about(seconds: float) -> str:
 
 def _memory_table(facts: End) -> list[str]:
     planned, seen = facts.planned, facts.seen
+    is_process = facts.seen_activations is None  # where the allocator keeps no books
     columns: dict[str, tuple[int | None, int | None]] = {
         "params": (planned.params, seen.params),
         "grads": (planned.grads, seen.grads),
         "optimizer": (planned.optimizer, seen.optimizer),
         "buffers": (facts.planned_buffers, facts.seen_buffers),
         "activations": (facts.planned_activations, facts.seen_activations),
-        "peak": (facts.planned_peak, facts.peak_bytes),
+        "peak": (facts.planned_peak, None if is_process else facts.peak_bytes),
+        "process": (None, facts.peak_bytes if is_process else None),
     }
     shown = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     rows = [

@@ -86,9 +86,8 @@ class Run:
 
     @property
     def planned_peak(self) -> int | None:
-        """Of what a GPU's allocator lends; a CPU's keeps no books to compare it with."""
-        is_known = self.job.device.type == "cuda" and not self.planned.note
-        return self.planned.entry.memory.peak.total if is_known else None
+        """Of what the allocator lends; None where activations are not known."""
+        return None if self.planned.note else self.planned.entry.memory.peak.total
 
     def evaluate(self, step: int) -> None:
         if self.eval_samples is None:

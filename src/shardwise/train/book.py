@@ -90,6 +90,8 @@ class Book:
             "learning_rate": result.learning_rate,
             "tokens": self.num_tokens_after(result.step),
         }
+        if result.step <= self.logging_steps:
+            row["first_loss"] = self.first_loss
         if self._row_steps:  # none where the numbers of several steps came at once
             row["tokens_per_s"] = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
             if self.peak_flops is not None:

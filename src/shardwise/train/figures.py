@@ -3,7 +3,7 @@
 
 def size(num_bytes: float) -> str:
     """In powers of ten, as data sheets count: 1.35 GB."""
-    return _scaled(num_bytes, [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)], "B")
+    return _scaled(num_bytes, [("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)], "B")
 
 
 def count(number: float) -> str:
@@ -16,7 +16,7 @@ def _scaled(number: float, units: list[tuple[str, float]], smallest: str) -> str
         # What would be rounded up to 1000 of a unit is 1 of the next.
         if number >= 0.9995 * factor:
             scaled = number / factor
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
+            return f"{scaled:,.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
     return f"{number:.0f} {smallest}".strip()
 
 

@@ -32,7 +32,8 @@ def check_reporters(report_to: Sequence[str]) -> None:
 def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
     """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak.
 
-    `memory_planned` is that of the state alone where no peak is planned that could be compared with the one seen.
+    `memory_planned` is the planned peak, or that of the state alone where none is known. On a CPU, `memory_now` and
+    `memory_peak` are of the whole process.
     """
     others = {
         "peak_grads": memory.peak_grads,

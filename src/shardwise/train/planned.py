@@ -7,7 +7,7 @@ without its activations, and says so.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import nn
 
 from ..engine.api import traffic
 from ..engine.guards import engine_of
+from ..engine.held import memory
 from ..engine.moments import num_moments
 from ..engine.runtime import Engine
 from ..layout import layouts_for
-from ..mesh import device
 from ..plan.as_json import plan_as_json
 from ..plan.assess import Assessment, Assessor, Machine, Subject, Works
-from ..plan.cost.peak import WORKSPACE_BYTES
 from ..plan.events import step_events
+from ..plan.memory import state_bytes
 from ..plan.plan import Plan
 from ..plan.search import Choice
 from ..plan.shapes.shape import ModelShape
@@ -54,20 +54,24 @@ class RunPlan:
     others: tuple[Assessment, ...] = ()  # that `auto` has considered
     why: str = ""  # it was chosen, by `auto`
     note: str = ""
+    rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step, of what runs
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by class at the instant of the peak."""
         return self.by_class(self.entry.memory.peak.name)
 
+    def left_at_peak(self) -> int:
+        """What the peak has beside what rests: activations, and what comes and goes."""
+        return max(self.entry.memory.peak.total - sum(self.rests.values()), 0)
+
     def by_class(self, name: str) -> dict[str, int]:
         """At the instant of this name, in the classes that `sw.memory` counts; of several, the one with the most."""
         found = [instant for instant in self.entry.memory.instants if instant.name == name]
         held = max(found, key=lambda instant: instant.total).by_class()
-        libraries = WORKSPACE_BYTES if device().type == "cpu" else 0  # which take theirs from elsewhere there
         return {
             **{name: held[name] for name in ("params", "grads", "optimizer")},
             "buffers": held["gathered"] + held["reduce"],
-            "activations": held["activations"] + held["loss"] - libraries,
+            "activations": held["activations"] + held["loss"],
         }
 
 
@@ -152,17 +156,26 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
 
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     """Of what runs."""
-    engine, training = engine_of(model), draft.training
+    engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
     layouts = [unit.layout for unit in engine.schedule.units]
     if draft.machine is not None:
         assess = draft.assessor(draft.machine)
-        return RunPlan(_as_it_runs(assess(_name(settings), layouts, training), engine), assess, note=draft.note)
+        entry = _as_it_runs(assess(_name(settings), layouts, training), engine)
+        return RunPlan(entry, assess, note=draft.note, rests=rests)
     chosen = engine.chosen
     assert chosen is not None
     assert chosen.recommended is not None
     assess, name = draft.assessor(chosen.machine), chosen.recommended.name
     others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
-    return RunPlan(_as_it_runs(assess(name, layouts, training), engine), assess, others, chosen.why, draft.note)
+    entry = _as_it_runs(assess(name, layouts, training), engine)
+    return RunPlan(entry, assess, others, chosen.why, draft.note, rests)
+
+
+def _rests(model: nn.Module, training: Training) -> dict[str, int]:
+    """State as `sw.memory` plans it, and all buffers."""
+    schedule = engine_of(model).schedule
+    state = state_bytes([flat for unit in schedule.units for flat in unit.flats], training.num_moments)
+    return {**asdict(state), "buffers": memory(model).planned_buffers}
 
 
 def _name(settings: Settings) -> str:
@@ -189,6 +202,7 @@ def as_json(planned: RunPlan) -> dict[str, Any]:
     found = (entry, *planned.others)
     plan = Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice)
     text = plan_as_json(plan)
+    text["strategies"][0]["rests"] = dict(planned.rests)
     if planned.note:
         text["why"] = planned.note
         for row in text["strategies"]:
