@@ -198,7 +198,7 @@ def _why_nothing_runs(assess: Assessor, entries: Sequence[Assessment], best: Ass
     running = [entry for entry in entries if entry.runs] or list(entries)
     least = min(running, key=lambda entry: entry.needed_bytes)
     change = nearest_change(assess, least)
-    advice = f"{least.name} {least.why_not}; it would fit with {change}"
+    advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
     if best is None:
         return f"nothing fits: {advice}"
     return f"nothing fits that this version can run: {advice}. {best.name} fits, in a later version"

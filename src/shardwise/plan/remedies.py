@@ -11,7 +11,7 @@ MOST_NODES = 1024
 
 
 def nearest_change(assess: Assessor, entry: Assessment) -> str:
-    """The first change that makes it fit, in a few words; empty where none of these does."""
+    """The first change that makes it fit, as flags of `shardwise plan`; empty where none of these does."""
     for words, training in _other_trainings(entry.training):
         if assess(entry.name, entry.layouts, training).fits:
             return words
@@ -22,32 +22,31 @@ def nearest_change(assess: Assessor, entry: Assessment) -> str:
         num_nodes *= 2
         found = _with_nodes(assess, num_nodes)(entry.name, entry.layouts, full)
         if found.fits:
-            node_size = assess.machine.cluster.node_size
-            return f"{num_nodes * node_size} GPUs ({num_nodes} nodes of {node_size}) with full checkpointing"
+            return f"--nodes {num_nodes} --checkpointing full"
         if found.needed_bytes >= before:
             break
         before = found.needed_bytes
-    return "a strategy that splits more, or a smaller model"
+    return ""
 
 
 def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
     words: list[str] = []
     if training.checkpointing != "full":
-        words.append("full checkpointing")
+        words.append("--checkpointing full")
         training = replace(training, checkpointing="full")
         yield words[0], training
     if training.micro_batch > 1:
-        words.append("a micro-batch of 1")
+        words.append(f"--micro-batch 1 --accumulation {training.num_micro_batches * training.micro_batch}")
         training = replace(training, num_micro_batches=training.num_micro_batches * training.micro_batch, micro_batch=1)
-        yield " and ".join(words), training
+        yield " ".join(words), training
     if training.formats.reduce.itemsize == 4 and training.formats.compute == BF16:
-        words.append("gradients in bf16")
+        words.append("--reduce-dtype bf16")
         training = replace(training, reduce="bf16")
-        yield " and ".join(words), training
+        yield " ".join(words), training
     if training.optimizer == "adamw":
-        words.append("an 8-bit optimizer")
+        words.append("--optimizer adamw8bit")
         training = replace(training, optimizer="adamw8bit")
-        yield " and ".join(words), training
+        yield " ".join(words), training
 
 
 def _with_nodes(assess: Assessor, num_nodes: int) -> Assessor:
