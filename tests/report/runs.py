@@ -55,6 +55,7 @@ def trained(folder: Path, with_plan: bool = True) -> Path:
     rows = [row(step, 6 - step / 15, **gpu) for step in range(2, 61, 2)] + [
         evaluation(step, 6.1 - step / 15) for step in (20, 40, 60)
     ]
+    rows[0]["first_loss"] = 6.25
     left = [row(step, 6.3 - step / 15) for step in range(22, 31, 2)]
     return make_run(folder, rows, left, small_plan() if with_plan else None, moved() if with_plan else None)
 

@@ -12,7 +12,7 @@ def test_a_report_is_printed_and_written_into_the_run_folder(ask: Asker, tmp_pat
     assert seen.code == 0
     assert "optimizer" in seen.out
     assert seen.out.splitlines()[-1] == f"page: {tmp_path / 'run' / 'report.html'}"
-    assert "<title>Run run</title>" in (tmp_path / "run" / "report.html").read_text()
+    assert "<title>run: tiny</title>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_page_goes_where_it_is_asked_to(ask: Asker, tmp_path: Path) -> None:

@@ -102,12 +102,30 @@ def test_a_run_has_its_curve_and_the_plan_beside_it(tmp_path: Path) -> None:
     assert page.count('class="left"') == 1
     assert "given up when the run went on" in page
     for words in (
-        "<title>Run run</title>",
+        "<title>run: tiny</title>",
+        "tiny, ddp (auto) on 2 x H100-80GB",
         "One step of ddp, as planned",
         "world all-reduce float32",
         "evaluation 2.1000",
     ):
         assert words in page, words
+
+
+def test_bars_have_the_time_of_a_step_and_the_days() -> None:
+    long = plan()
+    for strategy in long["strategies"]:
+        strategy["days"] = 41.96
+    page = render(long)
+    assert '<span class="detail">4.98 s a step</span>' in page
+    assert "<dd>42 days</dd>" in page
+
+
+def test_what_comes_to_the_same_is_one_row() -> None:
+    twice = plan()
+    twice["strategies"].append(next(one for one in plan()["strategies"] if one["name"] == "zero3") | {"name": "hsdp2"})
+    page = render(twice)
+    assert "<strong>zero3 (hsdp2)</strong>" in page
+    assert page.count('class="bar" ') == len(plan()["strategies"])
 
 
 def test_a_run_without_a_plan_is_a_page_too(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_memory_traffic_and_time_are_set_beside_the_plan(tmp_path: Path) -> None
         "grads": (PARAMS, PARAMS),
         "optimizer": (OPTIMIZER, OPTIMIZER),
         "buffers": (468, 468),
-        "activations": (63_000_000, 64_000_000),
+        "activations": (94_000_000 - 2 * PARAMS - OPTIMIZER - 468, 64_000_000),
         "peak": (94_000_000, 95_000_000),
         "reserved": (118_000_000, 120_000_000),
     }
@@ -35,7 +35,7 @@ def test_the_text_has_a_line_for_each(tmp_path: Path) -> None:
     lines = text(read_run(trained(tmp_path / "run"))[0]).splitlines()
     found = {" ".join(line.split()) for line in lines}
     for line in (
-        "loss 5.8667 -> 2.0000, evaluation 2.1000",
+        "loss 6.2500 -> 2.0000, evaluation 2.1000",
         "optimizer 13.4 MB 13.4 MB 1.000",
         "peak 94.0 MB 95.0 MB 1.011",
         "world all-reduce float32 6.70 MB 6.70 MB 1.000",
@@ -65,6 +65,23 @@ def test_what_a_resume_gave_up_is_kept_apart(tmp_path: Path) -> None:
 def test_on_cpu_the_process_is_not_compared(tmp_path: Path) -> None:
     run, _ = read_run(make_run(tmp_path / "run", [row(2, 5.0, memory_peak=561_000_000)], plan=small_plan()))
     assert run["memory"][-1] == {"class": "whole process", "planned_bytes": None, "seen_bytes": 561_000_000}
+    assert run["memory"][-2] == {"class": "peak", "planned_bytes": 94_000_000, "seen_bytes": None}
+
+
+def test_planned_state_is_what_rests(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan["strategies"][0]["rests"] = {"params": 1, "grads": 2, "optimizer": 3, "buffers": 4}
+    run, _ = read_run(make_run(tmp_path / "run", [row(2, 5.0)], plan=plan))
+    found = {each["class"]: each["planned_bytes"] for each in run["memory"]}
+    assert found == {"params": 1, "grads": 2, "optimizer": 3, "buffers": 4, "activations": 93_999_990, "peak": 94e6}
+
+
+def test_a_cpu_has_no_planned_mfu(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan["cluster"]["gpu"]["name"] = "cpu"
+    run, _ = read_run(make_run(tmp_path / "run", [row(10, 5.0)], plan=plan))
+    assert "MFU" not in text(run)
+    assert "loss  5.0000 (step 10) -> 5.0000" in text(run)
 
 
 def test_a_run_that_has_just_begun_has_no_step(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_explain_gives_formula_and_source_of_each_term() -> None:
     (at,) = (at for at, line in enumerate(lines) if line.startswith("  optimizer"))
     assert lines[at].split() == ["optimizer", "52.9", "GB", "12", "B", "x", "params", "/", "16", "ranks"]
     assert lines[at + 1].strip() == "Adam"
-    assert lines[-1].startswith("At once: peak")
+    assert lines[-2].startswith("At once: peak 79.1 GB at the loss: optimizer 52.9 GB, ")
     assert explain({}) == "This plan explains no terms."
 
 
@@ -84,9 +84,65 @@ def test_names_from_files_cannot_move_the_cursor() -> None:
     assert "llama?[2J?70b" in table(bad)
 
 
-def test_a_log_file_gets_the_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_rows_are_never_wider_than_the_terminal(width: int) -> None:
+    lines = table(plan(), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("> mixed ") and " 81.8 " in line and "4.98 s" in line for line in lines)
+    assert ("disk GB" in table(plan(), width)) == (width == 200)
+
+
+def test_what_strategies_differ_in_has_a_column() -> None:
+    assert " with " not in table(plan())
+    differ = plan()
+    differ["strategies"][-1]["checkpointing"] = "none"
+    assert "with  " in table(differ)
+    differ["strategies"][-1] |= {"micro_batch": 4, "num_micro_batches": 2}
+    assert "zero3, all state on disk*         mb 4 x 2    yes" in table(differ)
+    assert "> mixed                             mb 1, full  yes" in table(differ)
+
+
+def test_days_are_in_the_headline_and_in_a_column() -> None:
+    long = plan()
+    for at, strategy in enumerate(long["strategies"]):
+        strategy["days"] = 1.26 * 10**at
+    text = table(long, 200)
+    assert " 126,000 days in all" in " ".join(text.split())
+    assert {"1.3", "126,000"} <= {*text.split()}
+
+
+def test_what_comes_to_the_same_is_one_row() -> None:
+    twice = plan()
+    zero3 = next(one for one in twice["strategies"] if one["name"] == "zero3")
+    twice["strategies"] += [zero3 | {"name": "hsdp2"}, zero3 | {"name": "slower", "step_seconds": 5.5}]
+    rows = [line[2:] for line in table(twice, 200).splitlines()]
+    assert any(row.startswith("zero3 (hsdp2)  ") for row in rows)
+    assert any(row.startswith("slower  ") for row in rows)
+
+
+def test_refusals_of_one_sentence_are_told_together() -> None:
+    full = plan()
+    for one, needs in zip([one for one in full["strategies"] if not one["fits"]], (400, 300, 100, 90), strict=True):
+        one |= {"why_not": f"needs {needs} GB on each H100, which has 85.0 GB", "nearest": "a smaller model"}
+    text = " ".join(table(full).split())
+    assert "hpz, hsdp, zero2, ddp needs 90 to 400 GB on each H100, which has 85.0 GB -> a smaller model" in text
+
+
+def test_the_machine_is_told_of() -> None:
+    text = " ".join(table(plan()).split())
+    assert "85.0 GB (79.2 GiB) a GPU, 450 GB/s in a node, 50 GB/s between nodes" in text
+    alone = plan()
+    alone["cluster"] |= {"num_nodes": 1}
+    assert "between nodes" not in table(alone)
+
+
+def test_a_log_file_gets_the_plain_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     show(plan())
     assert capsys.readouterr().out == table(plan()) + "\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    show(plan())
+    assert capsys.readouterr().out == table(plan(), 80) + "\n"
 
 
 def test_nothing_here_imports_torch() -> None:
@@ -115,3 +171,5 @@ def test_what_fits_only_with_luck_is_tight() -> None:
     assert next(line for line in lines if line.startswith("> ")).split()[:3] == [">", "mixed", "tight"]
     assert "  tight: the upper end of what the allocator may reserve does not fit" in lines
     assert "tight" not in table(plan())
+    best["tight"] = False  # as the planner says
+    assert "tight" not in table(tight)

@@ -9,8 +9,9 @@ from ..train.figures import count, plural, size
 from .bars import plain_bar
 from .curve import draw
 from .facts import Json, mapping, number, rows, text_of
-from .run import PROCESS, curve_of
-from .table import seconds
+from .figures import seconds
+from .held import PROCESS
+from .run import curve_of
 
 TIMES = {"step_s": "step", "tokens_per_s": "tokens/s, all ranks", "mfu": "MFU"}
 
@@ -30,11 +31,10 @@ class Pair(NamedTuple):
 
 def text(run: Json) -> str:
     of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
-    model = f"{run['model']}, " if run["model"] else ""
-    lines = [f"{run['folder']}: {model}step {run['step']:,}{of}, {count(run['tokens'])} tokens", ""]
+    lines = [f"{run['folder']}: {about(run)}", f"  step {run['step']:,}{of}, {count(run['tokens'])} tokens", ""]
     if loss := mapping(run["loss"]):
         evaluation = "" if run["eval_loss"] is None else f", evaluation {run['eval_loss']:.4f}"
-        lines += [f"  loss  {loss['first']:.4f} -> {loss['last']:.4f}{evaluation}", ""]
+        lines += [f"  loss  {_first(loss)} -> {loss['last']:.4f}{evaluation}", ""]
     table = [("memory of a rank", "planned", "seen", "ratio")] if run["memory"] else []
     table += _cells(_memory(run))
     if run["traffic"]:
@@ -50,11 +50,26 @@ def text(run: Json) -> str:
     return "\n".join([*lines, *(f"  {note}" for note in run["notes"])]).rstrip()
 
 
+def _first(loss: Json) -> str:
+    step = loss["first_step"]
+    return f"{loss['first']:.4f}" + (f" (step {step:,})" if step > 1 else "")
+
+
+def about(run: Json) -> str:
+    """What ran, on what: tiny, ddp (auto) on 2 x cpu, fp32."""
+    asked, runs = text_of(run["strategy"]), run["runs"]
+    strategy = f"{runs} ({asked})" if runs and asked and asked != runs else runs or asked
+    where = f" on {run['device']}" if run["device"] else ""
+    words = (run["model"], f"{strategy}{where}", run["precision"])
+    return ", ".join(text_of(word) for word in words if word)
+
+
 def page_parts(run: Json) -> dict[str, Any]:
     curve = curve_of(run)
     chart = draw(curve) if curve.train or curve.evaluation else None
     conditions = [("folder", run["folder"]), *((key, run[key]) for key in ("model", "strategy", "precision"))]
     return {
+        "about": about(run),
         "tiles": list(_tiles(run)),
         "chart": None if chart is None else chart | {key: Markup(chart[key]) for key in ("drawing", "axis")},
         "has_evaluations": bool(curve.evaluation),
@@ -129,7 +144,7 @@ def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
         yield (
             "loss",
             f"{loss['last']:.4f}",
-            f"from {loss['first']:.4f}" if evaluation is None else f"evaluation {evaluation:.4f}",
+            f"from {_first(loss)}" + ("" if evaluation is None else f", evaluation {evaluation:.4f}"),
         )
     speed = number(run["time"].get("seen_tokens_per_s"))
     if speed is not None:

@@ -6,8 +6,6 @@
 import math
 from typing import Any
 
-from ..train.figures import count, plural
-
 Json = dict[str, Any]
 
 CONTEXT = "context"  # of CUDA and NCCL: outside of the allocator
@@ -123,8 +121,15 @@ def interval(strategy: Json) -> tuple[float, float] | None:
 
 def is_tight(plan: Json, strategy: Json) -> bool:
     """It fits as expected, but not if the allocator's reserve comes out at the upper end."""
+    if isinstance(strategy.get("tight"), bool):
+        return bool(strategy["tight"])
     limit, between = gpu_bytes(plan), interval(strategy)
     return bool(strategy.get("fits")) and limit is not None and between is not None and between[1] > limit
+
+
+def mfu(plan: Json, strategy: Json) -> float | None:
+    """Nobody has said what a CPU could reach."""
+    return None if device_word(plan) == "rank" else number(strategy.get("mfu"))
 
 
 def uses(plan: Json, *names: str) -> bool:
@@ -135,78 +140,3 @@ def uses(plan: Json, *names: str) -> bool:
 def world_size(plan: Json) -> int:
     cluster = mapping(plan.get("cluster"))
     return int(amount(cluster, "num_nodes") * amount(cluster, "node_size"))
-
-
-def reason(plan: Json) -> str:
-    """Why the recommended one is; its name is said before."""
-    why, name = text_of(plan.get("why")), text_of(plan.get("recommended"))
-    return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
-
-
-def cluster_words(plan: Json) -> str:
-    cluster = mapping(plan.get("cluster"))
-    gpu = text_of(mapping(cluster.get("gpu")).get("name") or cluster.get("gpu_name")) or "GPU"
-    num_nodes, node_size = int(amount(cluster, "num_nodes")), int(amount(cluster, "node_size"))
-    if not num_nodes or not node_size:
-        return ""
-    nodes = f" ({plural(num_nodes, 'node')} x {node_size})" if num_nodes > 1 else ""
-    return f"{num_nodes * node_size:,} x {gpu}{nodes}"
-
-
-def model_words(plan: Json) -> str:
-    model = mapping(plan.get("model"))
-    num_params = number(model.get("num_params"))
-    words = [text_of(model.get("name")), f"{count(num_params)} parameters" if num_params else ""]
-    return ", ".join(word for word in words if word)
-
-
-def training_words(plan: Json) -> str:
-    training = mapping(plan.get("training"))
-    lora = mapping(training.get("lora"))
-    words = [
-        f"{int(amount(training, 'seq')):,} tokens a sample" if amount(training, "seq") else "",
-        text_of(training.get("precision")),
-        text_of(training.get("optimizer")),
-        f"LoRA of rank {int(amount(lora, 'r'))}" if lora else "",
-        "compiled" if training.get("compile") else "",
-        f"{text_of(training.get('loss'))} loss" if training.get("loss") else "",
-    ]
-    return ", ".join(word for word in words if word)
-
-
-def batch_words(strategy: Json) -> str:
-    """Of one strategy: it may have a micro-batch and checkpointing of its own."""
-    words = []
-    if amount(strategy, "micro_batch"):
-        words.append(f"micro-batch {int(amount(strategy, 'micro_batch'))}")
-    if amount(strategy, "num_micro_batches") > 1:
-        words.append(f"{int(amount(strategy, 'num_micro_batches'))} of them a step")
-    if strategy.get("checkpointing") not in (None, "", "none"):
-        words.append(f"{text_of(strategy.get('checkpointing'))} checkpointing")
-    return ", ".join(words)
-
-
-def layout_words(strategy: Json) -> str:
-    """What `--strategy` takes: a name, or a mapping from patterns to layouts, numbers that follow each other as one."""
-    layout = strategy.get("strategy", strategy.get("layout"))
-    if not isinstance(layout, dict):
-        return text_of(layout)
-    patterns: dict[str, list[str]] = {}
-    for pattern, value in layout.items():
-        patterns.setdefault(text_of(value), []).append(text_of(pattern))
-    return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
-
-
-def _ranges(names: list[str]) -> list[str]:
-    """blocks.2, blocks.3, blocks.4, head: blocks.2-4, head."""
-    found: list[tuple[str, int, int]] = []
-    for name in names:
-        stem, _, last = name.rpartition(".")
-        at = int(last) if stem and last.isdecimal() and len(last) < 9 else -1
-        if at > 0 and found and found[-1][0] == stem and found[-1][2] == at - 1:
-            found[-1] = (stem, found[-1][1], at)
-        else:
-            found.append((stem, at, at) if at >= 0 else (name, -1, -1))
-    return [
-        stem if first < 0 else f"{stem}.{first}" + (f"-{last}" if last > first else "") for stem, first, last in found
-    ]

@@ -13,8 +13,11 @@ from ..version import VERSION
 from . import bars, facts, step
 from .beside import page_parts
 from .conditions import conditions
-from .facts import CLASSES, RESERVE, WIRES, Json, amount, mapping, number, rows, text_of
-from .table import gigabytes, seconds, verdict
+from .facts import CLASSES, RESERVE, WIRES, Json, amount, number, rows, text_of
+from .figures import gigabytes, seconds
+from .groups import grouped, refusals
+from .table import verdict
+from .words import batch_words, cluster_words, days_words, layout_words, model_words, peak_words, reason
 
 HERE = Path(__file__).parent
 DAY_S = 86_400
@@ -39,8 +42,8 @@ def render(plan: Json | None, run: Json | None = None) -> str:
 
 def _title(plan: Json | None, run: Json | None) -> str:
     if run is not None:
-        return f"Run {text_of(run.get('name'))}"
-    words = [facts.model_words(plan or {}), facts.cluster_words(plan or {})]
+        return ": ".join(word for word in (text_of(run.get("name")), text_of(run.get("model"))) if word)
+    words = [model_words(plan or {}), cluster_words(plan or {})]
     return " on ".join(word for word in words if word) or "Plan"
 
 
@@ -50,28 +53,30 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
     scale = bars.scale_of(shown, limit)
     used = {name for row in shown for name in facts.at_peak(row)}
     used |= {RESERVE} if any(facts.reserve(row) for row in shown) else set()
-    batches = {facts.batch_words(row) for row in shown}
+    batches = {batch_words(row) for row in shown}
+    groups = grouped(plan, shown)
     return {
         "is_choice": is_choice,
         "device": facts.device_word(plan),
         "recommended": None if best is None else text_of(best["name"]),
         "verdict": verdict(plan),
-        "why": _sentence(facts.reason(plan)),
+        "why": _sentence(reason(plan)),
         "batches": batches.pop() if len(batches) == 1 else "",
         "tiles": [] if chosen is None else _tiles(plan, chosen),
-        "layout": "" if chosen is None else facts.layout_words(chosen),
-        "batch": "" if chosen is None else facts.batch_words(chosen),
+        "layout": "" if chosen is None else layout_words(chosen),
+        "batch": "" if chosen is None else batch_words(chosen),
         "legend": [(name, label) for name, label in _legend() if name in used],
-        "strategies": [_strategy(plan, row, scale) for row in shown],
+        "strategies": [_strategy(plan, row, name, scale) for row, name in groups],
+        "has_days": any(days_words(row) for row in shown),
         "axis": Markup(bars.memory_axis(scale)),
         "is_tight": any(facts.is_tight(plan, row) for row in shown),
         "limit_word": Markup(bars.limit_word(scale, f"{facts.device_word(plan)} {gigabytes(limit)} GB"))
         if limit
         else "",
         "step": None if chosen is None else _step(chosen, limit, facts.device_word(plan)),
-        "wires": _wires(plan, shown),
+        "wires": _wires(plan, groups),
         "traffic": [] if chosen is None else _collectives(chosen),
-        "refusals": [_strategy(plan, row, scale) for row in shown if not row.get("fits")],
+        "refusals": refusals(shown),
         "conditions": conditions(plan),
         "explain": [
             {
@@ -97,7 +102,7 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
     speed, world, mfu = (
         number(chosen.get("tokens_per_second_per_gpu")),
         facts.world_size(plan),
-        number(chosen.get("mfu")),
+        facts.mfu(plan, chosen),
     )
     of = f"of {gigabytes(limit)} GB" if limit else ""
     of += f"; between {gigabytes(between[0])} and {gigabytes(between[1])}" if between else ""
@@ -108,15 +113,17 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
         found.append(("speed", f"{speed:,.0f}", f"tokens/s on each {device}"))
         if world:
             found.append(("in a day", count(speed * world * DAY_S), f"tokens on {world:,} {device}s"))
+    if days_words(chosen):
+        found.append(("whole training", f"{days_words(chosen)} days", ""))
     return found
 
 
-def _strategy(plan: Json, row: Json, scale: bars.Scale) -> dict[str, Any]:
+def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, Any]:
     need, limit = facts.needed(row), facts.gpu_bytes(plan)
     held = facts.at_peak(row)
     between = facts.interval(row)
     return {
-        "name": text_of(row.get("name")),
+        "name": name,
         "is_best": row is facts.recommended(plan),
         "fits": bool(row.get("fits")),
         "verdict": "\u2713 tight"
@@ -125,7 +132,7 @@ def _strategy(plan: Json, row: Json, scale: bars.Scale) -> dict[str, Any]:
         if row.get("fits")
         else "\u2717 does not fit",
         "runs": row.get("runs") is not False,
-        "batch": facts.batch_words(row),
+        "batch": batch_words(row),
         "bar": Markup(bars.memory_bar(row, scale)),
         "needed": need,
         "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
@@ -133,11 +140,10 @@ def _strategy(plan: Json, row: Json, scale: bars.Scale) -> dict[str, Any]:
         "bytes": {name: held.get(name, 0.0) for name in CLASSES} | {RESERVE: facts.reserve(row)},
         "step_s": number(row.get("step_seconds")),
         "speed": number(row.get("tokens_per_second_per_gpu")),
-        "mfu": number(row.get("mfu")),
+        "mfu": facts.mfu(plan, row),
+        "days": days_words(row),
         "host_bytes": amount(row, "host_bytes"),
         "disk_bytes": amount(row, "disk_bytes"),
-        "why_not": text_of(row.get("why_not")),
-        "nearest": text_of(row.get("nearest")),
     }
 
 
@@ -156,7 +162,7 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
         "name": text_of(chosen.get("name")),
         "seconds": full_s,
         "memory": memory,
-        "peak": text_of(mapping(chosen.get("peak")).get("text")),
+        "peak": peak_words(chosen),
         "parts": [(name, CLASSES[name], value) for name, value in memory["peak"].held.items()] if memory else [],
         "lanes": [lane._replace(drawing=Markup(lane.drawing)) for lane in lanes],
         "axis": Markup(step.time_axis(full_s)),
@@ -165,17 +171,17 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
     }
 
 
-def _wires(plan: Json, shown: list[Json]) -> dict[str, Any]:
+def _wires(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, Any]:
     used = {name: label for name, label in WIRES.items() if facts.uses(plan, "traffic_bytes", name)}
-    most = {name: max(amount(row, "traffic_bytes", name) for row in shown) for name in used}
+    most = {name: max(amount(row, "traffic_bytes", name) for row, _ in groups) for name in used}
     table = []
-    for row in shown:
+    for row, called in groups:
         cells = []
         for name, label in used.items():
             value = amount(row, "traffic_bytes", name)
-            about = f"{text_of(row.get('name'))}, {label}: {size(value)}"
+            about = f"{called}, {label}: {size(value)}"
             cells.append((value, Markup(bars.plain_bar(value, most[name], f"w-{name}", about))))
-        table.append((text_of(row.get("name")), cells))
+        table.append((called, cells))
     return {"labels": list(used.values()), "rows": table}
 
 

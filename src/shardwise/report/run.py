@@ -12,31 +12,11 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .curve import Curve, Point
-from .facts import Json, amount, mapping, number, rows, text_of, world_size
+from .facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
+from .held import memory_beside
+from .words import cluster_words
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
-
-PROCESS = "whole process"
-
-# What of a plan stands beside what of a row. Slots for gathered units and for reductions are one kind of memory there.
-PLANNED = {
-    "params": ("params",),
-    "grads": ("grads",),
-    "optimizer": ("optimizer",),
-    "buffers": ("gathered", "reduce"),
-    "activations": ("activations", "loss"),
-    "peak": ("peak_active",),
-    "reserved": ("peak_reserved",),
-}
-SEEN = {
-    "params": "memory_params",
-    "grads": "memory_peak_grads",
-    "optimizer": "memory_optimizer",
-    "buffers": "memory_peak_buffers",
-    "activations": "memory_peak_activations",
-    "peak": "memory_peak",
-    "reserved": "memory_reserved",
-}
 
 
 def read_run(folder: Path) -> tuple[Json, Json | None]:
@@ -61,9 +41,12 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
         "step": int(amount(steps[-1], "step")) if steps else 0,
         "max_steps": number(config.get("max_steps")),
         "tokens": int(amount(steps[-1], "tokens")) if steps else 0,
-        "loss": {"first": steps[0]["loss"], "last": steps[-1]["loss"]} if steps else {},
+        "ranks": world,
+        "runs": text_of(rows(plan.get("strategies"))[0].get("name")) if plan else "",
+        "device": cluster_words(plan) if plan else "",
+        "loss": _loss(steps),
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
-        "memory": _memory(steps, plan, notes),
+        "memory": memory_beside(steps, plan),
         "traffic": _traffic(folder / TRAFFIC, notes),
         "time": _time(steps, plan, world),
         "curve": {
@@ -147,20 +130,16 @@ def _given_up(left: list[Json]) -> list[list[list[float]]]:
     return parts
 
 
-def _memory(steps: list[Json], plan: Json | None, notes: list[str]) -> list[Json]:
-    held = mapping(rows(plan.get("strategies"))[0].get("per_gpu_bytes")) if plan else {}
-    on_gpu = any(number(row.get("memory_reserved")) is not None for row in steps)
-    found = []
-    for name, key in SEEN.items():
-        seen = max((value for row in steps if (value := number(row.get(key))) is not None), default=None)
-        parts = [value for part in PLANNED[name] if (value := number(held.get(part))) is not None]
-        planned = sum(parts) if parts else None
-        if seen is not None or (planned is not None and name != "reserved"):
-            found.append({"class": name, "planned_bytes": planned, "seen_bytes": seen})
-    if steps and not on_gpu:
-        # There the peak is of all that the process holds, Python and the data too: nothing that was planned.
-        found = [row | ({"class": PROCESS, "planned_bytes": None} if row["class"] == "peak" else {}) for row in found]
-    return found
+def _loss(steps: list[Json]) -> Json:
+    """`first_step`: what `first` is the loss of. Rows hold the mean since the row before; the first knows better."""
+    if not steps:
+        return {}
+    known, begin = number(steps[0].get("first_loss")), int(steps[0]["step"])
+    return {
+        "first": steps[0]["loss"] if known is None else known,
+        "first_step": begin if known is None else 1,
+        "last": steps[-1]["loss"],
+    }
 
 
 def _traffic(file: Path, notes: list[str]) -> list[Json]:
@@ -198,7 +177,7 @@ def _time(steps: list[Json], plan: Json | None, world: int) -> Json:
     if plan:
         strategy = rows(plan.get("strategies"))[0]
         speed = number(strategy.get("tokens_per_second_per_gpu"))
-        found |= {"planned_step_s": number(strategy.get("step_seconds")), "planned_mfu": number(strategy.get("mfu"))}
+        found |= {"planned_step_s": number(strategy.get("step_seconds")), "planned_mfu": mfu(plan, strategy)}
         found["planned_tokens_per_s"] = speed * world if speed is not None and world else None
     return found
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ..train.figures import size
 from .bars import is_far
 from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, number, rows, stacked, text_of
+from .figures import seconds
 from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
-from .table import seconds
 
 MOST_INSTANTS = 600
 FINEST = 1 / 2500  # of the step: spans of a lane that lie closer than this are one

@@ -4,6 +4,7 @@ The first line says what to take and why. Plain ASCII, so that a log file reads 
 recommended line is bold and what does not fit is dim.
 """
 
+import os
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,30 +13,43 @@ from ..train.figures import size
 from .facts import (
     Json,
     amount,
-    batch_words,
-    cluster_words,
     device_word,
     gpu_bytes,
     interval,
     is_tight,
-    layout_words,
-    mapping,
-    model_words,
+    mfu,
     needed,
     number,
-    reason,
     recommended,
     rows,
     strategies,
     text_of,
-    training_words,
     uses,
 )
+from .figures import gigabytes, percent, seconds, whole
+from .groups import grouped, refusals
+from .words import (
+    batch_words,
+    cluster_words,
+    days_words,
+    differences,
+    layout_words,
+    machine_words,
+    model_words,
+    peak_words,
+    reason,
+    training_words,
+)
 
-WIDTH = 100
+WIDTH = 100  # of sentences, at most
+NARROWEST = 40
+PLAIN = 120  # of rows, where there is no terminal to ask
 BAR = 12  # characters that stand for the whole GPU
 NO_RUN = "*"
-LEFT = ("strategy", "fits", "of ")
+INTERVALS = " ("
+LEFT = ("strategy", "with", "fits", "of ")
+# Where a row is too wide, columns go in this order; in the middle, the intervals of memory.
+LEAST = ("disk GB", "host GB", "GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
 
 
 class Line(NamedTuple):
@@ -43,8 +57,8 @@ class Line(NamedTuple):
     style: str = ""
 
 
-def table(plan: Json) -> str:
-    return "\n".join(line.text for line in _lines(plan))
+def table(plan: Json, width: int = PLAIN) -> str:
+    return "\n".join(line.text for line in _lines(plan, width))
 
 
 def show(plan: Json) -> None:
@@ -53,7 +67,8 @@ def show(plan: Json) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for line in _lines(plan):
+    width = console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal() else PLAIN
+    for line in _lines(plan, width):
         if console.is_terminal:
             console.print(Text(line.text, style=line.style), soft_wrap=True)
         else:
@@ -74,7 +89,7 @@ def explain(plan: Json) -> str:
         lines += _wrapped(text_of(term.get("formula")) or "-", first)
         if source := text_of(term.get("source")):
             lines += _wrapped(source, " " * (len(first) + 2))
-    peak = text_of(mapping((best or {}).get("peak")).get("text"))
+    peak = peak_words(best or {})
     return "\n".join([*head, *lines, *(["", *_wrapped(f"At once: {peak}", "")] if peak else [])])
 
 
@@ -82,7 +97,8 @@ def verdict(plan: Json) -> str:
     """What to take and why, in a sentence."""
     best, why = recommended(plan), reason(plan)
     if best is not None:
-        return f"Take {text_of(best['name'])}: {why}" if why else f"Take {text_of(best['name'])}."
+        days = f"; {days_words(best)} days in all" if days_words(best) else ""
+        return f"Take {text_of(best['name'])}" + (f": {why}{days}" if why else f"{days}.")
     nearest = next(iter(strategies(plan)), None)
     if nearest is None:
         return "Nothing was planned."
@@ -95,46 +111,68 @@ def _is_alone(plan: Json) -> bool:
     return len(rows(plan.get("strategies"))) == 1
 
 
-def _lines(plan: Json) -> Iterator[Line]:
-    yield from (Line(text, "bold") for text in _wrapped(verdict(plan), ""))
-    conditions = [model_words(plan), cluster_words(plan), training_words(plan)]
+def _lines(plan: Json, width: int) -> Iterator[Line]:
+    wide = max(min(width, WIDTH), NARROWEST)
+    yield from (Line(text, "bold") for text in _wrapped(verdict(plan), "", wide))
+    conditions = [model_words(plan), cluster_words(plan), machine_words(plan), training_words(plan)]
     if any(conditions):
         yield Line("")
-        yield from (Line(text) for text in _wrapped("; ".join(word for word in conditions if word), "  "))
+        yield from (Line(text) for text in _wrapped("; ".join(word for word in conditions if word), "  ", wide))
     shown = strategies(plan)
     if not shown:
         return
     yield Line("")
-    columns = _columns(plan, shown)
-    widths = {title: max(len(title), *map(len, cells)) for title, cells in columns.items()}
-    yield Line("  " + _laid_out({title: title for title in columns}, widths), "dim")
+    columns = _narrowed(_columns(plan, grouped(plan, shown)), width - 2)
+    widths = {title: _width(title, cells) for title, cells in columns.items()}
+    yield Line(f"  {_laid_out({title: title for title in columns}, widths)}"[:width], "dim")
     best = recommended(plan)
-    for at, strategy in enumerate(shown):
+    for at, (strategy, _) in enumerate(grouped(plan, shown)):
         text = _laid_out({title: cells[at] for title, cells in columns.items()}, widths)
         style = "bold green" if strategy is best else "" if strategy.get("fits") else "dim"
-        yield Line(f"{'>' if strategy is best else ' '} {text}", style)
+        yield Line(f"{'>' if strategy is best else ' '} {text}"[:width], style)
     if any(strategy.get("runs") is False for strategy in shown):
         yield Line(f"  {NO_RUN} planned, but not run by this version yet", "dim")
     if any(is_tight(plan, strategy) for strategy in shown):
         yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
-    if best is not None and (words := "; ".join(w for w in (layout_words(best), batch_words(best)) if w)):
-        yield Line("")
-        yield from (Line(text) for text in _wrapped(words, f"  {text_of(best['name'])}: "))
-    refused = [strategy for strategy in shown if not strategy.get("fits")]
-    if refused:
+    if best is not None:
+        name, layout = text_of(best["name"]), layout_words(best)
+        if words := "; ".join(word for word in (layout if layout != name else "", batch_words(best)) if word):
+            yield Line("")
+            yield from (Line(text) for text in _wrapped(words, f"  {name}: ", wide))
+    if refused := refusals(shown):
         yield Line("")
         yield Line("  does not fit")
-        width = max(len(text_of(strategy.get("name"))) for strategy in refused)
-        for strategy in refused:
-            first = f"    {text_of(strategy.get('name')):<{width}}  "
-            why, nearest = text_of(strategy.get("why_not")) or "it needs more", text_of(strategy.get("nearest"))
-            yield from (Line(text) for text in _wrapped(f"{why} -> {nearest}" if nearest else why, first))
+        longest = min(max(len(names) for names, _, _ in refused), wide // 3)
+        for names, why, nearest in refused:
+            text = (why or "it needs more") + (f" -> {nearest}" if nearest else "")
+            yield from (Line(line) for line in _wrapped(text, f"    {names:<{longest}}  ", wide, 6 + longest))
 
 
-def _columns(plan: Json, shown: list[Json]) -> dict[str, list[str]]:
-    limit, device = gpu_bytes(plan), device_word(plan)
+def _narrowed(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """Without the columns that matter least, as far as they must go."""
+    for least in LEAST:
+        if sum(_width(title, cells) + 2 for title, cells in columns.items()) - 2 <= width:
+            break
+        columns = {
+            title: [cell.partition(INTERVALS)[0] for cell in cells]
+            if (title[:3], least) == ("GB ", INTERVALS)
+            else cells
+            for title, cells in columns.items()
+            if not title.startswith(least)
+        }
+    return columns
+
+
+def _width(title: str, cells: list[str]) -> int:
+    return max(len(title), *map(len, cells))
+
+
+def _columns(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, list[str]]:
+    limit, device, shown = gpu_bytes(plan), device_word(plan), [strategy for strategy, _ in groups]
+    batches = differences(shown)
     columns = {
-        "strategy": [f"{text_of(s.get('name'))}{NO_RUN if s.get('runs') is False else ''}" for s in shown],
+        "strategy": [f"{name}{NO_RUN if s.get('runs') is False else ''}" for s, name in groups],
+        **({"with": batches} if batches else {}),
         "fits": ["tight" if is_tight(plan, s) else "yes" if s.get("fits") else "no" for s in shown],
         f"GB per {device}": [_gigabytes_needed(s) for s in shown],
     }
@@ -142,8 +180,9 @@ def _columns(plan: Json, shown: list[Json]) -> dict[str, list[str]]:
         columns[f"of {limit / 1e9:.0f} GB"] = [_bar(needed(s) / limit) for s in shown]
     columns |= {
         "step": [seconds(number(s.get("step_seconds"))) for s in shown],
-        f"tok/s/{device}": [_whole(number(s.get("tokens_per_second_per_gpu"))) for s in shown],
-        "MFU": [_percent(number(s.get("mfu"))) for s in shown],
+        f"tok/s/{device}": [whole(number(s.get("tokens_per_second_per_gpu"))) for s in shown],
+        "MFU": [percent(mfu(plan, s)) for s in shown],
+        **({"days": [days_words(s) or "-" for s in shown]} if any(days_words(s) for s in shown) else {}),
     }
     for title, names in {
         "GB in node": ("traffic_bytes", "intra_node"),
@@ -170,11 +209,6 @@ def _gigabytes_needed(strategy: Json) -> str:
     return shown if between is None else f"{shown} ({gigabytes(between[0])}-{gigabytes(between[1])})"
 
 
-def gigabytes(num_bytes: float) -> str:
-    value = num_bytes / 1e9
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 0.05 else f"{value:.2g}"
-
-
 def _bar(share: float) -> str:
     """The whole GPU is BAR characters; what is beyond it is marked."""
     if share > 1:
@@ -183,19 +217,6 @@ def _bar(share: float) -> str:
     return "#" * num + "." * (BAR - num)
 
 
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
+def _wrapped(text: str, first: str, width: int = WIDTH, indent: int | None = None) -> list[str]:
+    below = " " * (len(first) if indent is None else indent)
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=below) or [first.rstrip()]
