@@ -137,7 +137,7 @@ def test_the_machine_is_told_of() -> None:
 
 
 def test_a_log_file_gets_the_plain_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
     show(plan())
     assert capsys.readouterr().out == table(plan()) + "\n"
     monkeypatch.setenv("COLUMNS", "80")

@@ -4,7 +4,7 @@ The first line says what to take and why. Plain ASCII, so that a log file reads 
 recommended line is bold and what does not fit is dim.
 """
 
-import os
+import shutil
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from .words import (
 
 WIDTH = 100  # of sentences, at most
 NARROWEST = 40
+SHORTEST = 12  # of names that are cut
 PLAIN = 120  # of rows, where there is no terminal to ask
 BAR = 12  # characters that stand for the whole GPU
 NO_RUN = "*"
@@ -67,8 +68,7 @@ def show(plan: Json) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    width = console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal() else PLAIN
-    for line in _lines(plan, width):
+    for line in _lines(plan, shutil.get_terminal_size((PLAIN, 0)).columns):
         if console.is_terminal:
             console.print(Text(line.text, style=line.style), soft_wrap=True)
         else:
@@ -149,10 +149,10 @@ def _lines(plan: Json, width: int) -> Iterator[Line]:
 
 
 def _narrowed(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Without the columns that matter least, as far as they must go."""
+    """Without the columns that matter least, as far as they must go; then names are cut."""
     for least in LEAST:
-        if sum(_width(title, cells) + 2 for title, cells in columns.items()) - 2 <= width:
-            break
+        if _over(columns, width) <= 0:
+            return columns
         columns = {
             title: [cell.partition(INTERVALS)[0] for cell in cells]
             if (title[:3], least) == ("GB ", INTERVALS)
@@ -160,7 +160,13 @@ def _narrowed(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]
             for title, cells in columns.items()
             if not title.startswith(least)
         }
-    return columns
+    names = columns["strategy"]
+    room = max(_width("strategy", names) - max(_over(columns, width), 0), SHORTEST)
+    return columns | {"strategy": [name if len(name) <= room else f"{name[: room - 2]}.." for name in names]}
+
+
+def _over(columns: dict[str, list[str]], width: int) -> int:
+    return sum(_width(title, cells) + 2 for title, cells in columns.items()) - 2 - width
 
 
 def _width(title: str, cells: list[str]) -> int:
