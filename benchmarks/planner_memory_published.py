@@ -185,7 +185,7 @@ def find(row: Row) -> Finding:
     schedule = schedule_of(row.shape, trainings[0], row.strategy, row.num_nodes, row.node_size)
     way = f"{row.way}, compiled" if row.compile and row.way == "titan 2025" else row.way
     memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[way])
-    return Finding(row, memory, reserved_of(schedule, memory, trainings[0]))
+    return Finding(row, memory, reserved_of(schedule, memory, trainings[0], is_recomputed=False))
 
 
 def rows_and_left_out() -> tuple[list[Row], list[list[str]]]:

@@ -154,6 +154,9 @@ ALIASES: dict[str, str] = {
     "zero++": "zeropp",
 }
 
+# What torch's FSDP2 can do of it, to be compared with.
+FSDP2_HAS = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
+
 AUTO = "auto"
 # What most ranks can do without: others are measured by it.
 MOST_SPLIT = "zero3"
@@ -205,11 +208,19 @@ def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
         if not any(fnmatchcase(name, pattern) for name in unit_names):
             raise ConfigurationError(f"strategy: {pattern!r} matches no unit; {did_you_mean(pattern, unit_names)}")
     found = []
+    idle = set(rows)
     for name in unit_names:
-        match = next((rows[pattern] for pattern in rows if fnmatchcase(name, pattern)), None)
-        if match is None:
+        first = next((pattern for pattern in rows if fnmatchcase(name, pattern)), None)
+        if first is None:
             raise ConfigurationError(
                 f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
             )
-        found.append(match)
+        idle.discard(first)
+        found.append(rows[first])
+    for pattern in rows:
+        if pattern in idle:
+            raise ConfigurationError(
+                f"strategy: {pattern!r} decides nothing, because patterns before it match all of its units; the first "
+                "that matches counts, so put it earlier"
+            )
     return found

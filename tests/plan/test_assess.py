@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.layout import PRESETS
-from shardwise.plan.assess import NCCL_BYTES
+from shardwise.plan.assess import MOST_PLAYED, NCCL_BYTES
+from shardwise.plan.events import step_events
+from shardwise.plan.traffic import traffic_of
 from tests.plan.planning import EVERY, GB, SHAPE, assessed, assessor, machine
 
 
@@ -28,15 +30,15 @@ def test_the_context_comes_on_top() -> None:
 def test_free_memory_that_was_looked_at_has_the_context_in_it() -> None:
     found = assessed("zero3", machine(free_bytes=20 * GB))
     assert found.machine.memory_bytes == 20 * GB
-    assert found.needed_bytes == found.reserved.expected
+    assert found.needed_bytes == found.reserved.expected + NCCL_BYTES
 
 
 def test_what_fits_only_with_luck_is_tight() -> None:
     reserved = assessed("zero3", machine(free_bytes=10**12)).reserved
-    found = assessed("zero3", machine(free_bytes=(reserved.expected + reserved.high) // 2))
+    found = assessed("zero3", machine(free_bytes=(reserved.expected + reserved.high) // 2 + NCCL_BYTES))
     assert found.fits
     assert found.is_tight
-    assert not assessed("zero3", machine(free_bytes=reserved.high)).is_tight
+    assert not assessed("zero3", machine(free_bytes=reserved.high + NCCL_BYTES)).is_tight
 
 
 def test_hosts_and_disks_are_a_nodes() -> None:
@@ -74,3 +76,17 @@ def test_an_assessor_moves_to_another_machine() -> None:
 def test_tokens_are_those_of_all_micro_batches(num_micro_batches: int) -> None:
     found = assessed("zero3", num_micro_batches=num_micro_batches, micro_batch=2, seq=512)
     assert found.tokens_per_s * found.timing.step_s == pytest.approx(1024 * num_micro_batches)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "hpz", "zero3_offload"])
+def test_many_micro_batches_are_not_played_one_by_one(name: str) -> None:
+    """What is left out is exactly what the schedule would have: traffic to the byte."""
+    few = assessed(name, num_micro_batches=MOST_PLAYED)
+    many = assessed(name, num_micro_batches=MOST_PLAYED + 5)
+    events = step_events(many.schedule, MOST_PLAYED + 5, clips=True, num_moments=2)
+    cluster = many.machine.cluster
+    exact = traffic_of(events, cluster.num_nodes, cluster.node_size)
+    assert many.moved.by_call == exact.by_call
+    assert (many.moved.to_host, many.moved.to_device) == (exact.to_host, exact.to_device)
+    assert many.memory.peak.total == few.memory.peak.total
+    assert many.timing.step_s > few.timing.step_s

@@ -18,7 +18,8 @@ def searched(on: Machine, training: Training | None = None, search: bool = True)
 
 def room_for(strategy: str, nodes: int = 1) -> int:
     """What it needs of a GPU, at most."""
-    return assessed(strategy, machine(nodes=nodes, free_bytes=10**13), MANY).reserved.high
+    found = assessed(strategy, machine(nodes=nodes, free_bytes=10**13), MANY)
+    return found.reserved.high + found.machine.context_bytes
 
 
 def between(split: str, kept: str, nodes: int = 1) -> Machine:

@@ -184,9 +184,9 @@ def test_70b_does_not_fit_on_four_gpus_of_80_gb(plan: Answer) -> None:
     zero3 = row_of(answer, "zero3")
     assert not zero3["fits"]
     assert "on each A100-80GB" in zero3["why_not"]
-    assert zero3["nearest"].startswith("32 GPUs")
+    assert zero3["nearest"] == "--nodes 8 --checkpointing full"
     assert not any(row["fits"] for row in answer["strategies"] if row["runs"])
-    assert answer["recommended"] == "zero3_nvme"
+    assert answer["recommended"].startswith("zero3_nvme")
 
 
 def test_its_states_are_282_gb_a_gpu() -> None:

@@ -16,7 +16,7 @@ from shardwise.plan.assess import Assessment, Assessor, Machine
 from shardwise.plan.cost.peak import CLASSES, resting_grads
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.hardware.efficiency import IDEAL, efficiency_of
-from shardwise.plan.search import MIXES, Choice, asked, choices, mixtures, presets, strategy_of
+from shardwise.plan.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
 from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
@@ -118,12 +118,16 @@ def test_precisions(run_ranks: Pool, precision: str) -> None:
 def searched(model_name: str, precision: str) -> list[Assessment]:
     """What the search makes for memory between what the presets of each pair need."""
     training, choice = choice_of(precision, 1)
-    needed = {entry.name: entry.reserved.high for entry in presets(assessor(model_name, training, 10**12), choice)}
+    needed = {
+        entry.name: entry.reserved.high + entry.machine.context_bytes
+        for entry in presets(assessor(model_name, training, 10**12), choice)
+    }
     found: dict[str, Assessment] = {}
     for split, kept in MIXES:
         assess = assessor(model_name, training, (needed[split] + needed[kept]) // 2)
         by_name = {entry.name: entry for entry in presets(assess, choice)}
-        for entry in mixtures(assess, by_name, choice):
+        entry = most_kept(assess, split, kept, training) if has_room(by_name[split]) else None
+        if entry is not None:
             found.setdefault(entry.name.partition(" x ")[0], entry)
     return list(found.values())
 

@@ -182,7 +182,7 @@ def plan(
     )
     answer = plan_as_json(made, _num_tokens(tokens))
     if as_json:
-        print(json.dumps(answer, indent=1))
+        print(json.dumps(answer, indent=1, allow_nan=False))
     else:
         from ..report.table import explain as explained
         from ..report.table import show
@@ -200,7 +200,7 @@ def plan(
 def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
     from ..plan.assess import Machine
     from ..plan.hardware.cluster import make_cluster
-    from ..plan.hardware.efficiency import REAL
+    from ..plan.hardware.efficiency import IDEAL, REAL
     from ..plan.hardware.measured import cluster_in, efficiency_in, read_measured
     from ..plan.plan import machine_of
 
@@ -215,7 +215,8 @@ def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str
     if given:
         raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: that was measured")
     cluster = cluster_in(measured, nodes=nodes, network=words["network"])
-    return Machine(cluster, efficiency_in(measured), REAL)
+    is_gpu = measured.kind == "cuda"
+    return Machine(cluster, efficiency_in(measured), REAL if is_gpu else IDEAL, has_reserve=is_gpu)
 
 
 def _strategy(text: str | None) -> Any:
@@ -224,8 +225,8 @@ def _strategy(text: str | None) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--strategy: {text!r} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"--strategy: {text[:200]!r} is no JSON: {error}") from None
 
 
 def _num_tokens(text: str | None) -> float | None:
@@ -256,6 +257,8 @@ def _lora(text: str | None) -> "Lora | None":
         key, value = (key, value) if equals else ("r", key)
         if key not in ("r", "targets"):
             raise ConfigurationError(f"--lora: unknown word {key!r} in {text!r}; write r=16,targets=q_proj+v_proj")
+        if key in words:
+            raise ConfigurationError(f"--lora: {key} is given twice in {text!r}")
         words[key] = tuple(value.split("+")) if key == "targets" else value
     if not str(words.get("r", 16)).isdecimal():
         raise ConfigurationError(f"--lora: {words['r']!r} in {text!r} is no rank; write r=16,targets=q_proj+v_proj")

@@ -122,9 +122,9 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, measures: bool = T
         pcie=gpu.pcie,
         host_bytes=axes.node_size * gpu.host.memory_bytes,
         disk_bytes=axes.node_size * gpu.host.disk_bytes,
-        disk_read_bytes_per_s=gpu.host.disk_read_bytes_per_s,
-        disk_write_bytes_per_s=gpu.host.disk_write_bytes_per_s,
-        host_adam_elems_per_s=gpu.host.adam_elems_per_s,
+        disk_read_bytes_per_s=axes.node_size * gpu.host.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
+        host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
     )
     for name, link in links.items():
         cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)

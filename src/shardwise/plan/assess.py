@@ -41,9 +41,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked; it counts what is
-    free, so that no context comes on top. `has_reserve`: an allocator that keeps what it is given back, and
-    libraries that have workspaces from it; a CPU has neither."""
+    """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked, after the
+    driver took its context and before the collectives have buffers. `has_reserve`: an allocator that keeps what it
+    is given back, and libraries that have workspaces from it; a CPU has neither."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -54,9 +54,8 @@ class Machine:
     @property
     def context_bytes(self) -> int:
         """Outside of the allocator: the driver's, and the buffers of the collectives."""
-        if self.free_bytes is not None:
-            return 0
-        return self.cluster.gpu.context_bytes + (NCCL_BYTES if self.cluster.world_size > 1 else 0)
+        driver = self.cluster.gpu.context_bytes if self.free_bytes is None else 0
+        return driver + (NCCL_BYTES if self.cluster.world_size > 1 and self.has_reserve else 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -65,6 +64,10 @@ class Machine:
 
 # What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
+
+
+# Micro-batches that are played through; more of them are like the last but one.
+MOST_PLAYED = 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,19 +95,39 @@ class Assessment:
         if not self.machine.has_reserve:
             active = self.memory.peak.total
             return Reserved(active, active, active)
-        return reserved_of(self.schedule, self.memory, self.training)
+        is_recomputed = any(work.recomputed for work in self.works.values())
+        return reserved_of(self.schedule, self.memory, self.training, is_recomputed)
 
     @cached_property
     def moved(self) -> Moved:
         cluster = self.machine.cluster
-        return traffic_of(self.events, cluster.num_nodes, cluster.node_size)
+        found = traffic_of(self.events, cluster.num_nodes, cluster.node_size)
+        if self.num_left_out:
+            fewer = traffic_of(self._with_one_less(), cluster.num_nodes, cluster.node_size)
+            found = found.continued(fewer, self.num_left_out)
+        return found
 
     @cached_property
     def timing(self) -> Timing:
+        found = self._timing_of(self.events)
+        if self.num_left_out:
+            found = found.continued(self._timing_of(self._with_one_less()), self.num_left_out)
+        return found
+
+    def _with_one_less(self) -> Sequence[Event]:
+        clips = any(event.verb == "norm" for event in self.events)
+        return step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
+
+    @property
+    def num_left_out(self) -> int:
+        """Micro-batches in the middle of the step that are like the one before."""
+        return max(0, self.training.num_micro_batches - MOST_PLAYED)
+
+    def _timing_of(self, events: Sequence[Event]) -> Timing:
         machine = self.machine
         speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
-        return step_time(self.schedule, self.events, seconds, machine.cluster, machine.wear)
+        return step_time(self.schedule, events, seconds, machine.cluster, machine.wear)
 
     @property
     def needed_bytes(self) -> int:
@@ -199,7 +222,8 @@ class Assessor:
             for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))
         ]
         schedule = make_schedule(plans, range(len(plans)), self._budget_bytes)
-        events = step_events(schedule, training.num_micro_batches, clips=self._clips, num_moments=training.num_moments)
+        num_played = min(training.num_micro_batches, MOST_PLAYED)
+        events = step_events(schedule, num_played, clips=self._clips, num_moments=training.num_moments)
         works = self.subject.works(training)
         return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self.subject.head_dim)
 

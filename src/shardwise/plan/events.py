@@ -173,8 +173,8 @@ def reduce_event(unit: UnitPlan, is_last: bool) -> Event:
             hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
             calls.extend(_calls(flat, hops, flat.reduce, unit.layout.grads_as))
             if unit.layout.optimizer_on != "device" and (is_last or unit.layout.grads_on == "host"):
-                whole = flat.spans[flat.depth_of_grads].num_elems
-                moves.append(Move("to_host", (elsewhere(flat) if is_last else whole) * flat.reduce.itemsize))
+                at_rest = round(flat.spans[flat.depth_of_grads].num_elems * (1 - unit.layout.kept))
+                moves.append(Move("to_host", (elsewhere(flat) if is_last else at_rest) * flat.reduce.itemsize))
     return Event("reduce", unit.name, tuple(calls), _added_up(moves))
 
 

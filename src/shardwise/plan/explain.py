@@ -76,7 +76,7 @@ def explain(entry: Assessment) -> list[Row]:
 
 
 def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
-    training, layout = entry.training, max(set(entry.layouts), key=entry.layouts.count)
+    training, layout = entry.training, max(dict.fromkeys(entry.layouts), key=entry.layouts.count)
     formats = training.formats
     master = "" if formats.master == formats.compute else f"{formats.master.itemsize} B master + "
     yield (

@@ -44,7 +44,8 @@ def subject_of_module(model: nn.Module, training: Training, units: Units = "auto
             f"this {type(model).__name__} could not be run on ({training.micro_batch}, {training.seq}) token ids, as "
             f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
-    flops = sum(work.flops for work in works(training).values())
+    # As `flops_per_token` counts them: attention in full, of which a causal kernel computes half.
+    flops = sum(work.flops + work.attention_flops for work in works(training).values())
     name = type(model).__name__
     return Subject(
         name, tuple(found), works, 3 * flops / training.num_tokens, {"name": name, "num_params": _size(found)}

@@ -19,6 +19,8 @@ from .subject import Planned, is_name, model_of, subject_of
 from .training import USUAL_SEQ, Lora, Training
 
 OPEN = "auto"
+# Of a micro-batch that is searched.
+MOST_SEQUENCES = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +79,7 @@ def plan(
         it is given.
     search: mix layouts unit by unit, and parts of the optimizer between device and host.
     """
-    if strategy == AUTO:
+    if isinstance(strategy, str) and strategy.lower() == AUTO:
         strategy = None
     if checkpointing not in (None, OPEN, *MODES):
         raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
@@ -95,6 +97,11 @@ def plan(
         found = replace(found, dtype=training.formats.compute)  # type: ignore[type-var]
     machine = machine_of(cluster)
     if isinstance(found, StatesOnly):
+        if global_batch is not None or training.compile or training.engine != "shardwise":
+            raise ConfigurationError(
+                f"{found.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
+                "alone precision, optimizer, accumulation and strategy are planned"
+            )
         return states_of(found, machine, training, strategy)
     subject = subject_of(found, training) if isinstance(found, ModelShape) else _subject_of_module(found, training)
     is_open = checkpointing == OPEN and isinstance(found, ModelShape)
@@ -121,7 +128,7 @@ def plan_for(
     else:
         by_name = {entry.name: entry for entry in presets(assess, choice)}
         entries = list(by_name.values())
-        if search:
+        if search and choice.engine == "shardwise":
             entries += [*mixtures(assess, by_name, choice), *offloads(assess, by_name, choice)]
     if only_what_runs:
         entries = [entry for entry in entries if entry.runs]
@@ -170,7 +177,7 @@ def batches_of(
                 f"{'' if num == share // size else f', {num} of them,'} do not make that; leave one of them out"
             )
         return [(size, num)]
-    return [(size, share // size) for size in range(1, share + 1) if share % size == 0][:8]
+    return [(size, share // size) for size in range(1, min(share, MOST_SEQUENCES) + 1) if share % size == 0]
 
 
 def _subject_of_module(model: Any, training: Training) -> Subject:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..dtypes import BF16
+from ..errors import ConfigurationError
 from .assess import Assessment, Assessor, Machine
 from .training import Training
 
@@ -13,20 +14,31 @@ MOST_NODES = 1024
 def nearest_change(assess: Assessor, entry: Assessment) -> str:
     """The first change that makes it fit, as flags of `shardwise plan`; empty where none of these does."""
     for words, training in _other_trainings(entry.training):
-        if assess(entry.name, entry.layouts, training).fits:
+        if _fits(assess, entry, training):
             return words
-    full = replace(entry.training, checkpointing="full", micro_batch=1)
+    small, smallest = _smallest(entry.training)
     num_nodes = assess.machine.cluster.num_nodes
-    before = entry.needed_bytes
-    while num_nodes < MOST_NODES:
+    while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
-        found = _with_nodes(assess, num_nodes)(entry.name, entry.layouts, full)
-        if found.fits:
-            return f"--nodes {num_nodes} --checkpointing full"
-        if found.needed_bytes >= before:
-            break
-        before = found.needed_bytes
+        if _fits(_with_nodes(assess, num_nodes), entry, smallest):
+            return f"--nodes {num_nodes}{small}"
     return ""
+
+
+def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
+    """What cannot be planned, such as checkpointing of a model without blocks, does not help."""
+    try:
+        return assess(entry.name, entry.layouts, training).fits
+    except ConfigurationError:
+        return False
+
+
+def _smallest(training: Training) -> tuple[str, Training]:
+    """With full checkpointing and micro-batches of one, and the flags for that."""
+    num = training.num_micro_batches * training.micro_batch
+    flags = "" if training.checkpointing == "full" else " --checkpointing full"
+    flags += "" if training.micro_batch == 1 else f" --micro-batch 1 --accumulation {num}"
+    return flags, replace(training, checkpointing="full", micro_batch=1, num_micro_batches=num)
 
 
 def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:

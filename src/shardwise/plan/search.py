@@ -9,9 +9,10 @@ are open (activation checkpointing, micro-batch), every preset takes the ones th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..layout import MIXES, PLANNED, PRESETS, Layout, Strategy, layouts_for
+from ..errors import ConfigurationError
+from ..layout import FSDP2_HAS, MIXES, PLANNED, PRESETS, Layout, Strategy, layouts_for
 from .assess import Assessment, Assessor
-from .training import Checkpointing, Training
+from .training import Checkpointing, EngineName, Training
 
 # Checkpointing costs time, so the first that fits is taken.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -29,6 +30,10 @@ class Choice:
 
     trainings: tuple[tuple[Training, ...], ...]
 
+    @property
+    def engine(self) -> EngineName:
+        return self.trainings[0][0].engine
+
 
 def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequence[tuple[int, int]]) -> Choice:
     """`batches` are micro-batches and how many make a step. For each of them, the first mode that fits is tried."""
@@ -41,27 +46,23 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
 
 
 def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
-    """The fastest that fits; if none does, the one that needs least. Larger micro-batches need more memory."""
+    """The fastest that fits; if none does, the one that needs least. Of modes, the first with room is the fastest."""
     fitting: list[Assessment] = []
-    least: Assessment | None = None
+    others: list[Assessment] = []
     for trainings in choice.trainings:
         for training in trainings:
             found = assess(name, layouts, training)
-            if found.fits:
-                fitting.append(found)
+            (fitting if found.fits else others).append(found)
+            if has_room(found):
                 break
-            if least is None or found.needed_bytes < least.needed_bytes:
-                least = found
-        else:
-            break
-    if fitting:
-        return max(fitting, key=lambda found: found.tokens_per_s) if len(fitting) > 1 else fitting[0]
-    assert least is not None
-    return least
+    best = fitting[0] if len(fitting) == 1 else fastest(fitting)
+    return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
 def presets(assess: Assessor, choice: Choice) -> Iterator[Assessment]:
     for name, layout in (PRESETS | PLANNED).items():
+        if choice.engine == "fsdp2" and name not in FSDP2_HAS:
+            continue
         yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
 
 
@@ -71,10 +72,15 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
     is_one_node = assess.machine.cluster.num_nodes == 1
     for split, kept in MIXES:
         stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
-        if (stops_at_node and is_one_node) or has_room(found[kept]) or not has_room(found[split]):
-            continue
         base = found[split]
-        mixed = [_most_kept(assess, split, kept, training) for training in _same_batch(choice, base.training)]
+        if (stops_at_node and is_one_node) or not has_room(base):
+            continue
+        whole = [PRESETS[kept]] * len(assess.unit_names)
+        mixed = [
+            most_kept(assess, split, kept, training)
+            for training in _same_batch(choice, base.training)
+            if not has_room(assess(kept, whole, training))
+        ]
         best = fastest(entry for entry in mixed if entry is not None)
         if best is not None and best.tokens_per_s > base.tokens_per_s:
             yield best
@@ -89,7 +95,7 @@ def has_room(entry: Assessment) -> bool:
     return entry.fits and not entry.is_tight
 
 
-def _most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
+def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
     """As many units as fit, of those that hold no others, the last ones first: they are needed again the soonest."""
     candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
     base = [PRESETS[split]] * len(assess.unit_names)
@@ -109,15 +115,18 @@ def offloads(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
     for name, layout in PLANNED.items():
         if layout.optimizer_on == "device" or not found[name].fits:
             continue
-        training = found[name].training
+        kept = [_most_on_device(assess, name, layout, t) for t in _same_batch(choice, found[name].training)]
+        best = fastest(entry for entry in kept if entry is not None)
+        if best is not None and best.tokens_per_s > found[name].tokens_per_s:
+            yield replace_name(best, f"{name}, {best.layouts[0].kept:.0%} kept")
 
-        def with_kept(num: int, layout: Layout = layout, name: str = name, training: Training = training) -> Assessment:
-            part = replace(layout, kept=round(num * KEPT_STEP, 2))
-            return assess(name, [part] * len(assess.unit_names), training)
 
-        most = _largest(round(1 / KEPT_STEP) - 1, with_kept)
-        if most is not None and most.layouts[0].kept:
-            yield replace_name(most, f"{name}, {most.layouts[0].kept:.0%} kept")
+def _most_on_device(assess: Assessor, name: str, layout: Layout, training: Training) -> Assessment | None:
+    def with_kept(num: int) -> Assessment:
+        part = replace(layout, kept=round(num * KEPT_STEP, 2))
+        return assess(name, [part] * len(assess.unit_names), training)
+
+    return _largest(round(1 / KEPT_STEP) - 1, with_kept)
 
 
 def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
@@ -159,7 +168,7 @@ def strategy_of(found: Assessment) -> Strategy:
         layout = found.layouts[0]
         return layout.name if layout.name != "custom" else layout
     names = [unit.name for unit in found.schedule.units]
-    most = max(set(found.layouts), key=found.layouts.count)
+    most = max(dict.fromkeys(found.layouts), key=found.layouts.count)
     others = {name: layout.name for name, layout in zip(names, found.layouts, strict=True) if layout != most}
     return {**others, "*": most.name}
 
@@ -167,5 +176,7 @@ def strategy_of(found: Assessment) -> Strategy:
 def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
     """One that a user names."""
     layouts = layouts_for(strategy, assess.unit_names)
+    if choice.engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
+        raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
     name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
     return assess_best(assess, name, layouts, choice)

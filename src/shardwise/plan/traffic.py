@@ -7,7 +7,7 @@ than that; the seconds (`time.py`) are the ring's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from ..wire.ledger import SHARE_OF_BUFFER, Call, Traffic, add_up
 from .events import Event, Way
@@ -22,6 +22,23 @@ class Moved:
     to_host: int
     read: int
     write: int
+
+    def continued(self, fewer: "Moved", num: int) -> "Moved":
+        """With `num` more micro-batches, each as this has one more than `fewer`."""
+        before = {(row.axis, row.kind, row.dtype): row for row in fewer.by_call.rows}
+        rows = []
+        for row in self.by_call.rows:
+            last = before.get((row.axis, row.kind, row.dtype), replace(row, num_calls=0, wire_bytes=0.0))
+            rows.append(
+                replace(
+                    row,
+                    num_calls=row.num_calls + num * (row.num_calls - last.num_calls),
+                    wire_bytes=row.wire_bytes + num * (row.wire_bytes - last.wire_bytes),
+                )
+            )
+        names = [entry.name for entry in fields(self) if entry.name != "by_call"]
+        amounts = {name: getattr(self, name) + num * (getattr(self, name) - getattr(fewer, name)) for name in names}
+        return Moved(Traffic(tuple(rows)), **amounts)
 
     @property
     def pcie(self) -> int:

@@ -89,7 +89,7 @@ def seconds_of(
 def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
     forward, num_kernels = forward_s(work, speed), float(work.num_kernels)
     if work.kind == "loss":
-        grad_bytes = sum(p.n * p.k for p in work.products if p.trainable) * LOSS_GRAD_BYTES[training.loss]
+        grad_bytes = sum(p.count * p.n * p.k for p in work.products if p.trainable) * LOSS_GRAD_BYTES[training.loss]
         forward += grad_bytes / speed.memory
         times = LOSS_MOVED_BACKWARD[training.loss]
         return UnitSeconds(

@@ -185,11 +185,15 @@ def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
 
 
 def resting_grads(unit: UnitPlan) -> int:
-    """Gradients that rest on the host pass through a part of this size on their way."""
+    """On the device: of gradients that go to the host, those of the part of the optimizer that is kept here."""
     return sum(
-        flat.spans[flat.depth_of_grads].num_elems * flat.reduce.itemsize
+        round(
+            flat.spans[flat.depth_of_grads].num_elems
+            * flat.reduce.itemsize
+            * (1.0 if flat.layout.grads_on == "device" else flat.layout.kept)
+        )
         for flat in unit.flats
-        if flat.trainable and flat.layout.grads_on == "device"
+        if flat.trainable
     )
 
 

@@ -27,13 +27,13 @@ class Reserved:
     high: int
 
 
-def reserved_of(schedule: Schedule, memory: Memory, training: Training) -> Reserved:
+def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recomputed: bool) -> Reserved:
     active = memory.peak.total
     if isinstance(memory, Fsdp2Memory):
         return _of_streams(memory)
     returned = sum(unit.gathered_bytes for unit in schedule.units if unit.layout.gathered_until == "backward")
     kept = schedule.reduction_slot_bytes // 2 if training.num_micro_batches > 1 else 0
-    holes = returned // (30 if training.checkpointing == "none" else 5)
+    holes = returned // (5 if is_recomputed else 30)
     expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept
     more = 150 * MB + active // 100 + returned // 4 + largest_bytes(schedule, memory) * 2 // 3
     return Reserved(active + 20 * MB, expected, expected + more)

@@ -35,6 +35,16 @@ class Timing:
     busy_s: dict[str, float]
     spans: tuple[Span, ...]
 
+    def continued(self, fewer: "Timing", num: int) -> "Timing":
+        """With `num` more micro-batches, each as this has one more than `fewer`; only the played ones have spans."""
+        return Timing(
+            self.step_s + num * (self.step_s - fewer.step_s),
+            self.compute_s + num * (self.compute_s - fewer.compute_s),
+            self.update_s,
+            {name: busy + num * (busy - fewer.busy_s.get(name, 0.0)) for name, busy in self.busy_s.items()},
+            self.spans,
+        )
+
     @property
     def exposed_s(self) -> float:
         return max(0.0, self.step_s - self.compute_s - self.update_s)
