@@ -49,12 +49,17 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
     """The fastest that fits; if none does, the one that needs least. Of modes, the first with room is the fastest."""
     fitting: list[Assessment] = []
     others: list[Assessment] = []
+    before = 0
     for trainings in choice.trainings:
         for training in trainings:
             found = assess(name, layouts, training)
             (fitting if found.fits else others).append(found)
             if has_room(found):
                 break
+        # The last mode needs least. Once it does not fit and needs more than for smaller micro-batches, none will.
+        if not found.fits and found.needed_bytes > before > 0:
+            break
+        before = found.needed_bytes
     best = fitting[0] if len(fitting) == 1 else fastest(fitting)
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
