@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from benchmarks.titan import Block as TitanBlock
-from shardwise.bench.case import SHAPES
-from shardwise.bench.model import Block as BenchBlock
 from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.training import Checkpointing, Lora, Training
 from shardwise.plan.work.activations import LOSS, works_of
@@ -19,7 +17,7 @@ from shardwise.plan.work.operations import Habits
 from shardwise.plan.work.probe import probe_works
 from shardwise.plan.work.probe_meter import measure_call
 from shardwise.plan.work.probe_stand_ins import StandIns
-from shardwise.plan.work.published import plain_block, titan_block
+from shardwise.plan.work.published import titan_block
 from shardwise.plan.work.setting import Setting
 from shardwise.plan.work.work import Work
 from shardwise.train.checkpointing import _checkpointed, checkpoint_blocks
@@ -153,18 +151,6 @@ def test_adapters_save_what_they_read_and_frozen_layers_nothing() -> None:
     assert works[0].saved_bytes < works[1].saved_bytes == works[2].saved_bytes
     full, _ = both(in_tree(kv_heads=2), 2, 256)
     assert works[1].saved_bytes < full["blocks.1"].saved_bytes
-
-
-def test_the_block_of_the_benchmarks() -> None:
-    sizes = replace(SHAPES["blocks-smoke"], hidden=512, ffn=1536, heads=8)
-    with torch.device("meta"):
-        block = BenchBlock(sizes).to(torch.bfloat16)
-        x = torch.empty(2, 256, 512, dtype=torch.bfloat16, requires_grad=True)
-    probed = measure_call(block.forward, None, (x,), {}, list(block.parameters()), StandIns(frozenset()))
-    shape = ModelShape(name="x", layers=3, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1536, vocab=1)
-    at = Setting(shape, 2, 256, 2, Habits(writes_directly=False))
-    planned = measure(partial(plain_block, at), x.numel(), 2)
-    assert not differences({"block": planned}, {"block": probed})
 
 
 def test_a_probe_leaves_the_model_alone_and_is_quick() -> None:

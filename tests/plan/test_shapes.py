@@ -165,7 +165,7 @@ def test_a_shape_of_which_only_the_parameters_are_known(text: str, num_params: i
         ("layers=2", "it lacks hidden, heads, vocab"),
         ("layer=2", "unknown part 'layer=2'; did you mean 'layers'?"),
         ("", "unknown part ''"),
-        ("layers=0,hidden=64,heads=4,vocab=100", "layers=0, but it must be a whole number of at least 1"),
+        ("layers=0,hidden=64,heads=4,vocab=100", "layers=0, but it must be a whole number from 1 to"),
         ("layers=2,hidden=-64,heads=4,vocab=100", "hidden=-64, but it must be"),
         ("layers=2,hidden=64,heads=4,vocab=1.5", "vocab=1.5, but it must be"),
         ("layers=2,layers=3,hidden=64,heads=4,vocab=1", "layers is given twice"),

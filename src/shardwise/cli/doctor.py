@@ -80,8 +80,12 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
     from ..errors import ConfigurationError
     from ..plan.hardware.measured import write_measured
 
+    file = file.expanduser()
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")
+    if file.is_dir():
+        raise ConfigurationError(f"--measure: {str(file)!r} is a folder; name a file in it: {file / 'hardware.json'}")
+    _require_writable(file)
     from ..doctor.measure import measure
 
     began_s = time.monotonic()
@@ -111,6 +115,19 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
     for name, (key, unit, word) in names.items():
         value = "not measured" if seen[key] is None else f"{seen[key] / unit:.3g} {word}"
         print(f"  {name:<{INDENT - 2}}{value}")
+
+
+def _require_writable(file: Path) -> None:
+    """Before a minute is spent on what would be lost."""
+    from ..errors import ConfigurationError
+
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"--measure: {str(file)!r} cannot be written: {error.strerror or error}") from None
 
 
 def _with_torch() -> "Iterable[Finding]":

@@ -23,7 +23,10 @@ def look(folder: Path) -> list[dict[str, Any]]:
 
 def text(folder: Path, reports: list[dict[str, Any]]) -> str:
     first, *others = reports
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first["time"]))
+    try:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first["time"]))
+    except (OverflowError, OSError, ValueError, TypeError):
+        raise ConfigurationError(f"{folder}: the time {first['time']!r} in a rank's report is none") from None
     lines = [f"{folder}, {when}", str(first["text"])]
     if others:
         ranks = ", ".join(str(report["rank"]) for report in others)

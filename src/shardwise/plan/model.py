@@ -1,6 +1,6 @@
 """A model as the plan sees it: parameters with their names and sizes, and the units they travel in.
 
-Units of a real module are found in `units.py`; those of a model that is only a shape are made in `shapes.py`.
+Units of a real module are found in `units.py`; those of a model that is only a shape are made in `shapes/shape.py`.
 """
 
 from collections.abc import Sequence

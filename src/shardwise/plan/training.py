@@ -12,6 +12,9 @@ Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 
 USUAL_SEQ = 2048
+# More than anybody trains with, and few enough to be counted.
+MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
+MOST_RANK = 10**6
 
 # Tensors of the master's size and dtype that an optimizer keeps (SGD with momentum). 8 bits come with a scale for 256
 # elements.
@@ -26,8 +29,8 @@ class Lora:
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigurationError(f"lora: rank {self.r} must be at least 1")
+        if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:
+            raise ConfigurationError(f"lora: rank {self.r!r} must be a whole number from 1 to {MOST_RANK:,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +54,17 @@ class Training:
     moments: float | None = None  # of an optimizer that is none of these
 
     def __post_init__(self) -> None:
-        for name in ("seq", "micro_batch", "num_micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"training: {name} {getattr(self, name)}, but it must be at least 1")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigurationError(
+                    f"training: {name} {value!r}, but it must be a whole number from 1 to {most:,}"
+                )
+        if self.micro_batch * self.num_micro_batches > MOST["micro_batch"]:
+            raise ConfigurationError(
+                f"training: {self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than "
+                f"the {MOST['micro_batch']:,} that are planned for"
+            )
         for name, known in (
             ("optimizer", get_args(Optimizer)),
             ("checkpointing", get_args(Checkpointing)),

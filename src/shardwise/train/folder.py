@@ -20,6 +20,7 @@ from typing import Any
 from ..checkpoint.folder import INDEX, find, read_index
 from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
 from ..errors import CheckpointError, ConfigurationError
+from ..json_file import read_object
 from .settings import Settings
 
 RUNS = Path("runs")
@@ -146,11 +147,13 @@ def oom_reports(folder: Path) -> list[dict[str, Any]]:
     found = []
     for file in folder.glob(OOM_FILES):
         try:
-            report = json.loads(file.read_text())
-            found.append((float(report["time"]), str(report["text"]), report))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            report = read_object(file, "it")
+            found.append((float(report["time"]), int(report["rank"]), str(report["text"]), report))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file} is no report of a rank: {error}") from None
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ConfigurationError(f"{file} is no report of a rank: {error!r}") from None
-    return [report for _, _, report in sorted(found, key=lambda entry: entry[:2])]
+    return [report for *_, report in sorted(found, key=lambda entry: entry[:3])]
 
 
 def run_folder(settings: Settings) -> Path:

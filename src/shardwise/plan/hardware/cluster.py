@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ...errors import ConfigurationError, did_you_mean
 from .gpus import HOST_LATENCY_US, LATENCY_US, TO_HOST, WITHIN, gpu_named
 from .links import Link
-from .values import Cluster, Gpu, bytes_of, link_of
+from .values import MOST, Cluster, Gpu, bytes_of, link_of
 
 EXAMPLE = "8xH100-80GB"
 
@@ -51,14 +51,17 @@ _SAID = {
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """How many GPUs a node has, and which: `8xH100-80GB`, `4 x A100-80GB`, `h100`, which is one."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
     found = re.fullmatch(r"\s*(?:([^\sx*]+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
     if found is None:
         raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
     count, name = found[1] or "1", found[2]
     if not re.fullmatch(r"[+-]?\d[\d.,]*", count):
         count, name = "1", text.strip()
-    if not count.isdecimal() or int(count) < 1:
-        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}, but a node has a whole number of at least 1")
+    most = MOST["node_size"]
+    if not count.isdecimal() or len(count) > len(str(most)) or not 1 <= int(count) <= most:
+        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}, but a node has a whole number from 1 to {most}")
     return int(count), gpu_named(name)
 
 
@@ -76,8 +79,11 @@ def make_cluster(
     """`gpus` are a node's. `network` (between nodes), `intra` (inside them) and `pcie` (to the host) are names, or a
     GPU's rate each way; `memory` is a GPU's, `host_memory` and `disk` are a node's."""
     node_size, gpu = parse_gpus(gpus)
-    if type(nodes) is not int or nodes < 1:
-        raise ConfigurationError(f"--nodes: {nodes}, but there is a whole number of at least 1")
+    if type(nodes) is not int or not 1 <= nodes <= MOST["num_nodes"]:
+        raise ConfigurationError(f"--nodes: {nodes}, but it must be a whole number from 1 to {MOST['num_nodes']:,}")
+    for what, word in (("--network", network), ("--intra", intra), ("--pcie", pcie)):
+        if word is not None and not isinstance(word, str):
+            raise ConfigurationError(f"{what}: {word!r} is no name and no rate; write '50GB/s'")
     if memory is not None:
         gpu = replace(gpu, memory_bytes=bytes_of(memory, "--gpu-memory"))
     link = gpu.intra if intra is None else _within(intra, gpu)

@@ -24,7 +24,7 @@ all-reduce over 4 nodes of 8 takes 68 us, hence 2 x (20 + 15) of latency.
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -113,15 +113,15 @@ class Transfer:
 
 def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> Transfer:
     """What an operation over `ranks` puts on the wires of `rank`. `num_bytes`: of the whole buffer."""
-    num_ranks = len(ranks)
-    by_node = Counter(other // fabric.node_size for other in ranks)
+    num_ranks, node = len(ranks), rank // fabric.node_size
+    by_node = _spread(ranks, fabric.node_size, node)
     crosses, stays = len(by_node) > 1, max(by_node.values()) > 1
     rounds = 2 if kind == "all_reduce" else 1
     moved: dict[Wire, float]
     if num_ranks == 1:
         moved = dict.fromkeys(WIRES, 0.0)
     elif kind == "all_to_all":
-        neighbours = by_node[rank // fabric.node_size] - 1
+        neighbours = by_node[node] - 1
         others = num_ranks - 1 - neighbours
         moved = {"intra": num_bytes * neighbours / num_ranks, "inter": num_bytes * others / num_ranks}
     else:
@@ -135,6 +135,25 @@ def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[in
         occupied_s={wire: links[wire].seconds(moved[wire]) for wire in WIRES},
         latency_s=latency_us * 1e-6,
     )
+
+
+def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int]:
+    """How many ranks each node has. Of evenly spaced ones, which may be millions: `node`, the first and the last, and
+    as many between as come before the counts repeat."""
+    if not isinstance(ranks, range) or len(ranks) < 2 or ranks.step < 1:
+        return Counter(rank // node_size for rank in ranks)
+    first, last = ranks[0] // node_size, ranks[-1] // node_size
+    if ranks.step >= node_size:
+        return dict.fromkeys((first, last, node), 1)
+    period = ranks.step // math.gcd(ranks.step, node_size)
+    nodes = {node, last, *range(first, min(first + period, last) + 1)}
+    return {at: len(_within(ranks, at * node_size, (at + 1) * node_size)) for at in nodes}
+
+
+def _within(ranks: range, begin: int, end: int) -> range:
+    """Those from `begin` up to `end`."""
+    before = [max(0, -(-(bound - ranks.start) // ranks.step)) for bound in (begin, end)]
+    return ranks[before[0] : before[1]]
 
 
 def occupied_s(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> dict[Wire, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigurationError, did_you_mean
+from ...json_file import read_object
 from .cluster import between
 from .efficiency import Efficiency, efficiency_of
 from .gpus import HOST_LATENCY_US, LATENCY_US, gpu_of_device
@@ -81,16 +82,12 @@ def _is_amount(value: Any, *, whole: bool, least: float) -> bool:
 
 def read_measured(path: str | Path) -> Measured:
     """The file, every value of it looked at."""
-    try:
-        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    file = Path(path).expanduser()
+    if not file.exists():
         raise ConfigurationError(
             f"hardware {str(path)!r}: there is no such file; make it with shardwise doctor --measure {path}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"hardware {str(path)!r} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"hardware {str(path)!r} holds a {type(found).__name__}, not an object")
+        )
+    found = read_object(file, f"hardware {str(path)!r}")
     known = [entry.name for entry in fields(Measured)]
     for key in found:
         if key not in known:

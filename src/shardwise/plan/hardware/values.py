@@ -11,6 +11,7 @@ from ...errors import ConfigurationError
 from .links import Fabric, Link
 
 GIB = 1 << 30
+MOST = {"node_size": 1024, "num_nodes": 100_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,10 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("node_size", "num_nodes"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(f"cluster: {name} is {value!r}, but must be a whole number of at least 1")
+            if type(value) is not int or not 1 <= value <= MOST[name]:
+                raise ConfigurationError(
+                    f"cluster: {name} is {value!r}, but must be a whole number from 1 to {MOST[name]:,}"
+                )
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"cluster: {name} is {getattr(self, name)}, but must be 0 or more")
@@ -111,6 +114,9 @@ _RATES |= {
 }
 
 
+_MOST_OF_A_QUANTITY = 1e18  # bytes, or GB/s
+
+
 def bytes_of(text: str | int, what: str) -> int:
     """`512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what` is what the user calls it."""
     value = _quantity(str(text), what, {**_BYTES, "": 1}, "512GB")
@@ -129,6 +135,8 @@ def _quantity(text: str, what: str, units: dict[str, float], example: str) -> fl
     unit = {name.lower(): factor for name, factor in units.items()}.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise ConfigurationError(f"{what}: {text!r} is no quantity; write {example}")
-    if not float(found[1]) * unit > 0:
-        raise ConfigurationError(f"{what}: {text!r}, but it must be more than 0")
-    return float(found[1]) * unit
+    value = float(found[1]) * unit
+    if not 0 < value <= _MOST_OF_A_QUANTITY:
+        bound = "more than 0" if value <= 0 else f"a quantity that there is, like {example}"
+        raise ConfigurationError(f"{what}: {text!r}, but it must be {bound}")
+    return value

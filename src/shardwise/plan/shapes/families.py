@@ -145,6 +145,8 @@ _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-
 
 def shape_of(model: str) -> ModelShape:
     """By what `--model` takes: a name, or a config.json, or the folder of one."""
+    if not model.strip():
+        raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
     path = Path(model).expanduser()
     if model not in IN_TREE and (path.is_dir() or path.suffix == ".json"):
         return shape_of_config(path)

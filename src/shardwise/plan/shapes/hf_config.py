@@ -5,14 +5,14 @@ Sizes have a few names each, under which all families keep them; what families d
 each other, or attention keep something else than keys and values, is refused: a plan of it would be wrong.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...dtypes import FP32, DType, dtype_of
 from ...errors import ConfigurationError
-from .hf_families import DEFAULTS, FOUR_HIDDEN, KNOWN, TIED, Config, Fields, habits_of
+from ...json_file import read_object
+from .hf_families import DEFAULTS, FOUR_HIDDEN, KNOWN, TIED, Config, Fields, habits_of, switch
 from .shape import ModelShape
 
 SHAPE_KEY = "shardwise_shape"  # in what the trainer exports: the in-tree shape itself
@@ -40,8 +40,9 @@ _REFUSED = {
     "mlp_only_layers": "some blocks have no experts",
     "interleave_moe_layer_step": "some blocks have no experts",
 }
-
-
+# How keys begin that only models have whose blocks differ (Qwen3-Next, Jamba, Bamba).
+_NO_ATTENTION = ("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")
+_ATTENTIONS = ("full_attention", "sliding_attention")
 _ENCODERS = ("bert", "electra", "t5", "vit", "clip")
 
 
@@ -54,13 +55,15 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return _in_tree(name, config[SHAPE_KEY])
+    inner = _said(config)
     text = config.get("text_config")
-    inner: Fields = {**config, **text} if isinstance(text, Mapping) else {**config}
+    if isinstance(text, Mapping):
+        # Of a model that also sees, the part that speaks.
+        inner |= {"model_type": f"{config.get('model_type')}_text", **_said(text)}
     kind = str(inner.get("model_type", ""))
-    inner = {**DEFAULTS.get(kind, {}), **{key: value for key, value in inner.items() if value is not None}}
-    for key, why in _REFUSED.items():
-        if inner.get(key):
-            raise ConfigurationError(f"model {name!r}: its config.json has {key}: {why}; this is not planned for")
+    inner = {**DEFAULTS.get(kind, {}), **inner}
+    for key, why in _refusals(inner):
+        raise ConfigurationError(f"model {name!r}: its config.json has {key}: {why}; this is not planned for")
     if any(word in kind for word in _ENCODERS):
         raise ConfigurationError(f"model {name!r}: {kind} is an encoder, and no language model to train; give another")
     if inner.get("decoder_sparse_step", 1) != 1:
@@ -68,6 +71,22 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
             f"model {name!r}: its config.json has decoder_sparse_step: some blocks have no experts"
         )
     return _shape(name, kind, inner)
+
+
+def _said(config: Config) -> Fields:
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _refusals(config: Config) -> Iterator[tuple[str, str]]:
+    yield from ((key, why) for key, why in _REFUSED.items() if config.get(key))
+    for key, value in config.items():
+        if value and key.startswith(_NO_ATTENTION):
+            yield key, "some blocks have something else than attention"
+    kinds = config.get("layer_types", [])
+    if not isinstance(kinds, list):
+        yield "layer_types", f"{kinds!r} is no list of them"
+    elif other := [kind for kind in kinds if kind not in _ATTENTIONS]:
+        yield "layer_types", f"{other[0]!r} is no plain attention"
 
 
 def _shape(name: str, kind: str, config: Config) -> ModelShape:
@@ -91,10 +110,10 @@ def _shape(name: str, kind: str, config: Config) -> ModelShape:
         fields["num_experts"] = _whole(name, config, _EXPERTS)
         fields["num_active_experts"] = _whole(name, config, ("num_experts_per_tok",))
         fields["expert_ffn"] = _whole(name, config, _EXPERT_FFN)
-    fields["tied"] = bool(config.get("tie_word_embeddings", kind in TIED))
+    fields["tied"] = switch(config, "tie_word_embeddings", kind in TIED)
     fields |= habits_of(kind, config, fields)
     note = "" if kind in KNOWN else f"model_type {kind!r} is not known, and planned as a Llama"
-    return ModelShape(name=name, dtype=_dtype(config), note=note, **fields)
+    return ModelShape(name=name, dtype=_dtype(name, config), note=note, **fields)
 
 
 def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:
@@ -104,7 +123,7 @@ def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:
         raise ConfigurationError(f"model {name!r}: the {SHAPE_KEY} in its config.json has no {', no '.join(missing)}")
     head_dim = sizes["hidden"] // sizes["heads"]
     values = {key: sizes[key] for key in keys}
-    return ModelShape(name=name, head_dim=head_dim, tied=bool(sizes.get("tied")), code="in-tree", **values)
+    return ModelShape(name=name, head_dim=head_dim, tied=switch(sizes, "tied"), code="in-tree", **values)
 
 
 def _first(config: Config, keys: tuple[str, ...]) -> Any:
@@ -121,18 +140,15 @@ def _whole(name: str, config: Config, keys: tuple[str, ...], default: int | None
     return value
 
 
-def _dtype(config: Config) -> DType:
-    given = config.get("dtype") or config.get("torch_dtype")
-    return dtype_of(given) if isinstance(given, str) else FP32
+def _dtype(name: str, config: Config) -> DType:
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    given = config.get(key, FP32.name)
+    if not isinstance(given, str):
+        raise ConfigurationError(f"model {name!r}: {key} in its config.json is {given!r}, not a word like 'bfloat16'")
+    return dtype_of(given)
 
 
 def _read(path: Path) -> Config:
     if not path.is_file():
         raise ConfigurationError(f"model {str(path)!r}: there is no such file")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model {str(path)!r} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"model {str(path)!r} holds a {type(value).__name__}, not an object")
-    return value
+    return read_object(path, f"model {str(path)!r}")

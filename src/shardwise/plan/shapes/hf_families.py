@@ -40,9 +40,17 @@ def habits_of(kind: str, config: Config, sizes: Fields) -> Fields:
     return {**_biases(config, sizes), **_OTHERWISE.get(kind, _has())(config, sizes)}
 
 
+def switch(config: Config, key: str, default: bool = False) -> bool:
+    """Words for true and false are not taken for either."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"config.json: {key} is {value!r}, but must be true or false")
+    return value
+
+
 def _biases(config: Config, sizes: Fields) -> Fields:
     """As Llama has them: one switch for the four projections of attention, one for the feed-forward."""
-    attention, ffn = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    attention, ffn = switch(config, "attention_bias", False), switch(config, "mlp_bias", False)
     if attention == ffn:
         return {"qkv_bias": attention, "bias": ffn, "other_elems": 0}
     return {"qkv_bias": attention, "other_elems": sizes["hidden"] + (2 * sizes["ffn"] if ffn else 0)}
@@ -56,7 +64,7 @@ def _switched(key: str, default: bool, **fields: Any) -> Habits:
     """One switch for all biases."""
 
     def habits(config: Config, sizes: Fields) -> Fields:
-        bias = bool(config.get(key, default))
+        bias = switch(config, key, default)
         return {**_LAYER_NORM, "bias": bias, "qkv_bias": bias, **fields}
 
     return habits
@@ -69,7 +77,7 @@ def _learned(key: str, more: int = 0, **fields: Any) -> Habits:
         num_positions = config.get(key)
         if type(num_positions) is not int:
             raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
-        kv_heads = 1 if config.get("multi_query") else sizes["heads"]
+        kv_heads = 1 if switch(config, "multi_query") else sizes["heads"]
         return {**_BIASED, "num_positions": num_positions + more, "kv_heads": kv_heads, **fields}
 
     return habits
@@ -78,7 +86,7 @@ def _learned(key: str, more: int = 0, **fields: Any) -> Habits:
 def _opt(config: Config, sizes: Fields) -> Fields:
     if config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
         raise ConfigurationError("config.json: word_embed_proj_dim is not hidden_size; this is not planned for")
-    if not config.get("do_layer_norm_before", True):
+    if not switch(config, "do_layer_norm_before", True):
         raise ConfigurationError("config.json: do_layer_norm_before is false; this is not planned for")
     return _learned("max_position_embeddings", more=2)(config, sizes)
 
@@ -89,32 +97,32 @@ def _gptj(config: Config, sizes: Fields) -> Fields:
 
 
 def _gpt_neox(config: Config, sizes: Fields) -> Fields:
-    if config.get("attention_bias", True):
+    if switch(config, "attention_bias", True):
         return _BIASED
     return {**_LAYER_NORM, "qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
 
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
-    if config.get("new_decoder_architecture"):
+    if switch(config, "new_decoder_architecture"):
         num_norms, kv_heads = config.get("num_ln_in_parallel_attn") or 2, sizes["kv_heads"]
     else:
-        num_norms = 1 if config.get("parallel_attn", True) else 2
-        kv_heads = 1 if config.get("multi_query", True) else sizes["heads"]
+        num_norms = 1 if switch(config, "parallel_attn", True) else 2
+        kv_heads = 1 if switch(config, "multi_query", True) else sizes["heads"]
     return _switched("bias", False, num_norms=num_norms, kv_heads=kv_heads)(config, sizes)
 
 
 def _phi(config: Config, sizes: Fields) -> Fields:
-    return {**_BIASED, "num_norms": 1, "head_bias": True, "qk_norm": bool(config.get("qk_layernorm"))}
+    return {**_BIASED, "num_norms": 1, "head_bias": True, "qk_norm": switch(config, "qk_layernorm")}
 
 
 def _stablelm(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if config.get("qk_layernorm") else 0
-    num_norms = 1 if config.get("use_parallel_residual") else 2
-    return {"norm": "layer", "qkv_bias": bool(config.get("use_qkv_bias")), "num_norms": num_norms, "other_elems": norms}
+    norms = _norms_of_heads(sizes) if switch(config, "qk_layernorm") else 0
+    num_norms = 1 if switch(config, "use_parallel_residual") else 2
+    return {"norm": "layer", "qkv_bias": switch(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
 
 
 def _cohere(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if config.get("use_qk_norm") else 0
+    norms = _norms_of_heads(sizes) if switch(config, "use_qk_norm") else 0
     other = _biases(config, sizes)["other_elems"] + norms
     return {"norm": "layer", "norm_bias": False, "num_norms": 1, "other_elems": other}
 

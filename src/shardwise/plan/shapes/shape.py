@@ -59,6 +59,10 @@ class ModelShape:
                 raise ConfigurationError(
                     f"shape {self.name!r}: {name} is {value!r}, but must be a whole number of at least {least}"
                 )
+            if value > (most := _MOST.get(name, MOST_OF_A_SIZE)):
+                raise ConfigurationError(
+                    f"shape {self.name!r}: {name} is {value:,}, but at most {most:,} is planned for"
+                )
         if self.heads % self.kv_heads:
             raise ConfigurationError(
                 f"shape {self.name!r}: {self.heads} heads do not divide into {self.kv_heads} key-value heads, each of "
@@ -107,10 +111,6 @@ class ModelShape:
         return _parts(self).num_elems
 
     @cached_property
-    def num_block_params(self) -> int:
-        return _parts(self).num_block_elems
-
-    @cached_property
     def num_multiplying(self) -> int:
         """Parameters that a token is multiplied by: not embeddings, unless they are the head, too; of the experts,
         those that it is sent to."""
@@ -125,6 +125,8 @@ _LEAST = {
     "num_experts": 1, "num_active_experts": 1, "num_positions": 0, "expert_ffn": 0, "other_elems": 0,
     "other_outside_elems": 0,
 }  # fmt: skip
+MOST_OF_A_SIZE = 10**9
+_MOST = {"layers": 10_000, "num_norms": 4, "other_elems": 10**15, "other_outside_elems": 10**15}
 _IN_TREE_HAS = {
     "name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "norm_bias", "code", "dtype",
 }  # fmt: skip
@@ -137,8 +139,8 @@ class StatesOnly:
     num_params: int
 
     def __post_init__(self) -> None:
-        if self.num_params < 1:
-            raise ConfigurationError(f"shape: params={self.num_params}, but a model has at least 1")
+        if type(self.num_params) is not int or self.num_params < 1:
+            raise ConfigurationError(f"shape: params={self.num_params!r}, but it must be a whole number of at least 1")
 
     @property
     def name(self) -> str:

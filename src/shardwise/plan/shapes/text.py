@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ...errors import ConfigurationError, did_you_mean
-from .shape import ModelShape, StatesOnly
+from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
 
 EXAMPLE = "layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256"
 
@@ -78,9 +78,10 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _number(text: str, key: str, value: str) -> int:
-    if not re.fullmatch(r"\d+", value.replace("_", "")) or int(value) < 1:
-        raise _refused(text, f"{key}={value}, but it must be a whole number of at least 1")
-    return int(value)
+    digits = value.replace("_", "")
+    if not digits.isdecimal() or len(digits) > len(str(MOST_OF_A_SIZE)) or int(digits) < 1:
+        raise _refused(text, f"{key}={value}, but it must be a whole number from 1 to {MOST_OF_A_SIZE:,}")
+    return int(digits)
 
 
 def _num_params(text: str, value: str) -> int:

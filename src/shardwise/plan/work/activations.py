@@ -28,6 +28,7 @@ from .work import Work
 LOSS = "loss"
 
 _EMBEDDINGS = ("embed", "embed_tokens", "wte")
+_POSITIONS = ("wpe",)
 _HEADS = ("head", "lm_head")
 _INDEX_BYTES = 8
 
@@ -41,12 +42,17 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
     at = setting_of(shape, training)
     units = units_of(shape, training.lora)
-    embed, head = (_named(units, names) for names in (_EMBEDDINGS, _HEADS))
+    embed, positions, head = (_named(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
     blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     first, other = _block_works(at, training)
-    found = {ROOT: _begin(at, training, has_embedding=embed is None, is_tied=shape.tied)}
+    num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
+    words = _embedding(at, training, num_rows)
+    found = {ROOT: _begin(at, training, None if embed else words)}
     if embed is not None:
-        found[embed] = _embedding(at, training)
+        found[embed] = words
+    if positions is not None:
+        # The same for all sequences.
+        found[positions] = _embedding(at, replace(training, micro_batch=1), shape.num_positions)
     found |= {name: other if index else first for index, name in enumerate(blocks)}
     if not blocks:
         found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
@@ -80,34 +86,31 @@ def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
     return (run(needs_input_grad=False) if training.lora else other), other
 
 
-def _begin(at: Setting, training: Training, has_embedding: bool, is_tied: bool) -> Work:
+def _begin(at: Setting, training: Training, words: Work | None) -> Work:
     """Tokens and targets, and the rotary table: cosine and sine for every position, in fp32 or (transformers') twice as
-    wide in the compute dtype."""
+    wide in the compute dtype. `words` is what looking up words asks for, where that is no unit."""
     shape = at.shape
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
-    begin = Work(held, held, 0, 0)
-    if not has_embedding:
-        return begin
-    work = _embedding(at, training)
+    if words is None:
+        return Work(held, held, 0, 0)
     return replace(
-        work,
-        saved_bytes=work.saved_bytes + held,
-        forward_peak_bytes=work.forward_peak_bytes + held,
+        words,
+        saved_bytes=words.saved_bytes + held,
+        forward_peak_bytes=words.forward_peak_bytes + held,
         # A tied weight has a gradient already, the head's: this one is added to it.
-        grad_bytes=0 if is_tied else work.grad_bytes,
+        grad_bytes=0 if shape.tied else words.grad_bytes,
     )
 
 
-def _embedding(at: Setting, training: Training) -> Work:
+def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
     """Rows are looked up; the gradient is as large as the weight."""
     shape = at.shape
     num_elems = training.num_tokens * shape.hidden
-    rows = shape.vocab + shape.num_positions
 
     def look_up(t: Tape, x: Tensor) -> Tensor:
-        scratch = embedding_scratch_bytes(training.num_tokens, shape.vocab, shape.hidden)
-        weight = at.habits.weight(rows * shape.hidden)
+        scratch = embedding_scratch_bytes(training.num_tokens, num_rows, shape.hidden)
+        weight = at.habits.weight(num_rows * shape.hidden)
         return t.op([x], num_elems, weights=[weight], scratch_bytes=scratch)
 
     work = measure(look_up, 0, at.itemsize, needs_input_grad=False)

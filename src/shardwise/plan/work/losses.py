@@ -48,8 +48,11 @@ class Head:
             node.saved.append(t.new(weight.num_elems, grad_itemsize))
         slopes: Tensor | None = None
         chunk_tokens = self.tokens_per_chunk(num_tokens)
-        for begin in range(0, num_tokens, chunk_tokens):
-            rows = min(chunk_tokens, num_tokens - begin)
+        num_full, rest = divmod(num_tokens, chunk_tokens)
+        # All after the second are like it, but for the last.
+        for rows, count in ((chunk_tokens, min(num_full, 1)), (chunk_tokens, num_full - 1), (rest, 1)):
+            if rows == 0 or count < 1:
+                continue
             if self.loss == "chunked":
                 logits = t.new(rows * self.vocab, 4)
                 scores = t.new(rows * self.vocab, 4)
@@ -62,10 +65,10 @@ class Head:
             else:
                 slopes = t.new(rows * self.vocab)
             # Two more of its size follow, here and not in the backward.
-            t.products.append(Product(rows, self.vocab, self.hidden, trainable=weight.trainable))
-            t.num_kernels += 12
-            t.moved_bytes += rows * self.vocab * (4 * 4 + 2 * 4 + 4 + t.itemsize)
-            t.moved_bytes += rows * self.hidden * (2 * 4 + 4 * t.itemsize)
+            t.products.append(Product(rows, self.vocab, self.hidden, count, trainable=weight.trainable))
+            t.num_kernels += 12 * count
+            t.moved_bytes += count * rows * self.vocab * (4 * 4 + 2 * 4 + 4 + t.itemsize)
+            t.moved_bytes += count * rows * self.hidden * (2 * 4 + 4 * t.itemsize)
         del slopes
 
         def backward(grads: Gradients) -> list[Tensor | None]:

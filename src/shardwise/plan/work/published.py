@@ -1,10 +1,10 @@
-"""Blocks that published measurements are about, as tapes: torchtitan's Llama, llm-foundry's MPT, our benchmarks'."""
+"""Blocks that published measurements are about, as tapes: torchtitan's Llama, llm-foundry's MPT."""
 
 from dataclasses import replace
 
 from .attentions import attention
 from .blocks import gated_ffn
-from .operations import Habits, activation, add, cast, layer_norm, linear, llama_norm, multiply, rms_norm, scale
+from .operations import Habits, activation, add, cast, layer_norm, linear, llama_norm, scale
 from .setting import Setting
 from .storages import Tensor
 from .tape import Tape
@@ -45,16 +45,3 @@ def mpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
     del mixed
     wide = linear(t, h, layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias), (shape.hidden, shape.ffn))
     return add(t, x, linear(t, h, activation(t, wide), (shape.ffn, shape.hidden), bias=shape.bias))
-
-
-def plain_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """The one of the benchmarks' `Blocks`: no positions, as many keys as queries."""
-    h, hidden = at.habits, at.shape.hidden
-    normed = rms_norm(t, h, x, hidden)
-    query, key, value = (linear(t, h, normed, (hidden, hidden)) for _ in range(3))
-    mixed = attention(t, at.attention, query, key, value)
-    x = add(t, x, linear(t, h, mixed, (hidden, hidden)))
-    normed = rms_norm(t, h, x, hidden)
-    ffn = at.shape.ffn
-    return add(t, x, linear(t, h, multiply(t, activation(t, linear(t, h, normed, (hidden, ffn))),
-                                          linear(t, h, normed, (hidden, ffn))), (ffn, hidden)))  # fmt: skip
