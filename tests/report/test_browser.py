@@ -62,6 +62,14 @@ _OUTSIDE = """[...document.querySelectorAll('svg text, svg.bar, svg.area, svg.cu
 }).map(element => element.textContent || element.getAttribute('class'))"""
 
 
+def test_planned_and_seen_are_read_without_scrolling_on_a_phone(chromium: Browser, pages: dict[str, Path]) -> None:
+    chromium.open(pages["report"], 390)
+    hidden = (
+        "[...document.querySelectorAll('.compared')].map(t => t.parentElement).map(e => e.scrollWidth - e.clientWidth)"
+    )
+    assert chromium.evaluate(hidden) == [0, 0]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bars_are_as_long_as_their_bytes(chromium: Browser, pages: dict[str, Path], width: int) -> None:
     chromium.open(pages["plan"], width)
