@@ -184,9 +184,8 @@ def _name(settings: Settings) -> str:
 
 def _as_it_runs(entry: Assessment, engine: Engine) -> Assessment:
     """With the engine's own schedule, which may follow another order after the first step."""
-    events = step_events(
-        engine.schedule, entry.training.num_micro_batches, clips=CLIPS, num_moments=entry.training.num_moments
-    )
+    num_played = entry.training.num_micro_batches - entry.num_left_out
+    events = step_events(engine.schedule, num_played, clips=CLIPS, num_moments=entry.training.num_moments)
     return replace(entry, schedule=engine.schedule, events=events)
 
 
