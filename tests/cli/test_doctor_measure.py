@@ -10,6 +10,7 @@ import torch
 from shardwise.doctor import measure
 from shardwise.doctor.rings import measure_rings
 from shardwise.plan.hardware.measured import cluster_in, read_measured
+from tests.cli.asking import Asker
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,16 @@ def test_a_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     seen = run("--measure", str(tmp_path / "no" / "hardware.json"))
     assert seen.returncode == 2
     assert "there is no folder" in seen.stderr
+
+
+def test_a_place_where_no_file_can_be(tmp_path: Path, ask: Asker) -> None:
+    """Said before anything is measured."""
+    answer = ask("doctor", "--measure", tmp_path)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "is a folder; name a file in it" in answer.err
+    answer = ask("doctor", "--measure", tmp_path / ("long" * 100))
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "cannot be written" in answer.err
 
 
 def test_a_rate_is_what_calls_do_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

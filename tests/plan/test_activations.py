@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.plan.shapes.shape import ModelShape, units_of
-from shardwise.plan.training import Lora, Training
+from shardwise.plan.training import Lora, Loss, Training
 from shardwise.plan.work import losses
 from shardwise.plan.work.activations import LOSS, works_of
 from shardwise.train import loss as chunked_loss
@@ -124,3 +124,20 @@ def test_all_units_of_a_large_model_in_no_time() -> None:
         works_of(shape, Training(seq=seq))
         seconds.append(time.perf_counter() - begin)
     assert min(seconds) < 0.02
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_many_positions_are_a_unit_of_their_own(tied: bool) -> None:
+    shape = replace(GPT, num_positions=8192, tied=tied)
+    works = works_of(shape, Training(micro_batch=2))
+    assert {unit.name for unit in units_of(shape)} <= set(works)
+    # The same for both sequences.
+    assert 2 * works["transformer.wpe"].output_bytes == works["root" if tied else "transformer.wte"].output_bytes
+
+
+@pytest.mark.parametrize("loss", ["chunked", "fused"])
+def test_chunks_of_the_loss_are_not_counted_one_by_one(loss: Loss) -> None:
+    seq = 10**8
+    end = works_of(LLAMA_3, Training(seq=seq, loss=loss))["head"]
+    assert len(end.products) <= 3
+    assert sum(product.flops for product in end.products) == 2 * seq * LLAMA_3.hidden * LLAMA_3.vocab

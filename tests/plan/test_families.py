@@ -100,3 +100,16 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path: Path) -> None:
     assert shape_of("tiny") == IN_TREE["tiny"]
     with pytest.raises(ConfigurationError, match="there is no such file"):
         shape_of(str(tmp_path / "other.json"))
+
+
+def test_a_name_that_is_empty() -> None:
+    with pytest.raises(ConfigurationError, match="model: its name is empty"):
+        shape_of(" ")
+
+
+@pytest.mark.parametrize("name", ["long" * 100, "~nobody-of-this-name/x", "a\0b"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="no shape has this name"):
+        shape_of(name)
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        shape_of(f"{name}.json")

@@ -91,6 +91,9 @@ def test_the_language_part_of_a_model_that_also_sees() -> None:
     inner = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     shape = shape_of_config({"model_type": "gemma3", "text_config": inner, "vision_config": {}})
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocab, shape.tied) == (8, 4, 256, 262208, True)
+    inner.pop("model_type")
+    assert shape_of_config({"model_type": "gemma3", "text_config": inner}).tied
+    assert not shape_of_config({"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": False}).tied
 
 
 def test_what_the_trainer_exports_is_the_in_tree_transformer_again() -> None:
@@ -125,6 +128,14 @@ def test_what_the_trainer_exports_is_the_in_tree_transformer_again() -> None:
         ({"decoder_sparse_step": 2}, "some blocks have no experts"),
         ({"is_encoder_decoder": True}, "it has an encoder"),
         ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"torch_dtype": 16}, "torch_dtype in its config.json is 16, not a word"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1, but must be true or false"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is no plain attention"),
+        ({"layer_types": "mixed"}, "'mixed' is no list of them"),
+        ({"attn_layer_period": 8}, "some blocks have something else than attention"),
+        ({"linear_num_key_heads": 16}, "some blocks have something else than attention"),
+        ({"num_hidden_layers": 99999999999}, "layers is 99,999,999,999, but at most 10,000 is planned for"),
     ],
 )
 def test_a_config_that_cannot_be_planned_for_says_why(change: dict[str, Any], why: str) -> None:
@@ -133,8 +144,19 @@ def test_a_config_that_cannot_be_planned_for_says_why(change: dict[str, Any], wh
     assert why in str(seen.value)
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "cannot be read as JSON"), ("[]", "holds a list"), ("", "cannot be")])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{", "cannot be read as JSON"), ("[]", "holds a list"), ("", "cannot be"), ("[" * 100_000, "nested too deeply")],
+)
 def test_a_file_that_is_no_config(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigurationError, match=why):
         shape_of_config(tmp_path)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(10**12)
+    with pytest.raises(ConfigurationError, match=r"config.json' has 1,000,000 MB, and is not read"):
+        shape_of_config(file)

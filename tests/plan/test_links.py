@@ -1,6 +1,8 @@
 """A fabric as a value: its text, and the arithmetic of what an operation takes on it, exactly."""
 
 import math
+import time
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -171,3 +173,21 @@ def test_default_latency_is_near_a_published_one() -> None:
     """32 KiB all-reduced over 4 nodes of 8 GPUs: 0.48 GB/s of buffer, which is 68 us."""
     seconds = plan_transfer(Fabric(4, 8), "all_reduce", 32 * 2**10, range(32), 0).alone_s
     assert seconds * 1e6 == pytest.approx(68, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("node_size", [1, 3, 4, 8])
+def test_evenly_spaced_ranks_are_counted_as_if_one_by_one(kind: Kind, node_size: int) -> None:
+    fabric = Fabric(60, node_size)
+    for ranks in (
+        range(begin, end, step) for begin in (0, 5) for end in (6, 24, 59) for step in (1, 2, 3, 4, 7, 8, 20)
+    ):
+        for rank in (ranks[0], ranks[len(ranks) // 2], ranks[-1]):
+            counted = plan_transfer(fabric, kind, 1000, list(ranks), rank)
+            assert plan_transfer(fabric, kind, 1000, ranks, rank) == counted
+
+
+def test_millions_of_ranks_are_not_counted_one_by_one() -> None:
+    began_s = time.perf_counter()
+    plan_transfer(Fabric(100_000, 1024), "all_gather", 1000, range(102_400_000), 0)
+    assert time.perf_counter() - began_s < 0.1

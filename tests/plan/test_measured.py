@@ -93,6 +93,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ("{", "cannot be read as JSON"),
         ("[]", "holds a list"),
         ("{}", "has no version, no device, no kind"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=why):

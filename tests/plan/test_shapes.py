@@ -176,6 +176,8 @@ def test_a_shape_of_which_only_the_parameters_are_known(text: str, num_params: i
         ("layers=2,hidden=64,heads=4,vocab=100,norm=root", "norm 'root'; known: layer, rms"),
         ("layers=2,hidden=64,heads=4,vocab=100,experts=2,active-experts=4", "4 active experts, but there are 2"),
         ("layers=2,hidden=64,heads=4,vocab=100,bias,code=in-tree", "bias is True, but always False in the in-tree"),
+        ("layers=10001,hidden=64,heads=4,vocab=100", "layers is 10,001, but at most 10,000 is planned for"),
+        ("layers=2,hidden=64,heads=4,vocab=" + "9" * 5000, "but it must be a whole number from 1 to 1,000,000,000"),
         ("params=0", "params=0, but it must be a number like 7.5e9"),
         ("params=-7e9", "params=-7e9, but it must be"),
         ("params=7e9,layers=2", "params= stands alone, without layers="),

@@ -145,6 +145,8 @@ def test_a_start_that_goes_well_forgets_the_report(tmp_path: Path, ask: Asker) -
         ({}, "it is no run folder: it has no config.json"),
         ({"oom-rank0.json": "{"}, "oom-rank0.json is no report of a rank"),
         ({"oom-rank0.json": "[]"}, "oom-rank0.json is no report of a rank"),
+        ({"oom-rank0.json": "[" * 100_000}, "oom-rank0.json is no report of a rank"),
+        ({"oom-rank0.json": '{"time": 1e300, "rank": 0, "text": ""}'}, "the time 1e+300 in a rank's report is none"),
     ],
 )
 def test_doctor_refuses_in_one_sentence(tmp_path: Path, ask: Asker, made: dict[str, str], words: str) -> None:

@@ -77,14 +77,8 @@ def oom(
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
-    from ..errors import ConfigurationError
     from ..plan.hardware.measured import write_measured
 
-    file = file.expanduser()
-    if not file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")
-    if file.is_dir():
-        raise ConfigurationError(f"--measure: {str(file)!r} is a folder; name a file in it: {file / 'hardware.json'}")
     _require_writable(file)
     from ..doctor.measure import measure
 
@@ -92,7 +86,7 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
     found = measure(folder)
     write_measured(found, file)
     if as_json:
-        print(file.read_text(), end="")
+        print(file.expanduser().read_text(), end="")
         return
     seen = dataclasses.asdict(found)
     names = {
@@ -121,13 +115,18 @@ def _require_writable(file: Path) -> None:
     """Before a minute is spent on what would be lost."""
     from ..errors import ConfigurationError
 
-    is_new = not file.exists()
     try:
+        file = file.expanduser()
+        if not file.absolute().parent.is_dir():
+            raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")
+        if file.is_dir():
+            raise ConfigurationError(f"--measure: {str(file)!r} is a folder; name a file in it")
+        is_new = not file.exists()
         file.open("a").close()
         if is_new:
             file.unlink()
-    except OSError as error:
-        raise ConfigurationError(f"--measure: {str(file)!r} cannot be written: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(f"--measure: {str(file)!r} cannot be written: {error}") from None
 
 
 def _with_torch() -> "Iterable[Finding]":

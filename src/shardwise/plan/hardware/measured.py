@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigurationError, did_you_mean
-from ...json_file import read_object
+from ...json_file import find, read_object
 from .cluster import between
 from .efficiency import Efficiency, efficiency_of
 from .gpus import HOST_LATENCY_US, LATENCY_US, gpu_of_device
@@ -82,8 +82,8 @@ def _is_amount(value: Any, *, whole: bool, least: float) -> bool:
 
 def read_measured(path: str | Path) -> Measured:
     """The file, every value of it looked at."""
-    file = Path(path).expanduser()
-    if not file.exists():
+    file = find(path)
+    if file is None:
         raise ConfigurationError(
             f"hardware {str(path)!r}: there is no such file; make it with shardwise doctor --measure {path}"
         )

@@ -8,11 +8,11 @@ and GPT-1T are Megatron's.
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ...dtypes import BF16, FP16, FP32
 from ...errors import ConfigurationError, did_you_mean
+from ...json_file import find
 from .hf_config import shape_of_config
 from .shape import ModelShape
 
@@ -147,9 +147,9 @@ def shape_of(model: str) -> ModelShape:
     """By what `--model` takes: a name, or a config.json, or the folder of one."""
     if not model.strip():
         raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
-    path = Path(model).expanduser()
-    if model not in IN_TREE and (path.is_dir() or path.suffix == ".json"):
-        return shape_of_config(path)
+    path = find(model)
+    if model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir())):
+        return shape_of_config(model)
     return shape_named(model)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...dtypes import FP32, DType, dtype_of
 from ...errors import ConfigurationError
-from ...json_file import read_object
+from ...json_file import find, read_object
 from .hf_families import DEFAULTS, FOUR_HIDDEN, KNOWN, TIED, Config, Fields, habits_of, switch
 from .shape import ModelShape
 
@@ -49,8 +49,7 @@ _ENCODERS = ("bert", "electra", "t5", "vit", "clip")
 def shape_of_config(config: str | Path | Config) -> ModelShape:
     """Of a config.json, the folder it lies in, or what is in it."""
     if not isinstance(config, Mapping):
-        path = Path(config).expanduser()
-        name, config = str(config), _read(path / "config.json" if path.is_dir() else path)
+        name, config = str(config), _read(config)
     else:
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     if isinstance(config.get(SHAPE_KEY), Mapping):
@@ -148,7 +147,11 @@ def _dtype(name: str, config: Config) -> DType:
     return dtype_of(given)
 
 
-def _read(path: Path) -> Config:
-    if not path.is_file():
-        raise ConfigurationError(f"model {str(path)!r}: there is no such file")
-    return read_object(path, f"model {str(path)!r}")
+def _read(given: str | Path) -> Config:
+    path = find(given)
+    if path is not None and path.is_dir():
+        path = find(path / "config.json")
+        given = Path(given, "config.json")
+    if path is None:
+        raise ConfigurationError(f"model {str(given)!r}: there is no such file")
+    return read_object(path, f"model {str(given)!r}")
