@@ -80,7 +80,9 @@ def _words(text: str) -> dict[str, str]:
 def _number(text: str, key: str, value: str) -> int:
     digits = value.replace("_", "")
     if not digits.isdecimal() or len(digits) > len(str(MOST_OF_A_SIZE)) or int(digits) < 1:
-        raise _refused(text, f"{key}={value}, but it must be a whole number from 1 to {MOST_OF_A_SIZE:,}")
+        raise _refused(
+            text, f"{key}={value}, but it must be a whole number of at least 1, and at most {MOST_OF_A_SIZE:,}"
+        )
     return int(digits)
 
 
