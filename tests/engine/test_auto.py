@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine import api
+from shardwise.engine import api, auto
 from shardwise.engine.guards import engine_of
 from shardwise.errors import ConfigurationError, MemoryExceededError
 from shardwise.layout import PRESETS
@@ -46,13 +46,14 @@ def losses(model: nn.Module, optimizer: Any, num_steps: int = 3) -> list[float]:
 
 def trained(free_bytes: int | None, batch: tuple[int, int] | None) -> Any:
     model, optimizer = build()
-    before = api.free_bytes_here
+    before, tie = api.free_bytes_here, auto.PROCESSOR_TIE
     if free_bytes is not None:
         api.free_bytes_here = lambda: free_bytes
+        auto.PROCESSOR_TIE = 0.0
     try:
         model, optimizer = sw.shard(model, optimizer, "auto", precision="fp32", batch=batch)
     finally:
-        api.free_bytes_here = before
+        api.free_bytes_here, auto.PROCESSOR_TIE = before, tie
     chosen = engine_of(model).chosen
     assert chosen is not None
     assert chosen.recommended is not None

@@ -16,14 +16,14 @@ from ..errors import MemoryExceededError
 from ..layout import Layout
 from ..mesh import Axes, device
 from ..plan.assess import Machine, Subject
-from ..plan.hardware.efficiency import IDEAL, Efficiency, efficiency_of
+from ..plan.hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
 from ..plan.hardware.gpus import gpu_named, gpu_of_device
 from ..plan.hardware.links import Link
 from ..plan.hardware.values import Cluster, Gpu
 from ..plan.model import FoundUnit
 from ..plan.module import subject_of_module
 from ..plan.plan import Plan, plan_for
-from ..plan.search import choices
+from ..plan.search import TIE, choices
 from ..plan.training import Training
 from ..plan.units import Units
 from ..plan.work.work import Work
@@ -38,6 +38,10 @@ NUM_PROBES = 5
 LATENCY_US = 20.0
 # A processor's FLOP/s and bytes/s where nobody measures.
 USUAL_RATES = (3e10, 5e9)
+# The cores that compute also send, and every collective costs Python and gloo a part of a millisecond.
+PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4)
+# What was measured differs by this much from one start to the next.
+PROCESSOR_TIE = 0.1
 # Rates of a processor are measured, so all of them is reached.
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
@@ -72,6 +76,7 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
         training,
         choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)]),
         only_what_runs=True,
+        tie=TIE if machine.has_reserve else PROCESSOR_TIE,
         budget_bytes=asked.memory_budget,
         keep_fp32=asked.keep_fp32,
     )
@@ -128,7 +133,8 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, measures: bool = T
     )
     for name, link in links.items():
         cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
-    return Machine(cluster, efficiency, IDEAL, free_bytes, has_reserve=device().type == "cuda")
+    is_gpu = device().type == "cuda"
+    return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:

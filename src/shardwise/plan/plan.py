@@ -12,7 +12,7 @@ from .hardware.cluster import make_cluster
 from .hardware.efficiency import REAL, efficiency_of
 from .hardware.values import Cluster
 from .remedies import nearest_change
-from .search import MODES, Choice, asked, choices, fastest, mixtures, offloads, presets
+from .search import MODES, TIE, Choice, asked, choices, fastest, mixtures, offloads, presets
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Planned, is_name, model_of, subject_of
@@ -119,9 +119,10 @@ def plan_for(
     strategy: Strategy | None = None,
     search: bool = True,
     only_what_runs: bool = False,
+    tie: float = TIE,
     **settings: Any,
 ) -> Plan:
-    """`settings` are the `Assessor`'s."""
+    """`tie`: who is this close to the fastest is as fast. `settings` are the `Assessor`'s."""
     assess = Assessor(subject, machine, **settings)
     if strategy is not None:
         entries = [asked(assess, strategy, choice)]
@@ -132,7 +133,7 @@ def plan_for(
             entries += [*mixtures(assess, by_name, choice), *offloads(assess, by_name, choice)]
     if only_what_runs:
         entries = [entry for entry in entries if entry.runs]
-    best = fastest(entries)
+    best = fastest(entries, tie)
     why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
     return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
 
@@ -140,6 +141,8 @@ def plan_for(
 def machine_of(cluster: str | Cluster | Machine) -> Machine:
     if isinstance(cluster, Machine):
         return cluster
+    if not isinstance(cluster, (str, Cluster)):
+        raise ConfigurationError(f"sw.plan: the cluster is {cluster!r}; give '8xH100-80GB', or sw.make_cluster(...)")
     made = make_cluster(cluster) if isinstance(cluster, str) else cluster
     return Machine(made, efficiency_of(made.gpu.name), REAL)
 
@@ -195,9 +198,10 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
     is_fastest = all(entry.runs or entry.tokens_per_s <= best.tokens_per_s for entry in others)
     text = f"the fastest that fits{'' if is_fastest else ' and runs'}, {best.step_s:.3g} s a step"
     for entry in others:
-        if entry.tokens_per_s < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
+        if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
-    return f"{text}; each rank sends {best.moved.by_call.wire_bytes / 1e9:,.1f} GB in it"
+    sent = best.moved.by_call.wire_bytes
+    return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
 
 
 def _why_nothing_runs(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:

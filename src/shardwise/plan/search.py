@@ -155,7 +155,7 @@ def replace_name(found: Assessment, name: str) -> Assessment:
     return replace(found, name=name)
 
 
-def fastest(found: Iterable[Assessment]) -> Assessment | None:
+def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
     """Of what fits with room and runs; if nothing does, of what fits. The first of those that are about as fast."""
     fitting = [entry for entry in found if entry.fits]
     fitting = [entry for entry in fitting if entry.runs] or fitting
@@ -164,7 +164,7 @@ def fastest(found: Iterable[Assessment]) -> Assessment | None:
     if not fitting:
         return None
     best = max(entry.tokens_per_s for entry in fitting)
-    return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - TIE))
+    return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
 
 
 def strategy_of(found: Assessment) -> Strategy:

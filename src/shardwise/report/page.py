@@ -59,6 +59,7 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "is_choice": is_choice,
         "device": facts.device_word(plan),
         "recommended": None if best is None else text_of(best["name"]),
+        "runs": best is not None and bool(best.get("runs", True)),
         "verdict": verdict(plan),
         "why": _sentence(reason(plan)),
         "batches": batches.pop() if len(batches) == 1 else "",

@@ -96,6 +96,8 @@ def explain(plan: Json) -> str:
 def verdict(plan: Json) -> str:
     """What to take and why, in a sentence."""
     best, why = recommended(plan), reason(plan)
+    if best is not None and not best.get("runs", True) and why:
+        return f"{why[:1].upper()}{why[1:]}"
     if best is not None:
         days = f"; {days_words(best)} days in all" if days_words(best) else ""
         return f"Take {text_of(best['name'])}" + (f": {why}{days}" if why else f"{days}.")

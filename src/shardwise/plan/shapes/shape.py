@@ -126,7 +126,7 @@ _LEAST = {
     "other_outside_elems": 0,
 }  # fmt: skip
 MOST_OF_A_SIZE = 10**9
-_MOST = {"layers": 10_000, "num_norms": 4, "other_elems": 10**15, "other_outside_elems": 10**15}
+_MOST = {"layers": 1_000, "num_norms": 4, "other_elems": 10**15, "other_outside_elems": 10**15}
 _IN_TREE_HAS = {
     "name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "norm_bias", "code", "dtype",
 }  # fmt: skip
