@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..engine.runtime import Engine
 from ..mesh import device
@@ -103,5 +104,6 @@ def _of_engine(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, 
 
 def _of_python() -> Iterator[tuple[Tensor, str]]:
     for value in gc.get_objects():
-        if issubclass(type(value), Tensor):  # isinstance asks the object itself, and wakes whatever is lazy
+        # By type: isinstance asks the object itself, and wakes whatever is lazy. Fake tensors have no memory.
+        if issubclass(type(value), Tensor) and not issubclass(type(value), FakeTensor):
             yield value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
