@@ -7,6 +7,7 @@ is left. A CPU keeps no books: there only what has a name is found.
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,9 @@ def _names(engine: Engine | None, optimizer: Any) -> dict[int, tuple[str, int]]:
         for tensor, name in [*_of_engine(engine, optimizer), *_of_python()]:
             if tensor.device.type == device().type:
                 storage = tensor.untyped_storage()
-                if storage.nbytes():
-                    found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
+                with suppress(RuntimeError):  # what has a storage in name only has no address
+                    if storage.nbytes():
+                        found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
     return found
 
 
