@@ -61,6 +61,17 @@ class Machine:
     def memory_bytes(self) -> int:
         return self.cluster.gpu.memory_bytes if self.free_bytes is None else self.free_bytes
 
+    def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
+        """What of a GPU, and of a node's host and disk, is not there; empty: all is."""
+        for what, needed, there in (
+            (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes),
+            ("the host of each node", host_bytes, self.cluster.host_bytes),
+            ("the disk of each node", disk_bytes, self.cluster.disk_bytes),
+        ):
+            if needed > there:
+                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
+        return ""
+
 
 # What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
@@ -154,15 +165,7 @@ class Assessment:
     @cached_property
     def why_not(self) -> str:
         """Empty: it fits."""
-        cluster = self.machine.cluster
-        for what, needed, there in (
-            (f"each {cluster.gpu.name}", self.needed_bytes, self.machine.memory_bytes),
-            ("the host of each node", self.host_bytes, cluster.host_bytes),
-            ("the disk of each node", self.disk_bytes, cluster.disk_bytes),
-        ):
-            if needed > there:
-                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
-        return ""
+        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
 
     @property
     def step_s(self) -> float:

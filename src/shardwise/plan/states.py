@@ -49,15 +49,7 @@ class States:
     rows: tuple[StatesRow, ...]
 
     def why_not(self, row: StatesRow) -> str:
-        cluster = self.machine.cluster
-        for what, needed, there in (
-            (f"each {cluster.gpu.name}", row.total + self.machine.context_bytes, self.machine.memory_bytes),
-            ("the host of each node", row.host_bytes, cluster.host_bytes),
-            ("the disk of each node", row.disk_bytes, cluster.disk_bytes),
-        ):
-            if needed > there:
-                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
-        return ""
+        return self.machine.lacks(row.total + self.machine.context_bytes, row.host_bytes, row.disk_bytes)
 
     @property
     def recommended(self) -> StatesRow | None:
