@@ -218,7 +218,7 @@ def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
         idle.discard(first)
         found.append(rows[first])
     for pattern in rows:
-        if pattern in idle:
+        if pattern in idle and pattern != "*":
             raise ConfigurationError(
                 f"strategy: {pattern!r} decides nothing, because patterns before it match all of its units; the first "
                 "that matches counts, so put it earlier"
