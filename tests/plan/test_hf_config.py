@@ -135,7 +135,7 @@ def test_what_the_trainer_exports_is_the_in_tree_transformer_again() -> None:
         ({"layer_types": "mixed"}, "'mixed' is no list of them"),
         ({"attn_layer_period": 8}, "some blocks have something else than attention"),
         ({"linear_num_key_heads": 16}, "some blocks have something else than attention"),
-        ({"num_hidden_layers": 99999999999}, "layers is 99,999,999,999, but at most 10,000 is planned for"),
+        ({"num_hidden_layers": 99999999999}, "layers is 99,999,999,999, but at most 1,000 is planned for"),
     ],
 )
 def test_a_config_that_cannot_be_planned_for_says_why(change: dict[str, Any], why: str) -> None:

@@ -176,7 +176,7 @@ def test_a_shape_of_which_only_the_parameters_are_known(text: str, num_params: i
         ("layers=2,hidden=64,heads=4,vocab=100,norm=root", "norm 'root'; known: layer, rms"),
         ("layers=2,hidden=64,heads=4,vocab=100,experts=2,active-experts=4", "4 active experts, but there are 2"),
         ("layers=2,hidden=64,heads=4,vocab=100,bias,code=in-tree", "bias is True, but always False in the in-tree"),
-        ("layers=10001,hidden=64,heads=4,vocab=100", "layers is 10,001, but at most 10,000 is planned for"),
+        ("layers=10001,hidden=64,heads=4,vocab=100", "layers is 10,001, but at most 1,000 is planned for"),
         ("layers=2,hidden=64,heads=4,vocab=" + "9" * 5000, "and at most 1,000,000,000"),
         ("params=0", "params=0, but it must be a number like 7.5e9"),
         ("params=-7e9", "params=-7e9, but it must be"),
