@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,16 @@ def on_deepspeed() -> Iterator[DeepSpeed]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """What a test leaves in the environment would make ranks of the runs after it."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,13 +71,6 @@ PLACES: dict[str, tuple[object, str, Callable[..., Any], str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process a run is a world of one, whatever tests before it have left in the environment."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asker:
     return Asker(monkeypatch, capsys)
