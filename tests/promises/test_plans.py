@@ -13,9 +13,10 @@ import shardwise as sw
 from shardwise.engine.held import Memory
 from shardwise.layout import Strategy
 from shardwise.plan.assess import Assessment, Assessor, Machine
-from shardwise.plan.cost.peak import CLASSES, resting_grads
+from shardwise.plan.cost.peak import CLASSES
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.hardware.efficiency import IDEAL, efficiency_of
+from shardwise.plan.memory import resting_grads
 from shardwise.plan.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
 from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
@@ -95,7 +96,7 @@ def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy
             held = seen.memory
             assert seen.traffic.rows == found.moved.by_call.rows
             assert held.params == at_most(found, "params")
-            assert held.peak_grads == sum(resting_grads(unit) for unit in found.schedule.units)
+            assert held.peak_grads == sum(resting_grads(unit.flats) for unit in found.schedule.units)
             assert held.planned.optimizer == at_most(found, "optimizer")
             buffers = at_most(found, "gathered") + at_most(found, "reduce")
             assert held.planned_buffers - seen.registered == buffers

@@ -36,8 +36,6 @@ PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
 NUM_PROBES = 5
 # Of a collective among others on the device, whose host is ahead.
 LATENCY_US = 20.0
-# A processor's FLOP/s and bytes/s where nobody measures.
-USUAL_RATES = (3e10, 5e9)
 # The cores that compute also send, and every collective costs Python and gloo a part of a millisecond.
 PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4)
 # What was measured differs by this much from one start to the next.
@@ -112,11 +110,10 @@ def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
     return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
 
 
-def machine_here(world: Channel, axes: Axes, free_bytes: int, measures: bool = True) -> Machine:
-    """The device of this rank and its equals, with `free_bytes` each. If it `measures`, all ranks call it and get the
-    same: links as fast as they are. Otherwise everything is as tables have it."""
-    gpu, efficiency = _device_here(free_bytes, world if measures else None)
-    links = measured_links(world, axes) if measures else {}
+def machine_here(world: Channel, axes: Axes, free_bytes: int) -> Machine:
+    """The device of this rank and its equals, with `free_bytes` each, and links as fast as they are. All ranks call it
+    and get the same."""
+    gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
     cluster = Cluster(
         gpu=gpu,
@@ -131,7 +128,7 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, measures: bool = T
         disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
         host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
     )
-    for name, link in links.items():
+    for name, link in measured_links(world, axes).items():
         cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
     is_gpu = device().type == "cuda"
     return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
@@ -157,7 +154,7 @@ def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
     return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
 
 
-def _device_here(free_bytes: int, world: Channel | None) -> tuple[Gpu, Efficiency]:
+def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
     where = device()
     if where.type == "cuda":
         name = torch.cuda.get_device_name(where)
@@ -165,9 +162,7 @@ def _device_here(free_bytes: int, world: Channel | None) -> tuple[Gpu, Efficienc
         # One that is in no table is taken for an A100: what is compared runs on the same.
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
-    flops, bytes_per_s = USUAL_RATES
-    if world is not None:
-        flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
+    flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
     processor = replace(
         gpu_named("A100-80GB"),
         name="CPU",

@@ -114,7 +114,7 @@ class Assessment:
         cluster = self.machine.cluster
         found = traffic_of(self.events, cluster.num_nodes, cluster.node_size)
         if self.num_left_out:
-            fewer = traffic_of(self._with_one_less(), cluster.num_nodes, cluster.node_size)
+            fewer = traffic_of(self._with_one_less, cluster.num_nodes, cluster.node_size)
             found = found.continued(fewer, self.num_left_out)
         return found
 
@@ -122,9 +122,10 @@ class Assessment:
     def timing(self) -> Timing:
         found = self._timing_of(self.events)
         if self.num_left_out:
-            found = found.continued(self._timing_of(self._with_one_less()), self.num_left_out)
+            found = found.continued(self._timing_of(self._with_one_less), self.num_left_out)
         return found
 
+    @cached_property
     def _with_one_less(self) -> Sequence[Event]:
         clips = any(event.verb == "norm" for event in self.events)
         return step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
@@ -206,12 +207,7 @@ class Assessor:
         self._flats: dict[object, tuple[Flat, ...]] = {}
         self._keep_fp32 = keep_fp32
         self._alike = [_signature(unit, keep_fp32) for unit in subject.units]
-        cluster = machine.cluster
-        self._axes = {
-            "world": (cluster.world_size, 0),
-            "node": (cluster.node_size, 0),
-            "replicate": (cluster.num_nodes, 0),
-        }
+        self._axes = machine.cluster.axes
 
     def on(self, machine: Machine) -> "Assessor":
         """The same on another machine."""

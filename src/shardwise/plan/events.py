@@ -14,6 +14,7 @@ from ..layout import Encoding
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
+from .memory import elsewhere
 from .schedule import Occupancy, Schedule, UnitPlan
 
 Verb = Literal["gather", "forward", "backward", "reduce", "agree", "norm", "update"]
@@ -191,13 +192,6 @@ def update_event(unit: UnitPlan, num_moments: float) -> Event:
             if unit.layout.params_on == "disk":
                 moves.append(Move("write", num_elems * flat.compute.itemsize))
     return Event("update", unit.name, (), _added_up(moves), host_elems)
-
-
-def elsewhere(flat: Flat) -> int:
-    """Elements of the master that do not rest on the device."""
-    if flat.layout.optimizer_on == "device":
-        return 0
-    return round(flat.spans[flat.depth_of_master].num_elems * (1 - flat.layout.kept))
 
 
 def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:

@@ -28,19 +28,49 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
 
     Moments in fewer bits are a fraction of one.
     """
-    params = grads = optimizer = 0
-    for flat in flats:
-        master = flat.spans[flat.depth_of_master].num_elems
-        if flat.trainable:
-            optimizer += round(master * flat.master.itemsize * num_moments)
-            grads += flat.spans[flat.depth_of_grads].num_elems * flat.reduce.itemsize
-        if flat.depth_of_params == 0 and not flat.master_is_whole:
-            params += flat.num_elems * flat.compute.itemsize
-        if flat.has_rest:
-            params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-        # A master that is the parameters themselves counts as them.
-        if flat.master == flat.compute or not flat.trainable:
-            params += master * flat.master.itemsize
-        else:
-            optimizer += master * flat.master.itemsize
-    return StateBytes(params, grads, optimizer)
+    flats = list(flats)
+    states = [device_state(flat, num_moments) for flat in flats]
+    return StateBytes(
+        params=sum(params for params, _ in states),
+        grads=resting_grads(flats),
+        optimizer=sum(optimizer for _, optimizer in states),
+    )
+
+
+def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
+    """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is the parameters
+    themselves counts as them."""
+    layout = flat.layout
+    master = flat.spans[flat.depth_of_master].num_elems
+    params = optimizer = 0
+    if flat.depth_of_params == 0 and not flat.master_is_whole:
+        params += flat.num_elems * flat.compute.itemsize
+    if layout.params_on == "device" and (flat.has_rest or (elsewhere(flat) and flat.depth_of_params)):
+        params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
+    if not flat.trainable:
+        return params + (master * flat.master.itemsize if layout.params_on == "device" else 0), 0
+    here = master - elsewhere(flat)
+    optimizer += round(here * flat.master.itemsize * num_moments)
+    if flat.master == flat.compute:
+        return params + here * flat.master.itemsize, optimizer
+    return params, optimizer + here * flat.master.itemsize
+
+
+def resting_grads(flats: Iterable[Flat]) -> int:
+    """On the device: of gradients that go to the host, those of the part of the optimizer that is kept here."""
+    return sum(
+        round(
+            flat.spans[flat.depth_of_grads].num_elems
+            * flat.reduce.itemsize
+            * (1.0 if flat.layout.grads_on == "device" else flat.layout.kept)
+        )
+        for flat in flats
+        if flat.trainable
+    )
+
+
+def elsewhere(flat: Flat) -> int:
+    """Elements of the master that do not rest on the device."""
+    if flat.layout.optimizer_on == "device":
+        return 0
+    return round(flat.spans[flat.depth_of_master].num_elems * (1 - flat.layout.kept))

@@ -13,9 +13,10 @@ from .hardware.efficiency import REAL, efficiency_of
 from .hardware.values import Cluster
 from .remedies import nearest_change
 from .search import MODES, TIE, Choice, asked, choices, fastest, mixtures, offloads, presets
+from .shapes.families import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
-from .subject import Planned, is_name, model_of, subject_of
+from .subject import Planned, model_of, subject_of
 from .training import USUAL_SEQ, Lora, Training
 
 OPEN = "auto"
@@ -92,9 +93,9 @@ def plan(
         sizes = {"seq": found.num_positions, **sizes}
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = training_of(training, sizes)
-    if isinstance(model, str) and training.lora is not None and is_name(model):
+    if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
         # What a name stands for has no files: frozen weights are taken to be in the dtype that is computed in.
-        found = replace(found, dtype=training.formats.compute)  # type: ignore[type-var]
+        found = replace(found, dtype=training.formats.compute)
     machine = machine_of(cluster)
     if isinstance(found, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
@@ -127,12 +128,11 @@ def plan_for(
     if strategy is not None:
         entries = [asked(assess, strategy, choice)]
     else:
-        by_name = {entry.name: entry for entry in presets(assess, choice)}
+        by_name = {entry.name: entry for entry in presets(assess, choice, only_what_runs)}
         entries = list(by_name.values())
         if search and choice.engine == "shardwise":
-            entries += [*mixtures(assess, by_name, choice), *offloads(assess, by_name, choice)]
-    if only_what_runs:
-        entries = [entry for entry in entries if entry.runs]
+            entries += mixtures(assess, by_name, choice)
+            entries += [] if only_what_runs else offloads(assess, by_name, choice)
     best = fastest(entries, tie)
     why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
     return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)

@@ -1,6 +1,6 @@
 """What would make a strategy fit that does not: the smallest change first, each tried by planning it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ..dtypes import BF16
@@ -9,19 +9,35 @@ from .assess import Assessment, Assessor, Machine
 from .training import Training
 
 MOST_NODES = 1024
+# What `shardwise plan` calls the fields of a training.
+FLAGS = {
+    "checkpointing": "--checkpointing",
+    "micro_batch": "--micro-batch",
+    "num_micro_batches": "--accumulation",
+    "reduce": "--reduce-dtype",
+    "optimizer": "--optimizer",
+}
+NODES = "--nodes"
 
 
-def nearest_change(assess: Assessor, entry: Assessment) -> str:
-    """The first change that makes it fit, as flags of `shardwise plan`; empty where none of these does."""
-    for words, training in _other_trainings(entry.training):
-        if _fits(assess, entry, training):
-            return words
-    small, smallest = _smallest(entry.training)
+def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
+    """What has to be said to come from the one to the other."""
+    changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
+    return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
+
+
+def nearest_change(assess: Assessor, entry: Assessment, flags: Mapping[str, str] = FLAGS, nodes: str = NODES) -> str:
+    """The first change that makes it fit, as flags of a verb; empty where none of these does."""
+    training = entry.training
+    for smaller in _smaller(training):
+        if _fits(assess, entry, smaller):
+            return flags_for(training, smaller, flags)
+    smallest = with_single_sequences(replace(training, checkpointing="full"))
     num_nodes = assess.machine.cluster.num_nodes
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
         if _fits(_with_nodes(assess, num_nodes), entry, smallest):
-            return f"--nodes {num_nodes}{small}"
+            return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
     return ""
 
 
@@ -33,32 +49,32 @@ def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
         return False
 
 
-def _smallest(training: Training) -> tuple[str, Training]:
-    """With full checkpointing and micro-batches of one, and the flags for that."""
-    num = training.num_micro_batches * training.micro_batch
-    flags = "" if training.checkpointing == "full" else " --checkpointing full"
-    flags += "" if training.micro_batch == 1 else f" --micro-batch 1 --accumulation {num}"
-    return flags, replace(training, checkpointing="full", micro_batch=1, num_micro_batches=num)
-
-
-def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
-    words: list[str] = []
+def _smaller(training: Training) -> Iterator[Training]:
+    """Each with the changes of those before it."""
     if training.checkpointing != "full":
-        words.append("--checkpointing full")
         training = replace(training, checkpointing="full")
-        yield words[0], training
+        yield training
     if training.micro_batch > 1:
-        words.append(f"--micro-batch 1 --accumulation {training.num_micro_batches * training.micro_batch}")
-        training = replace(training, num_micro_batches=training.num_micro_batches * training.micro_batch, micro_batch=1)
-        yield " ".join(words), training
-    if training.formats.reduce.itemsize == 4 and training.formats.compute == BF16:
-        words.append("--reduce-dtype bf16")
+        training = with_single_sequences(training)
+        yield training
+    if can_reduce_in_bf16(training):
         training = replace(training, reduce="bf16")
-        yield " ".join(words), training
+        yield training
     if training.optimizer == "adamw":
-        words.append("--optimizer adamw8bit")
-        training = replace(training, optimizer="adamw8bit")
-        yield " ".join(words), training
+        yield with_eight_bits(training)
+
+
+def with_single_sequences(training: Training) -> Training:
+    num = training.num_micro_batches * training.micro_batch
+    return replace(training, micro_batch=1, num_micro_batches=num)
+
+
+def can_reduce_in_bf16(training: Training) -> bool:
+    return training.formats.reduce.itemsize == 4 and training.formats.compute == BF16
+
+
+def with_eight_bits(training: Training) -> Training:
+    return replace(training, optimizer="adamw8bit", moments=None)
 
 
 def _with_nodes(assess: Assessor, num_nodes: int) -> Assessor:

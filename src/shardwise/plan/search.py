@@ -64,8 +64,8 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
-def presets(assess: Assessor, choice: Choice) -> Iterator[Assessment]:
-    for name, layout in (PRESETS | PLANNED).items():
+def presets(assess: Assessor, choice: Choice, only_what_runs: bool = False) -> Iterator[Assessment]:
+    for name, layout in (PRESETS if only_what_runs else PRESETS | PLANNED).items():
         if choice.engine == "fsdp2" and name not in FSDP2_HAS:
             continue
         yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)

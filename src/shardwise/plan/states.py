@@ -101,13 +101,12 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
 
 def _moved(layout: Layout, num_params: int, machine: Machine, training: Training) -> Moved:
     cluster = machine.cluster
-    axes = {"world": (cluster.world_size, 0), "node": (cluster.node_size, 0), "replicate": (cluster.num_nodes, 0)}
     formats = training.formats
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)
     param = Param("weight", (num_params,), formats.master, True, (Site("", "weight"),))
     found = FoundUnit(ROOT, "", (param,), False, True)
-    unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, axes, ()), False, True)
+    unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, cluster.axes, ()), False, True)
     num = training.num_micro_batches
     num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[layout.gathered_until]
     events = [_gather(unit, is_stale=index == 0) for index in range(num_gathers)]

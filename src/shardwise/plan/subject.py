@@ -1,7 +1,6 @@
 """What can be planned: a model by name, by its config.json, by its sizes, or the module itself."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from ..errors import ConfigurationError
@@ -29,12 +28,6 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | nn.Module":
             f"{type(model).__name__} {model!r}"
         )
     return model
-
-
-def is_name(model: str) -> bool:
-    """Not a file or a folder."""
-    path = Path(model).expanduser()
-    return not (path.is_dir() or path.suffix == ".json")
 
 
 def subject_of(shape: ModelShape, training: Training) -> Subject:

@@ -6,15 +6,28 @@ Those that fit come first, the least costly of them before the others; then thos
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..dtypes import BF16, FP32
 from ..plan.assess import Assessment, Machine
 from ..plan.plan import plan_for
-from ..plan.remedies import nearest_change
+from ..plan.remedies import (
+    can_reduce_in_bf16,
+    flags_for,
+    nearest_change,
+    with_eight_bits,
+    with_single_sequences,
+)
 from ..plan.search import MODES, Choice
 from ..plan.training import Training
 from .figures import size
 from .planned import RunPlan
 
+# What `shardwise train` calls the fields of a training.
+FLAGS = {
+    "checkpointing": "--gradient-checkpointing",
+    "micro_batch": "--per-device-train-batch-size",
+    "num_micro_batches": "--gradient-accumulation-steps",
+    "reduce": "--reduce-dtype",
+    "optimizer": "--optimizer",
+}
 # A change that saves less is none.
 LEAST_SHARE = 0.005
 
@@ -50,8 +63,9 @@ def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
             times = None if planned.note else entry.tokens_per_s / changed.tokens_per_s
             found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
     found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 2) if fix.fits else 0, -fix.saved_bytes))
-    if not any(fix.fits for fix in found) and not planned.note and not entry.fits:
-        found.insert(0, Fix(f"together: {nearest_change(planned.assess, entry)}", 0, None, None))
+    hopeless = not planned.note and not entry.fits and not any(fix.fits for fix in found)
+    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes")):
+        found.insert(0, Fix(f"together: {together}", 0, None, None))
     return [*found, *_more_ranks(planned, room)]
 
 
@@ -67,9 +81,9 @@ def _more_ranks(planned: RunPlan, room: int) -> Iterator[Fix]:
 
 def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
     entry, assess = planned.entry, planned.assess
-    for words, training in _other_trainings(entry.training):
+    for training in _other_trainings(entry.training):
         try:
-            yield words, assess(entry.name, entry.layouts, training)
+            yield flags_for(entry.training, training, FLAGS), assess(entry.name, entry.layouts, training)
         except Exception:  # noqa: BLE001  the model's own code runs there, or it has no blocks to checkpoint
             continue
     if assess.machine.cluster.world_size > 1 and (other := _other_strategy(planned)) is not None:
@@ -77,22 +91,18 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
         yield f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}", other
 
 
-def _other_trainings(training: Training) -> Iterator[tuple[str, Training]]:
+def _other_trainings(training: Training) -> Iterator[Training]:
     for mode in MODES[MODES.index(training.checkpointing) + 1 :]:
-        yield f"--gradient-checkpointing {mode}", replace(training, checkpointing=mode)
-    if training.micro_batch > 1:
-        size, num = training.micro_batch // 2, 2 * training.num_micro_batches
-        words = f"--per-device-train-batch-size {size} --gradient-accumulation-steps {num}"
-        if training.micro_batch % 2 == 0:
-            yield words, replace(training, micro_batch=size, num_micro_batches=num)
-        else:
-            num = training.micro_batch * training.num_micro_batches
-            words = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {num}"
-            yield words, replace(training, micro_batch=1, num_micro_batches=num)
-    if training.formats.reduce == FP32 and training.formats.compute == BF16:
-        yield "--reduce-dtype bf16", replace(training, reduce="bf16")
+        yield replace(training, checkpointing=mode)
+    if training.micro_batch % 2 == 0:
+        num = 2 * training.num_micro_batches
+        yield replace(training, micro_batch=training.micro_batch // 2, num_micro_batches=num)
+    elif training.micro_batch > 1:
+        yield with_single_sequences(training)
+    if can_reduce_in_bf16(training):
+        yield replace(training, reduce="bf16")
     if training.optimizer == "adamw":
-        yield "--optimizer adamw8bit", replace(training, optimizer="adamw8bit", moments=None)
+        yield with_eight_bits(training)
 
 
 def _other_strategy(planned: RunPlan) -> Assessment | None:

@@ -12,7 +12,7 @@ Three streams allocate, and none reuses what another has freed: `pools` are the 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..events import elsewhere
+from ..memory import elsewhere
 from ..schedule import Schedule
 from ..training import Training
 from ..work.work import Work

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..events import Event, elsewhere
-from ..flat import Flat
+from ..events import Event
+from ..memory import device_state, elsewhere, resting_grads
 from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
@@ -94,7 +94,7 @@ def memory_of(
             held[REDUCE] += slot_bytes
         if unit.name not in has_grads:
             has_grads.add(unit.name)
-            held[GRADS] += resting_grads(unit)
+            held[GRADS] += resting_grads(unit.flats)
 
     def note(name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
         row = held.copy()
@@ -164,37 +164,6 @@ def _writes_directly(unit: UnitPlan, work: Work) -> bool:
     if unit.holds_units or not unit.backward_reads:
         return False
     return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
-
-
-def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
-    """Bytes of parameters and of the optimizer that stay on the device between steps."""
-    layout = flat.layout
-    master = flat.spans[flat.depth_of_master].num_elems
-    params = optimizer = 0
-    if flat.depth_of_params == 0 and not flat.master_is_whole:
-        params += flat.num_elems * flat.compute.itemsize
-    if layout.params_on == "device" and (flat.has_rest or (elsewhere(flat) and flat.depth_of_params)):
-        params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-    if not flat.trainable:
-        return params + (master * flat.master.itemsize if layout.params_on == "device" else 0), 0
-    here = master - elsewhere(flat)
-    optimizer += round(here * flat.master.itemsize * num_moments)
-    if flat.master == flat.compute:
-        return params + here * flat.master.itemsize, optimizer
-    return params, optimizer + here * flat.master.itemsize
-
-
-def resting_grads(unit: UnitPlan) -> int:
-    """On the device: of gradients that go to the host, those of the part of the optimizer that is kept here."""
-    return sum(
-        round(
-            flat.spans[flat.depth_of_grads].num_elems
-            * flat.reduce.itemsize
-            * (1.0 if flat.layout.grads_on == "device" else flat.layout.kept)
-        )
-        for flat in unit.flats
-        if flat.trainable
-    )
 
 
 def _cast_for_update(schedule: Schedule) -> int:

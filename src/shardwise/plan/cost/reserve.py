@@ -10,10 +10,11 @@ earlier micro-batch lie between activations. FSDP2, to compare with, allocates i
 
 from dataclasses import dataclass
 
+from ..memory import resting_grads
 from ..schedule import Schedule
 from ..training import Training
 from .fsdp2 import Fsdp2Memory
-from .peak import LOSS, Memory, resting_grads
+from .peak import LOSS, Memory
 
 MB, GIB = 10**6, 1 << 30
 # Of the memory of FSDP2's computing stream, in torchtitan's logs (`benchmarks/planner_memory_published.py`).
@@ -41,7 +42,7 @@ def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recom
 
 def largest_bytes(schedule: Schedule, memory: Memory) -> int:
     """Of the blocks of memory that come and go within a step."""
-    whole = [resting_grads(unit) for unit in schedule.units if unit.layout.grads == "whole"]
+    whole = [resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
     loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
     return max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
 

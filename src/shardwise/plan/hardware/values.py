@@ -96,6 +96,11 @@ class Cluster:
         return self.num_nodes * self.node_size
 
     @property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Of the mesh that its GPUs form: sizes, and the first rank's place."""
+        return {"world": (self.world_size, 0), "node": (self.node_size, 0), "replicate": (self.num_nodes, 0)}
+
+    @property
     def fabric(self) -> Fabric:
         return Fabric(self.num_nodes, self.node_size, self.intra, self.inter)
 

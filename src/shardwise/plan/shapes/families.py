@@ -147,10 +147,13 @@ def shape_of(model: str) -> ModelShape:
     """By what `--model` takes: a name, or a config.json, or the folder of one."""
     if not model.strip():
         raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
+    return shape_of_config(model) if is_file(model) else shape_named(model)
+
+
+def is_file(model: str) -> bool:
+    """A config.json or the folder of one, and no name of a shape."""
     path = find(model)
-    if model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir())):
-        return shape_of_config(model)
-    return shape_named(model)
+    return model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir()))
 
 
 def shape_named(name: str) -> ModelShape:

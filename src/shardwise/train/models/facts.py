@@ -5,7 +5,6 @@ transformer), a config.json (whose weights are drawn), or the id of a Hugging Fa
 cache here, once per machine. Code that a repository carries is never run, and pickled weights are never opened.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigurationError, did_you_mean
+from ...json_file import read_object
 from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
@@ -211,10 +211,4 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+    return read_object(path, str(path))
