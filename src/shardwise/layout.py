@@ -7,14 +7,17 @@ parameters are kept. That is all: the engine reads the answers, and no other fil
 `whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
 the nodes hold equal copies), `world` that all ranks together hold one copy.
 
-What rests on the host or on disk, and what travels in fewer bits, is costed by the planner; the engine of this version
-refuses to run it (`Layout.runs`).
+A preset's name may be followed by where something rests instead, as in `zero3+optimizer=host:0.6+params=disk`: the
+number is the part that goes there, and the rest of it stays on the device.
+
+What travels in fewer bits is costed by the planner; the engine of this version refuses to run it (`Layout.runs`).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .errors import ConfigurationError, did_you_mean
 
@@ -24,14 +27,17 @@ Place = Literal["device", "host", "disk"]
 Encoding = Literal["as_is", "bf16", "fp8", "int8", "int4"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+# What may rest elsewhere than on the device.
+MOVABLE = ("params", "grads", "optimizer", "activations")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never.
 
-    `*_on` is where something rests between its uses; `kept` is the part of the optimizer that stays on the device all
-    the same. `*_as` is what it travels as between ranks.
+    `*_on` is where something rests between its uses; `kept` is the part of the optimizer, whole parameters of a unit,
+    that stays on the device all the same, with all that belongs to it. `activations_on` is where rests what a unit's
+    forward leaves to its backward. `*_as` is what it travels as between ranks.
     """
 
     params: Split = "whole"
@@ -41,6 +47,7 @@ class Layout:
     params_on: Place = "device"
     grads_on: Place = "device"
     optimizer_on: Place = "device"
+    activations_on: Place = "device"
     kept: float = 0.0
     params_as: Encoding = "as_is"
     grads_as: Encoding = "as_is"
@@ -51,7 +58,7 @@ class Layout:
             ("grads", SPLITS),
             ("optimizer", SPLITS),
             ("gathered_until", get_args(Until)),
-            *((f"{what}_on", get_args(Place)) for what in ("params", "grads", "optimizer")),
+            *((f"{what}_on", get_args(Place)) for what in MOVABLE),
             *((f"{what}_as", get_args(Encoding)) for what in ("params", "grads")),
         ):
             value = getattr(self, field)
@@ -88,6 +95,8 @@ class Layout:
                 f"layout: grads_on={self.grads_on!r} with optimizer_on={self.optimizer_on!r}: gradients go to the host "
                 "where the optimizer reads them there, and never to disk"
             )
+        if self.activations_on == "disk":
+            raise ConfigurationError("layout: activations_on='disk': activations go to the host, and never to disk")
         if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
             raise ConfigurationError(
                 f"layout: kept={self.kept} with optimizer_on={self.optimizer_on!r}: it is the part, 0 to 1, of an "
@@ -97,8 +106,12 @@ class Layout:
     @property
     def runs(self) -> bool:
         """Whether the engine of this version can run it."""
-        places = (self.params_on, self.grads_on, self.optimizer_on)
-        return set(places) == {"device"} and {self.params_as, self.grads_as} == {"as_is"}
+        return {self.params_as, self.grads_as} == {"as_is"}
+
+    @property
+    def on_device(self) -> "Layout":
+        """The same with parameters, gradients and optimizer on the device."""
+        return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -115,7 +128,20 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return next((name for name, layout in (PRESETS | PLANNED).items() if layout == self), "custom")
+        """Of the preset, with what rests elsewhere than it says; `layout_of` reads it."""
+        known = PRESETS | PLANNED
+        exact = next((name for name, layout in known.items() if layout == self), None)
+        if exact is not None:
+            return exact
+        plain = replace(self.on_device, activations_on="device")
+        base = next((name for name, layout in known.items() if layout == plain), None)
+        return "custom" if base is None else "+".join([base, *self._moved])
+
+    @property
+    def _moved(self) -> list[str]:
+        moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
+        part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
+        return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -136,13 +162,15 @@ PRESETS: dict[str, Layout] = {
     "hfsdp": Layout("node", "node", "world", "forward"),
     "hpz": Layout("node", "world", "world", "forward"),
 }
+PRESETS |= {
+    "zero2_offload": replace(PRESETS["zero2"], grads_on="host", optimizer_on="host"),
+    "zero3_offload": replace(PRESETS["zero3"], params_on="host", grads_on="host", optimizer_on="host"),
+    "zero3_nvme": replace(PRESETS["zero3"], params_on="disk", grads_on="host", optimizer_on="disk"),
+}
 
 # Rows that the planner costs and the engine cannot run yet.
 PLANNED: dict[str, Layout] = {
     "zeropp": replace(PRESETS["hpz"], params_as="int8", grads_as="int4"),
-    "zero2_offload": replace(PRESETS["zero2"], grads_on="host", optimizer_on="host"),
-    "zero3_offload": replace(PRESETS["zero3"], params_on="host", grads_on="host", optimizer_on="host"),
-    "zero3_nvme": replace(PRESETS["zero3"], params_on="disk", grads_on="host", optimizer_on="disk"),
 }
 
 ALIASES: dict[str, str] = {
@@ -177,7 +205,7 @@ Strategy = str | Layout | Mapping[str, "str | Layout"]
 
 
 def layout_of(strategy: str | Layout) -> Layout:
-    """A preset's row by its name or alias (hyphens and capitals allowed), or the layout itself."""
+    """A preset's row by its name or alias (hyphens and capitals allowed), with what was moved, or the layout itself."""
     if isinstance(strategy, Layout):
         return strategy
     if not isinstance(strategy, str):
@@ -186,12 +214,44 @@ def layout_of(strategy: str | Layout) -> Layout:
         )
     if strategy.lower() == AUTO:
         raise ConfigurationError(f"strategy {AUTO!r} chooses for the whole model: it cannot be one entry of a mapping")
-    name = strategy.lower().replace("-", "_")
+    # An alias may end in plus signs itself.
+    name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
+    name = name.replace("-", "_")
     name = ALIASES.get(name, name)
     known = PRESETS | PLANNED
     if name not in known:
         raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*known, *ALIASES, AUTO})}")
-    return known[name]
+    return moved(known[name], moves)
+
+
+def moved(layout: Layout, moves: Iterable[str]) -> Layout:
+    """With things in other places: each move is `what=place`, for the optimizer also `optimizer=place:part`."""
+    changes: dict[str, Any] = {}
+    for move in moves:
+        what, _, where = move.partition("=")
+        place, _, part = where.partition(":")
+        if what not in MOVABLE:
+            raise ConfigurationError(f"offload {move!r}: {what!r} cannot be moved; {did_you_mean(what, MOVABLE)}")
+        if place not in get_args(Place):
+            raise ConfigurationError(f"offload {move!r}: {place!r} is no place; {did_you_mean(place, get_args(Place))}")
+        if f"{what}_on" in changes:
+            raise ConfigurationError(f"offload {move!r}: {what} is moved to {changes[f'{what}_on']!r} already")
+        changes[f"{what}_on"] = place
+        if part:
+            changes["kept"] = _kept(move, what, part)
+    return replace(layout, **changes)
+
+
+def _kept(move: str, what: str, part: str) -> float:
+    try:
+        moved_part = float(part)
+    except ValueError:
+        moved_part = 0.0
+    if what != "optimizer" or not 0 < moved_part <= 1:
+        raise ConfigurationError(
+            f"offload {move!r}: a part, above 0 and at most 1, goes with the optimizer alone, as in optimizer=host:0.6"
+        )
+    return round(1 - moved_part, 6)
 
 
 def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:

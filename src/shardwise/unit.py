@@ -5,7 +5,7 @@ Every other file uses these words and no others:
     master    what the optimizer updates. This rank's part at the optimizer's depth of the chain, in the
               master dtype. The only truth; everything else is made from it.
     rest      a copy in the compute dtype at the depth of the parameters, only where the optimizer is
-              split further than they are (`Flat.has_rest`).
+              split further than they are (`Flat.rest_on`).
     whole     all of the flat in the compute dtype: what forward and backward read. It lies in a gather
               slot or in memory of its own. The module's parameters are views into it: nothing is copied
               in before a gather or out after it. Where the layout splits nothing and the dtypes agree,
@@ -100,7 +100,7 @@ class FlatState:
         spans = flat.spans
         self.master = torch.zeros(spans[flat.depth_of_master].num_elems, dtype=flat.master.torch, device=device)
         self.rest: Tensor | None = None
-        if flat.has_rest:
+        if flat.rest_on is not None:
             self.rest = torch.zeros(spans[flat.depth_of_params].num_elems, dtype=flat.compute.torch, device=device)
         self.whole: Tensor = (
             self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute.torch, device=device)
@@ -187,9 +187,10 @@ class FlatState:
         if index in self.held:
             self.master[self.held[index]].copy_(self.part_of(index, value))
 
-    def start_gather(self, refresh: Sequence[Hop], gather: Sequence[Hop], channels: Channels) -> list[InFlight]:
+    def start_gather(self, is_stale: bool, channels: Channels) -> list[InFlight]:
         """Bring the master to `whole`. All hops but the last are finished here, in stream order."""
         flat = self.flat
+        refresh, gather = flat.refresh_hops if is_stale else (), flat.gather_hops
         if flat.master_is_whole:
             return []
         if self.rest is None:

@@ -162,7 +162,7 @@ def _prepare(
         if not plan.layout.runs:
             raise ConfigurationError(
                 f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot "
-                "run it yet; what runs rests on the device and travels as it is"
+                "run it yet; what runs travels as it is"
             )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}

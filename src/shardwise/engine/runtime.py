@@ -164,16 +164,16 @@ class Engine:
             self._finish_gather(index)
         unit = self.units[index]
         todo = occupancy.take(index)
-        if not [flat for flat, _, _ in todo if not flat.master_is_whole]:
+        if not [flat for flat, _ in todo if not flat.master_is_whole]:
             unit.stamp(2 * self.num_updates)
             return
         with self._gather_lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             flights: list[InFlight] = []
             for state in unit.states:
-                for flat, refresh, gather in todo:
+                for flat, is_stale in todo:
                     if flat is state.flat:
-                        flights += state.start_gather(refresh, gather, self._gather_channels)
+                        flights += state.start_gather(is_stale, self._gather_channels)
             self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark())
 
     def _lose(self, index: int) -> None:

@@ -14,7 +14,6 @@ from ..layout import Encoding
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
-from .memory import elsewhere
 from .schedule import Occupancy, Schedule, UnitPlan
 
 Verb = Literal["gather", "forward", "backward", "reduce", "agree", "norm", "update"]
@@ -40,7 +39,8 @@ class Event:
     host_elems: int = 0
 
 
-Todo = Sequence[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]]
+# Flats to gather, and whether their master is newer than every copy of it.
+Todo = Sequence[tuple[Flat, bool]]
 
 
 def step_events(
@@ -69,13 +69,14 @@ def step_events(
 
 
 class _Happening(NamedTuple):
-    """What the engine does, before it is known what that moves. `is_special`: a gather of something stale, or the last
-    reduction of a step."""
+    """What the engine does, before it is known what that moves. `is_first` and `is_last` are of a step's reductions;
+    a gather of something stale is the first of it."""
 
     verb: Verb
     unit: int
     todo: Todo = ()
-    is_special: bool = False
+    is_first: bool = False
+    is_last: bool = False
 
 
 class _Teller:
@@ -83,19 +84,19 @@ class _Teller:
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
-        self._known: dict[tuple[str, int, int, bool], Event] = {}
+        self._known: dict[tuple[str, int, int, bool, bool], Event] = {}
 
     def __call__(self, happening: _Happening) -> Event:
         unit = self._units[happening.unit]
         if happening.verb not in ("gather", "reduce"):
             return Event(happening.verb, unit.name)
-        key = (happening.verb, id(unit.flats), len(happening.todo), happening.is_special)
+        key = (happening.verb, id(unit.flats), len(happening.todo), happening.is_first, happening.is_last)
         known = self._known.get(key)
         if known is None:
             if happening.verb == "gather":
-                known = gather_event(unit, happening.todo, happening.is_special)
+                known = gather_event(unit, happening.todo)
             else:
-                known = reduce_event(unit, happening.is_special)
+                known = reduce_event(unit, happening.is_first, happening.is_last)
             self._known[key] = known
         return Event(happening.verb, unit.name, known.calls, known.moves)
 
@@ -134,48 +135,63 @@ def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: 
             if is_dropped[unit]:
                 occupancy.release(unit)
             if is_trained[unit]:
-                yield _Happening("reduce", unit, (), index == num_micro_batches - 1)
+                yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
 
 
 def _gathers(occupancy: Occupancy, units: Iterable[int]) -> Iterator[_Happening]:
     for unit in units:
         if not occupancy.is_ready(unit):
             is_stale = not occupancy.rest_fresh[unit]
-            yield _Happening("gather", unit, occupancy.take(unit), is_stale)
+            yield _Happening("gather", unit, occupancy.take(unit), is_first=is_stale)
 
 
-def gather_event(unit: UnitPlan, todo: Todo, is_stale: bool) -> Event:
-    """`todo`: the flats to be gathered, with the hops that refresh the copy at rest and those that make it whole."""
+def gather_event(unit: UnitPlan, todo: Todo) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
-    for flat, refresh, gather in todo:
-        calls.extend(_calls(flat, (*refresh, *gather), flat.compute, unit.layout.params_as))
+    for flat, is_stale in todo:
+        hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
+        calls.extend(_calls(flat, hops, flat.compute, unit.layout.params_as))
         moves.extend(_fetches(flat, is_stale))
     return Event("gather", unit.name, tuple(calls), _added_up(moves))
 
 
 def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
-    """Parameters that rest elsewhere come for every gather, masters that changed elsewhere come once."""
-    layout = flat.layout
-    if layout.params_on != "device":
-        at_rest = flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-        if layout.params_on == "disk":
+    """What comes to the device before the hops of a gather, and what goes from it after those that refresh a copy."""
+    own, at_rest = (num * flat.compute.itemsize for num in (flat.num_master, flat.num_rest))
+    if flat.rest_on is None or flat.rest_is_own:
+        resting_on = flat.master_on if flat.rest_on is None else flat.rest_on
+        if resting_on == "disk":
+            yield Move("read", own)
+        if resting_on != "device" or (is_stale and flat.host_updates):
+            yield Move("to_device", own)
+        return
+    if is_stale:
+        if flat.host_updates:
+            yield Move("to_device", own)
+        if flat.rest_on != "device":
+            yield Move("to_host", at_rest)
+        if flat.rest_on == "disk":
+            yield Move("write", at_rest)
+    elif flat.rest_on != "device":
+        if flat.rest_on == "disk":
             yield Move("read", at_rest)
         yield Move("to_device", at_rest)
-    elif layout.optimizer_on != "device" and flat.trainable and is_stale:
-        yield Move("to_device", elsewhere(flat) * flat.compute.itemsize)
 
 
-def reduce_event(unit: UnitPlan, is_last: bool) -> Event:
+def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
+    """Gradients that rest on the host come back to be added to."""
     calls: list[Call] = []
     moves: list[Move] = []
     for flat in unit.flats:
         if flat.trainable:
             hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
             calls.extend(_calls(flat, hops, flat.reduce, unit.layout.grads_as))
-            if unit.layout.optimizer_on != "device" and (is_last or unit.layout.grads_on == "host"):
-                at_rest = round(flat.spans[flat.depth_of_grads].num_elems * (1 - unit.layout.kept))
-                moves.append(Move("to_host", (elsewhere(flat) if is_last else at_rest) * flat.reduce.itemsize))
+            if flat.grads_on_host and not is_first:
+                moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
+            if flat.host_updates and is_last:
+                moves.append(Move("to_host", flat.num_master * flat.reduce.itemsize))
+            elif flat.grads_on_host:
+                moves.append(Move("to_host", flat.num_grads * flat.reduce.itemsize))
     return Event("reduce", unit.name, tuple(calls), _added_up(moves))
 
 
@@ -183,14 +199,13 @@ def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
     moves: list[Move] = []
     for flat in unit.flats:
-        if flat.trainable and unit.layout.optimizer_on != "device":
-            num_elems = elsewhere(flat)
-            host_elems += num_elems
-            if unit.layout.optimizer_on == "disk":
-                num_bytes = round(num_elems * flat.master.itemsize * (1 + num_moments))
+        if flat.host_updates:
+            host_elems += flat.num_master
+            if flat.master_on == "disk":
+                num_bytes = round(flat.num_master * flat.master.itemsize * (1 + num_moments))
                 moves += [Move("read", num_bytes), Move("write", num_bytes)]
-            if unit.layout.params_on == "disk":
-                moves.append(Move("write", num_elems * flat.compute.itemsize))
+            if flat.rest_on == "disk" and flat.rest_is_own:
+                moves.append(Move("write", flat.num_master * flat.compute.itemsize))
     return Event("update", unit.name, (), _added_up(moves), host_elems)
 
 

@@ -9,6 +9,9 @@ optimizer each stop at a depth of the chain, so every layout is three numbers:
 
 and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
 Frozen parameters have no optimizer: they stop at P.
+
+Each of them rests in a place, too. Where the optimizer is not on the device, the host updates: it reads the gradient on
+the host, and leaves the new weights there in the compute dtype.
 """
 
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ from functools import cached_property
 from math import prod
 
 from ..dtypes import FP32, DType
-from ..layout import Layout
+from ..layout import Layout, Place
 from ..precision import Precision
 from ..shard import Interval, nested_shards, place
 from ..wire.ledger import Kind
@@ -80,14 +83,66 @@ class Flat:
         return nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
 
     @cached_property
-    def master_is_whole(self) -> bool:
-        """The master is the compute copy: same dtype, same place, nothing to gather."""
-        return self.depth_of_master == 0 and self.master == self.compute
+    def master_on(self) -> Place:
+        return self.layout.optimizer_on if self.trainable else self.layout.params_on
+
+    @property
+    def host_updates(self) -> bool:
+        """The host does, wherever it keeps what it updates."""
+        return self.trainable and self.master_on != "device"
+
+    @property
+    def grads_on_host(self) -> bool:
+        """Between micro-batches, too; else gradients leave the device once they are final."""
+        return self.host_updates and self.layout.grads_on == "host"
+
+    @property
+    def reduces_in_slot(self) -> bool:
+        """Gradients travel in a slot, not where they rest: that holds a part of them, or is not on the device."""
+        return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
 
     @cached_property
-    def has_rest(self) -> bool:
-        """A 16-bit copy at rest between master and whole, because the optimizer is split further."""
-        return 0 < self.depth_of_params < self.depth_of_master
+    def master_is_whole(self) -> bool:
+        """The master is the compute copy: same dtype, same place, nothing to gather."""
+        return self.depth_of_master == 0 and self.master == self.compute and self.master_on == "device"
+
+    @cached_property
+    def rest_on(self) -> Place | None:
+        """Where a copy in the compute dtype rests between master and whole: where the parameters should rest, if the
+        master is split further, rests elsewhere, or would travel to the device in more bits than it is used in."""
+        place = self.layout.params_on
+        if self.depth_of_params == 0:
+            return None
+        is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
+        travels_larger = place != "device" and self.master != self.compute
+        is_among_moments = place == "disk" and self.trainable
+        return place if is_other or travels_larger or is_among_moments else None
+
+    @cached_property
+    def rest_is_own(self) -> bool:
+        """The copy at rest is what the update of this rank writes, and nobody else's."""
+        return self.rest_on is not None and self.depth_of_params == self.depth_of_master
+
+    @cached_property
+    def has_out(self) -> bool:
+        """Updated weights have a place of their own on the host, from which they go to the device: unless that is the
+        copy at rest, or the master itself."""
+        is_master = self.master_on == "host" and self.master == self.compute
+        is_rest = self.rest_is_own and self.rest_on != "device"
+        return self.host_updates and not is_master and not is_rest
+
+    @property
+    def num_master(self) -> int:
+        """Elements of the master on this rank."""
+        return self.spans[self.depth_of_master].num_elems
+
+    @property
+    def num_rest(self) -> int:
+        return self.spans[self.depth_of_params].num_elems
+
+    @property
+    def num_grads(self) -> int:
+        return self.spans[self.depth_of_grads].num_elems
 
     @cached_property
     def refresh_hops(self) -> tuple[Hop, ...]:
@@ -129,16 +184,38 @@ def flats_of(
     keep_fp32: Sequence[str],
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
-    groups: dict[tuple[DType, DType, DType, bool], list[Param]] = {}
+    groups: dict[tuple[DType, DType, DType, bool, bool], list[Param]] = {}
+    on_device = kept_params(unit.params, layout.kept)
     for param in unit.params:
         kept = matches(param.sites[0].module, keep_fp32)
         compute = FP32 if kept else precision.compute
         master = (FP32 if kept else precision.master) if param.trainable else param.dtype
         # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
-        groups.setdefault((compute, master, param.dtype, param.trainable), []).append(param)
+        groups.setdefault((compute, master, param.dtype, param.trainable, param.name in on_device), []).append(param)
     sizes = tuple(axes[axis][0] for axis in layout.chain)
     indices = tuple(axes[axis][1] for axis in layout.chain)
     return tuple(
-        Flat(tuple(params), layout, sizes, indices, compute, master, precision.reduce, trainable)
-        for (compute, master, _, trainable), params in groups.items()
+        Flat(
+            tuple(params),
+            layout.on_device if is_kept else layout,
+            sizes,
+            indices,
+            compute,
+            master,
+            precision.reduce,
+            trainable,
+        )
+        for (compute, master, _, trainable, is_kept), params in groups.items()
     )
+
+
+def kept_params(params: Sequence[Param], part: float) -> set[str]:
+    """Names, of those that are trained, of about this part of their elements, and not more: the largest that fit."""
+    trained = [param for param in params if param.trainable]
+    room = part * sum(param.num_elems for param in trained)
+    kept: set[str] = set()
+    for param in sorted(trained, key=lambda param: -param.num_elems) if room else ():
+        if param.num_elems <= room:
+            kept.add(param.name)
+            room -= param.num_elems
+    return kept

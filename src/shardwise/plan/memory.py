@@ -40,37 +40,19 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
 def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
     """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is the parameters
     themselves counts as them."""
-    layout = flat.layout
-    master = flat.spans[flat.depth_of_master].num_elems
     params = optimizer = 0
     if flat.depth_of_params == 0 and not flat.master_is_whole:
         params += flat.num_elems * flat.compute.itemsize
-    if layout.params_on == "device" and (flat.has_rest or (elsewhere(flat) and flat.depth_of_params)):
-        params += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-    if not flat.trainable:
-        return params + (master * flat.master.itemsize if layout.params_on == "device" else 0), 0
-    here = master - elsewhere(flat)
-    optimizer += round(here * flat.master.itemsize * num_moments)
-    if flat.master == flat.compute:
-        return params + here * flat.master.itemsize, optimizer
-    return params, optimizer + here * flat.master.itemsize
+    if flat.rest_on == "device":
+        params += flat.num_rest * flat.compute.itemsize
+    master = flat.num_master * flat.master.itemsize if flat.master_on == "device" else 0
+    if flat.trainable:
+        optimizer += round(master * num_moments)
+    if flat.trainable and flat.master != flat.compute:
+        return params, optimizer + master
+    return params + master, optimizer
 
 
 def resting_grads(flats: Iterable[Flat]) -> int:
-    """On the device: of gradients that go to the host, those of the part of the optimizer that is kept here."""
-    return sum(
-        round(
-            flat.spans[flat.depth_of_grads].num_elems
-            * flat.reduce.itemsize
-            * (1.0 if flat.layout.grads_on == "device" else flat.layout.kept)
-        )
-        for flat in flats
-        if flat.trainable
-    )
-
-
-def elsewhere(flat: Flat) -> int:
-    """Elements of the master that do not rest on the device."""
-    if flat.layout.optimizer_on == "device":
-        return 0
-    return round(flat.spans[flat.depth_of_master].num_elems * (1 - flat.layout.kept))
+    """On the device, between micro-batches."""
+    return sum(flat.num_grads * flat.reduce.itemsize for flat in flats if flat.trainable and not flat.grads_on_host)

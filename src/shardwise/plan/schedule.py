@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ..errors import ConfigurationError
 from ..layout import Layout
 from ..shard import BLOCK_ELEMS
-from .flat import Flat, Hop
+from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
@@ -54,12 +54,8 @@ class UnitPlan:
 
     @property
     def reduced_bytes(self) -> int:
-        """What a reduction of the unit needs beside the gradients at rest."""
-        return sum(
-            aligned(flat.num_elems * flat.reduce.itemsize)
-            for flat in self.flats
-            if flat.trainable and flat.depth_of_grads > 0
-        )
+        """What a reduction of the unit needs beside the gradients at rest on the device."""
+        return sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +159,8 @@ class Occupancy:
     def is_ready(self, unit: int) -> bool:
         return self.held[unit] and self.fresh[unit]
 
-    def take(self, unit: int) -> list[tuple[Flat, tuple[Hop, ...], tuple[Hop, ...]]]:
-        """Make `unit` gathered and fresh; returns the flats to gather, with hops of rest and of whole."""
+    def take(self, unit: int) -> list[tuple[Flat, bool]]:
+        """Make `unit` gathered and fresh; returns the flats to gather, and whether their master is newer than all."""
         slot = self.schedule.slot_of[unit]
         if slot is not None:
             previous = self.holder.get(slot)
@@ -175,8 +171,7 @@ class Occupancy:
         for flat in self.schedule.units[unit].flats:
             if self.held[unit] and (self.fresh[unit] or not flat.trainable):
                 continue
-            stale_rest = flat.trainable and not self.rest_fresh[unit]
-            todo.append((flat, flat.refresh_hops if stale_rest else (), flat.gather_hops))
+            todo.append((flat, flat.trainable and not self.rest_fresh[unit]))
         self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
         return todo
 

@@ -12,7 +12,7 @@ from ..dtypes import BF16, FP16
 from ..errors import ConfigurationError
 from ..layout import PLANNED, PRESETS, Layout, Split, Strategy, layouts_for
 from .assess import Machine
-from .events import Event, gather_event, reduce_event, update_event
+from .events import gather_event, reduce_event, update_event
 from .flat import flats_of
 from .model import ROOT, FoundUnit, Param, Site
 from .schedule import UnitPlan
@@ -109,12 +109,7 @@ def _moved(layout: Layout, num_params: int, machine: Machine, training: Training
     unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, cluster.axes, ()), False, True)
     num = training.num_micro_batches
     num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[layout.gathered_until]
-    events = [_gather(unit, is_stale=index == 0) for index in range(num_gathers)]
-    events += [reduce_event(unit, is_last=index == num - 1) for index in range(num)]
+    events = [gather_event(unit, [(flat, index == 0) for flat in unit.flats]) for index in range(num_gathers)]
+    events += [reduce_event(unit, is_first=index == 0, is_last=index == num - 1) for index in range(num)]
     events.append(update_event(unit, training.num_moments))
     return traffic_of(events, cluster.num_nodes, cluster.node_size)
-
-
-def _gather(unit: UnitPlan, is_stale: bool) -> Event:
-    todo = [(flat, flat.refresh_hops if is_stale else (), flat.gather_hops) for flat in unit.flats]
-    return gather_event(unit, todo, is_stale)

@@ -12,7 +12,7 @@ Three streams allocate, and none reuses what another has freed: `pools` are the 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..memory import elsewhere
+from ..offload import off_device
 from ..schedule import Schedule
 from ..training import Training
 from ..work.work import Work
@@ -29,8 +29,6 @@ from .peak import (
     WORKSPACE_BYTES,
     Instant,
     Memory,
-    disk_bytes,
-    host_bytes,
 )
 
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
@@ -52,8 +50,8 @@ def fsdp2_memory_of(
         step.forward()
         step.backward(is_first=index == 0)
     step.update()
-    on_host, on_disk = host_bytes(schedule, training.num_moments), disk_bytes(schedule, training.num_moments)
-    return Fsdp2Memory(tuple(step.found), on_host, on_disk, tuple(step.pool_peaks))
+    away = off_device([unit.flats for unit in schedule.units], training.num_moments)
+    return Fsdp2Memory(tuple(step.found), away.host, away.disk, tuple(step.pool_peaks))
 
 
 class _Step:
@@ -85,7 +83,7 @@ class _Step:
         self.shard_bytes: list[int] = []
         for unit in schedule.units:
             for flat in unit.flats:
-                here = flat.spans[flat.depth_of_master].num_elems - elsewhere(flat)
+                here = flat.num_master
                 on_device = flat.trainable or flat.layout.params_on == "device"
                 self.hold(PARAMS, here * flat.master.itemsize if on_device else 0)
                 if flat.trainable:

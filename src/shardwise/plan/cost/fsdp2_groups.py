@@ -76,7 +76,7 @@ def _group(units: Iterable[UnitPlan]) -> Group:
         collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in split),
         part_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.compute.itemsize for flat in cast),
         rest_bytes=sum(
-            flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize for flat in split if flat.has_rest
+            flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize for flat in split if flat.rest_on
         ),
         summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
         grad_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in trained),

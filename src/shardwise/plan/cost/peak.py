@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..events import Event
-from ..memory import device_state, elsewhere, resting_grads
+from ..memory import device_state, resting_grads
+from ..offload import off_device
 from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
@@ -156,7 +157,8 @@ def memory_of(
             num_slots = 0
             note("the gradients' norm", GRADS, _cast_for_norm(schedule) if clips else 0)
             note("update", OPTIMIZER, _cast_for_update(schedule))
-    return Memory(tuple(found), host_bytes(schedule, num_moments), disk_bytes(schedule, num_moments))
+    away = off_device([unit.flats for unit in schedule.units], num_moments)
+    return Memory(tuple(found), away.host, away.disk)
 
 
 def _writes_directly(unit: UnitPlan, work: Work) -> bool:
@@ -177,32 +179,3 @@ def _cast_for_norm(schedule: Schedule) -> int:
     """torch takes norms of a copy in fp64, which has the bytes of its pieces' results too."""
     longest = max((flat.spans[flat.depth_of_master].num_elems for flat in schedule.trainable_flats), default=0)
     return 8 * min(longest, NORM_ELEMS)
-
-
-def host_bytes(schedule: Schedule, num_moments: float) -> int:
-    """On the host of one rank: what rests there, and weights and gradients on their way to and from disk."""
-    total = 0
-    for unit in schedule.units:
-        for flat in unit.flats:
-            layout, away = flat.layout, elsewhere(flat)
-            if layout.params_on == "host":
-                total += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-            elif away:
-                total += away * flat.compute.itemsize
-            if flat.trainable:
-                if layout.optimizer_on == "host":
-                    total += round(away * flat.master.itemsize * (1 + num_moments))
-                if away:
-                    total += away * flat.reduce.itemsize
-    return total
-
-
-def disk_bytes(schedule: Schedule, num_moments: float) -> int:
-    total = 0
-    for unit in schedule.units:
-        for flat in unit.flats:
-            if flat.layout.params_on == "disk":
-                total += flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize
-            if flat.trainable and flat.layout.optimizer_on == "disk":
-                total += round(elsewhere(flat) * flat.master.itemsize * (1 + num_moments))
-    return total
