@@ -36,6 +36,18 @@ class WireError(ShardwiseError, RuntimeError):
     """A collective failed, or the ranks do not agree."""
 
 
+class StoreError(ShardwiseError, RuntimeError):
+    """Memory or a disk that holds training state failed, or gave back other bytes than it was given."""
+
+
+class PlaceError(StoreError, ConfigurationError):
+    """A place that was asked for cannot be used; raised before anything ran."""
+
+
+class NoRoomError(PlaceError, MemoryExceededError):
+    """A place that was asked for has too little room; raised before anything ran."""
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A sharded model or optimizer was touched in a way, or at a time, that cannot be right."""
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint import disk
-from shardwise.checkpoint.disk import ALIGNMENT, BLOCK_BYTES, Stream, check_bytes, open_direct, read_at, write_pieces
+from shardwise.checkpoint.disk import BLOCK_BYTES, Stream, check_bytes, write_pieces
 from shardwise.checkpoint.index import Check
+from shardwise.direct_io import ALIGNMENT, open_direct, read_at
 from tests.harness import num_open_files
 
 BLOCK, CHECKED = 8192, 4096

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint import disk, reader
-from shardwise.checkpoint.disk import ALIGNMENT
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensors import entry_of, lay_out, read_header, write_file
+from shardwise.direct_io import ALIGNMENT
 from shardwise.errors import CheckpointError
 from shardwise.shard import Interval
 from tests.harness import num_open_files

@@ -1,32 +1,27 @@
 """Bytes to the disk and from it, with checksums on their way to it.
 
-They go around the page cache where the file system lets them (O_DIRECT): the disk is then as fast as it can be, the
-processor has less to copy, and what the run keeps in the cache stays there. While one block is being filled, others are
-summed and written.
+They go around the page cache where the file system lets them. While one block is being filled, others are summed and
+written.
 """
 
-import errno
-import fcntl
 import mmap
 import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from ..direct_io import ALIGNMENT, open_direct, write_at
 from .index import Check
 
 BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 4
 _MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
-# What O_DIRECT asks of lengths, offsets and addresses, on every disk that is sold.
-ALIGNMENT = 4096
 
 
 def check_bytes(num_bytes: int) -> int:
@@ -36,40 +31,6 @@ def check_bytes(num_bytes: int) -> int:
     while size < BLOCK_BYTES and num_bytes > _MOST_CHECKS * size:
         size *= 2
     return min(size, BLOCK_BYTES)
-
-
-def open_direct(path: Path, flags: int) -> int:
-    """A descriptor that goes around the page cache, if there is a way around it."""
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o666)
-
-
-def _or_through_the_cache(file: int, do: Callable[[], int]) -> int:
-    """For file systems that open files this way and then do not read or write them."""
-    # Before it is tried: another thread may find out in the meantime.
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    try:
-        return do()
-    except OSError as error:
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-            raise
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return do()
-
-
-def read_at(file: int, view: memoryview, offset: int) -> int:
-    """Fill the view from a place in a file, both aligned; returns how much there was before the file ended."""
-    done = 0
-    while done < len(view):
-        num = _or_through_the_cache(file, partial(os.preadv, file, [view[done:]], offset + done))
-        if num == 0:
-            break
-        done += num
-    return done
 
 
 class Stream:
@@ -158,7 +119,7 @@ class _Block:
 
     def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
         # The end of the last block is filled up; the file is cut afterwards.
-        done, end = 0, min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
+        end = min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
         with memoryview(self._memory) as view:
             try:
                 if check_bytes is not None:
@@ -167,8 +128,7 @@ class _Block:
                         for at in range(0, num_bytes, check_bytes)
                         for part in (view[at : min(num_bytes, at + check_bytes)],)
                     ]
-                while done < end:
-                    done += _or_through_the_cache(file, partial(os.pwrite, file, view[done:end], offset + done))
+                write_at(file, view[:end], offset)
             except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the file is finished
                 self._failure = error
 

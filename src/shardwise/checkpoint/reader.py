@@ -19,9 +19,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from ..direct_io import ALIGNMENT, open_direct, read_at
 from ..errors import DamageError
 from ..shard import Interval, round_up
-from .disk import ALIGNMENT, BLOCK_BYTES, open_direct, read_at
+from .disk import BLOCK_BYTES
 from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64

@@ -1,0 +1,77 @@
+"""A file in blocks, each with a checksum that is made when it is written and compared whenever it is read."""
+
+import ctypes
+import mmap
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from ..direct_io import ALIGNMENT, read_at, write_at
+from ..errors import StoreError
+from ..shard import round_up
+from .region import Part, Region
+from .sums import CHECK_BYTES, sums_of
+
+
+class Blocks:
+    """`num_threads` threads may use it at once, none of them a block that another one writes."""
+
+    def __init__(self, file: int, num_threads: int) -> None:
+        self._file = file
+        self._bounces: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(num_threads):
+            self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # no memory before it is used
+
+    def put(self, region: Region, part: Part, memory: memoryview) -> None:
+        if part.is_whole:
+            self._write(region, part.start, memory)
+            return
+        start, stop = region.block_around(part.start)
+        bounce = self._bounces.get()
+        try:
+            block = bounce[: round_up(stop - start, ALIGNMENT)]
+            if len(memory) < stop - start and region.is_summed[start // CHECK_BYTES]:
+                self._read(region, start, block)
+            else:
+                block[:] = bytes(len(block))
+            block[part.start - start : part.stop - start] = memory
+            self._write(region, start, block)
+        finally:
+            self._bounces.put(bounce)
+
+    def fetch(self, region: Region, part: Part, memory: memoryview) -> None:
+        if part.is_whole:
+            self._read(region, part.start, memory)
+            return
+        start, stop = region.block_around(part.start)
+        bounce = self._bounces.get()
+        try:
+            block = bounce[: round_up(stop - start, ALIGNMENT)]
+            self._read(region, start, block)
+            memory[:] = block[part.start - start : part.stop - start]
+        finally:
+            self._bounces.put(bounce)
+
+    def _write(self, region: Region, start: int, memory: memoryview) -> None:
+        blocks = _blocks(start, memory)
+        region.sums[blocks] = sums_of(memory)
+        region.is_summed[blocks] = True
+        write_at(self._file, memory, region.offset + start)
+
+    def _read(self, region: Region, start: int, memory: memoryview) -> None:
+        num = read_at(self._file, memory, region.offset + start)
+        if num < len(memory):
+            raise StoreError(f"the file ends {len(memory) - num} bytes before them: it was cut short")
+        is_other = sums_of(memory) != region.sums[_blocks(start, memory)]
+        if is_other.any():
+            first = start + int(is_other.nonzero()[0]) * CHECK_BYTES
+            raise StoreError(f"the disk returned other bytes than were written, from byte {first} on")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host. The view does not keep them."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _blocks(start: int, memory: memoryview) -> slice:
+    return slice(start // CHECK_BYTES, round_up(start + len(memory), CHECK_BYTES) // CHECK_BYTES)
