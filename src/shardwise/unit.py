@@ -12,6 +12,8 @@ Every other file uses these words and no others:
               it is the master (`Flat.master_is_whole`).
     grads     the gradient at rest, at the depth of the gradients, in the reduce dtype.
     final     the part of `grads` at the optimizer's depth; once reduced, it is what the optimizer reads.
+    away      what of all this is on the host or on disk (`away.py`), where the layout says so. A gradient that the
+              host reads leaves the device once it is final, or after each micro-batch.
 
 Outside forward and backward a unit is *resting*: its modules show `resting` parameters, views of this rank's
 part of the master (one-dimensional where the master is split), so nobody ever reads memory that is stale,
@@ -23,7 +25,8 @@ the same storage in both. It is written through tensors that share no version co
 engine stamps those itself, with one version while the memory holds the weights and another while it does not.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -32,8 +35,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .away import MASTER, Away, HostMemory
 from .errors import ConfigurationError, StateError
 from .plan.flat import Flat, Hop
+from .plan.offload import LEAVING_NORM_ELEMS
 from .shard import cuts, pieces
 from .wire.collectives import (
     Channel,
@@ -60,14 +65,32 @@ _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size
 class Elsewhere(Tensor):
     """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
 
+    why = (
+        "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
+        "optimizer.zero_grad()"
+    )
+    harmless = _HARMLESS
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _HARMLESS:
+        if func.__name__ in cls.harmless:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise StateError(
-            "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
-            "optimizer.zero_grad()"
-        )
+        raise StateError(cls.why)
+
+
+class OnDisk(Elsewhere):
+    """Stands for the master weights of a resting parameter, or for what its optimizer keeps."""
+
+    why = (
+        "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "
+        "optimizer state through a checkpoint"
+    )
+    # It is a parameter, with hooks, and gets gradients.
+    harmless = _HARMLESS | {"__set__", "detach", "requires_grad_", "register_hook"}
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:
@@ -91,17 +114,26 @@ def _cut(buffer: Tensor, flat: Flat) -> _Places:
     return _Places(params, tuple(part for part in parts[::2] if part.numel()))
 
 
+def sum_of_squares(pieces: Iterable[Tensor]) -> Tensor:
+    """In fp64, so that it does not depend on how gradients are split. torch makes a copy in fp64 for that: give it
+    pieces."""
+    return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+
+
 class FlatState:
     """The tensors of one flat on this rank."""
 
-    def __init__(self, flat: Flat, device: torch.device, unit_name: str) -> None:
+    def __init__(self, flat: Flat, device: torch.device, unit_name: str, host: HostMemory) -> None:
         self.flat = flat
         self.unit_name = unit_name
+        self._host = host
+        self.away: Away | None = host.away_for(flat, unit_name)
         spans = flat.spans
-        self.master = torch.zeros(spans[flat.depth_of_master].num_elems, dtype=flat.master.torch, device=device)
-        self.rest: Tensor | None = None
-        if flat.rest_on is not None:
-            self.rest = torch.zeros(spans[flat.depth_of_params].num_elems, dtype=flat.compute.torch, device=device)
+        self.master = self._master_at_rest(device)
+        self._draft: Tensor | None = None
+        self.rest: Tensor | None = None if self.away is None else self.away.rest
+        if flat.rest_on == "device":
+            self.rest = torch.zeros(flat.num_rest, dtype=flat.compute.torch, device=device)
         self.whole: Tensor = (
             self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute.torch, device=device)
         )
@@ -113,14 +145,16 @@ class FlatState:
         # Which parameters this rank's part of the master touches, and where in it they lie.
         self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
         self.resting_params = [
-            nn.Parameter(
-                self._resting_view(self.held.get(index, slice(0, 0)), param.shape),
-                requires_grad=flat.trainable,
-            )
+            self._resting_param(self.held.get(index, slice(0, 0)), param.shape)
             for index, param in enumerate(flat.params)
         ]
+        # On the device, or on the host if that is where they rest; then `final` is there, too.
         self.grads: Tensor | None = None
         self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
+        # Of a final gradient that the host reads: the sum of its squares, and what it was clipped by since.
+        self.square: Tensor | None = None
+        self.clipped_by: Tensor | None = None
+        self.leaving: tuple[Tensor, Tensor] | None = None
         self._final_views: dict[int, Tensor] = {}
         self.grad_state: Literal["empty", "local", "final"] = "empty"
         self.used = [False] * len(flat.params)
@@ -131,7 +165,7 @@ class FlatState:
         self._places_in: dict[int | None, _Places] = {}
         self._open: _Places = _Places((), ())
         self._elsewhere = {
-            index: torch.zeros((), dtype=flat.master.torch, device=device)
+            index: torch.zeros((), dtype=flat.master.torch, device=self.master.device)
             .expand(self.resting_params[index].shape)
             .as_subclass(Elsewhere)
             for index in (self.held if flat.trainable else ())
@@ -145,6 +179,52 @@ class FlatState:
         self._final_in_grads = own.within(grads)
         self._master_in_rest = own.within(rest)
         self._grads_in_whole = slice(grads.start, grads.stop)
+        if flat.grads_on_host:
+            assert self.away is not None
+            assert self.away.grads is not None
+            self.grads = self.away.grads
+            self.final = self.grads[self._final_in_grads]
+            self._final_views = self._views_of(self.final)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.compute_params[0].device
+
+    def _master_at_rest(self, device: torch.device) -> Tensor:
+        if self.away is None or self.away.rows is None:
+            return torch.zeros(self.flat.num_master, dtype=self.flat.master.torch, device=device)
+        if self.away.rows.on_disk:
+            return OnDisk.like((self.flat.num_master,), self.flat.master.torch)
+        return self.away.rows.tensors[MASTER]
+
+    def _resting_param(self, held: slice, shape: Sequence[int]) -> nn.Parameter:
+        flat = self.flat
+        if isinstance(self.master, OnDisk):
+            own = shape if flat.depth_of_master == 0 else (held.stop - held.start,)
+            return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
+        view = self.master[held]
+        return nn.Parameter(view.view(shape) if flat.depth_of_master == 0 else view, requires_grad=flat.trainable)
+
+    def read_master(self) -> Tensor:
+        """All of it that is this rank's; a copy, if it rests on disk."""
+        if self._draft is not None:
+            return self._draft
+        return self.away.rows.read()[MASTER] if self.away is not None and self.away.rows is not None else self.master
+
+    @contextmanager
+    def writing(self) -> Iterator[Tensor]:
+        """The master, to be changed from outside; what is made from it off the device follows in the end."""
+        rows = None if self.away is None else self.away.rows
+        self._draft = master = self.read_master()
+        try:
+            yield master
+        finally:
+            self._draft = None
+        if rows is not None:
+            rows.write({MASTER: master})
+        if self.away is not None:
+            self.away.publish(master)
 
     def hide_gradients(self) -> None:
         for index, elsewhere in self._elsewhere.items():
@@ -161,10 +241,6 @@ class FlatState:
             if param.grad is not elsewhere:
                 return f"the gradient of {name!r} was set by hand, which does nothing: use optimizer.zero_grad()"
         return ""
-
-    def _resting_view(self, held: slice, shape: Sequence[int]) -> Tensor:
-        view = self.master[held]
-        return view.view(shape) if self.flat.depth_of_master == 0 else view
 
     def bind(self, whole: Tensor) -> None:
         """Let the compute parameters be views into `whole`."""
@@ -183,25 +259,73 @@ class FlatState:
         return value.detach().reshape(-1)[common.within(flat.intervals[index])]
 
     def write(self, index: int, value: Tensor) -> None:
-        """Set the master of one parameter from its whole value: this rank keeps its own part."""
+        """Inside `writing`, set the master of one parameter from its whole value: this rank keeps its own part."""
+        assert self._draft is not None
         if index in self.held:
-            self.master[self.held[index]].copy_(self.part_of(index, value))
+            self._draft[self.held[index]].copy_(self.part_of(index, value))
 
-    def start_gather(self, is_stale: bool, channels: Channels) -> list[InFlight]:
-        """Bring the master to `whole`. All hops but the last are finished here, in stream order."""
+    def start_gather(self, is_stale: bool, staged: Tensor | None, channels: Channels) -> list[InFlight]:
+        """Bring the master to `whole`. All hops but the last are finished here, in stream order.
+
+        `staged` is what was read from disk for it.
+        """
         flat = self.flat
-        refresh, gather = flat.refresh_hops if is_stale else (), flat.gather_hops
         if flat.master_is_whole:
             return []
-        if self.rest is None:
-            self._own_part.copy_(self.master)
-            return self._run(self.whole, 0, [*refresh, *gather], channels)
-        if refresh:
-            self.rest[self._master_in_rest].copy_(self.master)
+        refresh = flat.refresh_hops if is_stale else ()
+        at_rest = self.whole[slice(flat.spans[flat.depth_of_params].start, flat.spans[flat.depth_of_params].stop)]
+        if flat.rest_on is None or flat.rest_is_own:
+            if flat.rest_on == "device" and is_stale:
+                assert self.rest is not None
+                self._copy(self.rest, self.updated)
+            source = self.updated if self.rest is None else self.rest
+            self._copy(self._own_part, source if staged is None else staged)
+            return self._run(self.whole, 0, [*refresh, *flat.gather_hops], channels)
+        if not is_stale:
+            resting = self.rest if staged is None else staged
+            assert resting is not None
+            self._copy(at_rest, resting)
+        elif flat.rest_on == "device":
+            assert self.rest is not None
+            self._copy(self.rest[self._master_in_rest], self.updated)
             self.run_hops(self.rest, flat.depth_of_params, refresh, channels)
-        at_rest = flat.spans[flat.depth_of_params]
-        self.whole[at_rest.start : at_rest.stop].copy_(self.rest)
-        return self._run(self.whole, 0, gather, channels)
+            self._copy(at_rest, self.rest)
+        else:
+            self._copy(self._own_part, self.updated)
+            self.run_hops(self.whole, 0, refresh, channels)
+            self._rest_from(at_rest)
+        return self._run(self.whole, 0, flat.gather_hops, channels)
+
+    @property
+    def updated(self) -> Tensor:
+        """This rank's newest weights, in the compute dtype if they come from the host."""
+        out = None if self.away is None else self.away.updated
+        return self.master if out is None else out
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self.away is not None:
+            is_host = [self._is_on_host(tensor) for tensor in (target, source)]
+            if is_host == [False, True]:
+                self._host.moves.add("to_device", target.numel() * source.element_size())
+            elif is_host == [True, False]:
+                self._host.moves.add("to_host", source.nbytes)
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return self._host.arena.owns(tensor)
+
+    def _rest_from(self, at_rest: Tensor) -> None:
+        """The copy off the device follows the gathered one: here the optimizer is split further than it."""
+        assert self.away is not None
+        if self.rest is not None:
+            self._copy(self.rest, at_rest)
+            return
+        assert self.away.region is not None
+        assert self._host.disk is not None
+        values = at_rest.cpu()
+        self._host.moves.add("to_host", values.nbytes)
+        self._host.moves.add("write", values.nbytes)
+        self._host.disk.put(self.away.region, values).wait()
 
     def _run(self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels) -> list[InFlight]:
         """Queue `hops` on `buffer`, which holds the span at `depth`; each waits for the one before."""
@@ -226,9 +350,11 @@ class FlatState:
 
     def fetch_grads(self) -> None:
         """Make sure that there is memory for `grads`; what is in it means nothing yet."""
-        num_elems = self.flat.spans[self.flat.depth_of_grads].num_elems
+        num_elems = self.flat.num_grads
+        if self.flat.grads_on_host:
+            return
         if self.grads is None:
-            self.grads = torch.empty(num_elems, dtype=self.flat.reduce.torch, device=self.master.device)
+            self.grads = torch.empty(num_elems, dtype=self.flat.reduce.torch, device=self.device)
             self.final = self.grads[self._final_in_grads]
             self._final_views = self._views_of(self.final)
         elif self.grads.untyped_storage().nbytes() == 0:
@@ -239,13 +365,23 @@ class FlatState:
 
     def final_gradients(self) -> dict[int, Tensor]:
         """What the optimizer reads, by parameter, in the master's dtype."""
-        if self.flat.reduce == self.flat.master:
+        final = self.final_at_hand
+        if self.flat.reduce == self.flat.master and final is self.final:
             return self._final_views
-        return self._views_of(self.final.to(self.master.dtype))
+        return self._views_of(final.to(self.master.dtype))
+
+    @property
+    def final_at_hand(self) -> Tensor:
+        """The final gradient where the optimizer reads it."""
+        if self.flat.host_updates and not self.flat.grads_on_host:
+            assert self.away is not None
+            assert self.away.grads is not None
+            return self.away.grads
+        return self.final
 
     def give_back_grads(self) -> None:
         """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""
-        if self.grads is not None:
+        if self.grads is not None and not self.flat.grads_on_host:
             self.grads.untyped_storage().resize_(0)
 
     def open(self, number: int | None, slot: Tensor | None, scale: "GradScale") -> None:
@@ -257,6 +393,7 @@ class FlatState:
         if self.grad_state == "final":
             self._make_local(scale)
         self.fetch_grads()
+        self.square = self.clipped_by = None
         buffer = self.grads if slot is None else slot
         assert buffer is not None
         key = None if slot is None else number
@@ -264,7 +401,11 @@ class FlatState:
             self._places_in[key] = _cut(buffer, self.flat)
         self._open = self._places_in[key]
         self.places = self._open.params
-        self.written = [slot is None and self.grad_state == "local"] * len(self.places)
+        adds = self.flat.depth_of_grads == 0 and self.grad_state == "local"
+        if adds and self.flat.grads_on_host:
+            assert self.grads is not None
+            self._copy(buffer, self.grads)
+        self.written = [adds] * len(self.places)
 
     def start_reduce(
         self, taken: Sequence[Tensor | None], slot: Tensor | None, sync: bool, channels: Channels, scale: "GradScale"
@@ -281,6 +422,7 @@ class FlatState:
         if (
             len(flat.reduce_hops) == 1
             and self.grad_state == "empty"
+            and not flat.grads_on_host
             and channels[flat.reduce_hops[0].axis].num_ranks > 1
         ):
             # Nothing to add to: the sum goes straight to where it rests.
@@ -342,9 +484,41 @@ class FlatState:
     def sync(self, hops: Sequence[Hop], channels: Channels, scale: "GradScale") -> None:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
+        if self.flat.grads_on_host:
+            fetched = torch.empty_like(self.grads, device=self.device)
+            self._copy(fetched, self.grads)
+            self.sync_in(fetched, hops, channels, scale)
+            return
         self.run_hops(self.grads, self.flat.depth_of_grads, hops, channels)
         scale.apply(self.final)
+        self._became_final(self.final)
+
+    def sync_in(self, part: Tensor, hops: Sequence[Hop], channels: Channels, scale: "GradScale") -> None:
+        """As `sync`, on partial sums that are on the device while `grads` are not."""
+        self.run_hops(part, self.flat.depth_of_grads, hops, channels)
+        final = part[self._final_in_grads]
+        scale.apply(final)
+        self._became_final(final)
+
+    def _became_final(self, final: Tensor) -> None:
         self.grad_state = "final"
+        if self.flat.host_updates:
+            pieces = final.split(LEAVING_NORM_ELEMS)
+            self.square = sum_of_squares(pieces)
+            self.leaving = (self.final_at_hand, final)
+
+    def leave(self) -> None:
+        """Copy to the host what should go there by now."""
+        if self.leaving is not None:
+            self._copy(*self.leaving)
+            self.leaving = None
+
+    def add_from_host(self, part: Tensor, scratch: Tensor) -> None:
+        """Add what rests on the host of earlier micro-batches to a sum on the device."""
+        assert self.grads is not None
+        fetched = scratch[: self.grads.nbytes].view(self.grads.dtype)
+        self._copy(fetched, self.grads)
+        part.add_(fetched)
 
     def _make_local(self, scale: "GradScale") -> None:
         """Turn a finished gradient back into a partial sum, such that the next sync gives it again plus the new."""
@@ -353,7 +527,8 @@ class FlatState:
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
         num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
-        kept = self.final.clone()
+        self.fetch_grads()
+        kept = self.final_at_hand.clone()
         self.grads.zero_()
         scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies), num_summed)
         self.grad_state = "local"
@@ -398,7 +573,7 @@ class GradScale:
         """Such that a sync gives `final` again; `num_summed` ranks take part in its hops."""
         final.mul_(float(num_summed) if self.wire_averages else 1.0 / self.after)
         if self.loss_scale is not None:
-            final.mul_(self.loss_scale)
+            final.mul_(self.loss_scale.to(final.device))
 
 
 @dataclass(slots=True)
@@ -411,11 +586,14 @@ class Reduction:
     is_sync: bool
     is_at_rest: bool = False
 
-    def finish(self, channels: Channels, scale: GradScale) -> None:
+    def finish(self, channels: Channels, scale: GradScale, scratch: Callable[[int], Tensor]) -> None:
         state, flat = self.state, self.state.flat
         assert state.grads is not None
         for flight in self.flights:
             finish(flight)
+        if flat.grads_on_host:
+            self._finish_on_host(channels, scale, scratch)
+            return
         sync_hops = flat.sync_hops
         if self.is_at_rest:
             pass
@@ -432,6 +610,21 @@ class Reduction:
         state.grad_state = "local"
         if self.is_sync:
             state.sync(sync_hops, channels, scale)
+
+    def _finish_on_host(self, channels: Channels, scale: GradScale, scratch: Callable[[int], Tensor]) -> None:
+        """The sum is made in the slot; `scratch` is for what comes back from the host."""
+        state, flat = self.state, self.state.flat
+        assert state.grads is not None
+        part, sync_hops = self.buffer, flat.sync_hops[1:]
+        if flat.depth_of_grads > 0:
+            state.run_hops(self.buffer, 0, flat.reduce_hops[1:], channels)
+            part, sync_hops = self.buffer[state._grads_in_whole], flat.sync_hops
+            if state.grad_state == "local":
+                state.add_from_host(part, scratch(state.grads.nbytes))
+        state.grad_state = "local"
+        state.leaving = (state.grads, part)
+        if self.is_sync:
+            state.sync_in(part, sync_hops, channels, scale)
 
 
 class Unit:

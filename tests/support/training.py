@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.layout import Strategy
 from tests.support.models import MODELS, tokens
+from tests.support.strategies import disk_for
 
 NUM_STEPS = 20
 CLIP = 1.0
@@ -91,7 +92,7 @@ def train_sharded(
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    model, optimizer = sw.shard(model, optimizer, strategy, **options)
+    model, optimizer = sw.shard(model, optimizer, strategy, **disk_for(strategy), **options)
     for step in range(num_steps_alone, num_steps):
         total = torch.zeros(())
         for micro in range(num_micro):

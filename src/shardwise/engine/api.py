@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..away import HostMemory
 from ..cgroup import cgroup_values, memory_limit
 from ..dtypes import FP16, DTypeLike
 from ..errors import ConfigurationError, StateError, did_you_mean
 from ..layout import AUTO, Layout, Strategy, layouts_for
-from ..mesh import Axes, connect, device, everyone, make_axes, num_local_ranks
-from ..optim.probe import refuse_unless_elementwise
+from ..mesh import Axes, connect, device, everyone, local_rank, make_axes, num_local_ranks
+from ..optim.host.cores import cores_for
+from ..optim.host_updates import HostUpdates
+from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
 from ..plan.assess import Machine
@@ -56,6 +60,7 @@ def shard(
     early_update: bool = False,
     seed: int | None = None,
     batch: Batch | None = None,
+    disk_path: str | Path | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
@@ -71,6 +76,7 @@ def shard(
     seed: for weights of a model built on the meta device.
     batch: for "auto", what activations depend on: sequences of a micro-batch, tokens of each, and how many
         micro-batches make a step (one unless given). Without it a quarter of the memory is left to them.
+    disk_path: a folder on a local disk for what rests on disk; nothing is left in it afterwards.
     """
     world = everyone()
     is_auto = isinstance(strategy, str) and strategy.lower() == AUTO
@@ -84,10 +90,11 @@ def shard(
     )  # fmt: skip
     require_agreement(world, plan.facts)
     mesh = connect(plan.axes)
-    built, place_of = _build_units(model, plan, mesh.device, seed)
+    host = all_or_none(world, lambda: _host_memory(plan, mesh.device, disk_path))
+    built, place_of = _build_units(model, plan, mesh.device, seed, host)
     scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
-    engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale)
+    engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale, host)
     engine.chosen = plan.chosen
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
@@ -97,7 +104,9 @@ def shard(
     sharded = None
     if optimizer is not None:
         put_shards_into_groups(optimizer, place_of)
-        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update)
+        on_host = HostUpdates(optimizer, plan.row_names, cores_for(local_rank(), num_local_ranks()))
+        on_host.take_over([state for state in engine.trainable_states if state.flat.host_updates])
+        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host)
         if early_update:
             engine.update_early(sharded.update_early)
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
@@ -115,6 +124,7 @@ class _Plan:
     found: list[FoundUnit]
     schedule: Schedule
     keep_fp32: tuple[str, ...]
+    row_names: tuple[str, ...]  # of what the optimizer keeps where the host updates
     facts: Facts
     chosen: Plan | None  # by "auto"
 
@@ -165,14 +175,21 @@ def _prepare(
                 "run it yet; what runs travels as it is"
             )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
+    flats = [flat for plan in plans for flat in plan.flats]
+    row_names: tuple[str, ...] = ()
+    if optimizer is not None and any(flat.host_updates for flat in flats):
+        row_names = rows_kept(optimizer)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             raise ConfigurationError(f"parameter {name!r} has a gradient hook, which would never run: remove it")
     if optimizer is not None:
         require_own_parameters(optimizer, names)
-        if any(flat.trainable and flat.depth_of_master for plan in plans for flat in plan.flats):
+        cuts = [flat.trainable and (flat.depth_of_master or flat.master_on == "disk") for flat in flats]
+        if any(cuts):
             refuse_unless_elementwise(optimizer, device())
+        if any(flat.master_on == "disk" and flat.trainable for flat in flats):
+            refuse_unless_rows(optimizer)
     if early_update and (optimizer is None or precision.loss_scaling):
         raise ConfigurationError(
             "early_update=True without an optimizer: there is nothing to update"
@@ -192,7 +209,12 @@ def _prepare(
         "seed": seed,
     }
     facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]
-    return _Plan(axes, precision, found, schedule, keep_fp32, facts, chosen)
+    return _Plan(axes, precision, found, schedule, keep_fp32, row_names, facts, chosen)
+
+
+def _host_memory(plan: _Plan, where: torch.device, disk_path: str | Path | None) -> HostMemory:
+    units = [unit.flats for unit in plan.schedule.units]
+    return HostMemory(units, plan.row_names, None if disk_path is None else Path(disk_path), where.type == "cuda")
 
 
 @contextmanager
@@ -286,7 +308,7 @@ def _refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]
 
 
 def _build_units(
-    model: nn.Module, plan: _Plan, where: torch.device, seed: int | None
+    model: nn.Module, plan: _Plan, where: torch.device, seed: int | None, host: HostMemory
 ) -> tuple[list[Unit], dict[Tensor, Place]]:
     """Take the weights into flats. The modules show this rank's parts afterwards; the originals are let go."""
     modules = dict(model.named_modules())
@@ -294,21 +316,22 @@ def _build_units(
     built: list[Unit] = []
     place_of: dict[Tensor, Place] = {}
     for index, (found, unit_plan) in enumerate(zip(plan.found, plan.schedule.units, strict=True)):
-        states = [FlatState(flat, where, found.name) for flat in unit_plan.flats]
+        states = [FlatState(flat, where, found.name, host) for flat in unit_plan.flats]
         sites = [site for param in found.params for site in param.sites]
         originals = [modules[site.module]._parameters[site.attribute] for site in sites]
         by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
         meta.fill(found)
         for state in states:
-            for position, spec in enumerate(state.flat.params):
-                original, site = by_name[spec.name], spec.sites[0]
-                value = modules[site.module]._parameters[site.attribute]
-                assert original is not None
-                assert value is not None
-                place_of[original] = Place(state, position)
-                state.write(position, value)
-                for target in (state.resting_params[position], state.compute_params[position]):
-                    target.__dict__.update(original.__dict__)
+            with state.writing():
+                for position, spec in enumerate(state.flat.params):
+                    original, site = by_name[spec.name], spec.sites[0]
+                    value = modules[site.module]._parameters[site.attribute]
+                    assert original is not None
+                    assert value is not None
+                    place_of[original] = Place(state, position)
+                    state.write(position, value)
+                    for target in (state.resting_params[position], state.compute_params[position]):
+                        target.__dict__.update(original.__dict__)
         # On the meta device again: the initialisation of other units must not find this one's parts.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original

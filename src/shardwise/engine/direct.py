@@ -80,7 +80,7 @@ def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> N
 def _can_multiply_into(state: FlatState) -> bool:
     """Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only."""
     flat = state.flat
-    return flat.reduce == flat.compute or (state.master.is_cuda and flat.reduce == FP32)
+    return flat.reduce == flat.compute or (state.device.type == "cuda" and flat.reduce == FP32)
 
 
 def _is_plain(module: nn.Linear) -> bool:

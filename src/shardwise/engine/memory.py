@@ -95,6 +95,8 @@ class ReductionMemory:
         self._views: dict[tuple[int, int | None], list[Tensor | None]] = {}
         # When a slot may be written by the computation again.
         self.freed: list[Mark] = [None] * NUM_REDUCTIONS
+        self._scratch: Tensor | None = None
+        self._scratch_bytes = schedule.scratch_bytes
 
     def views(self, unit: Unit, slot: int | None) -> list[Tensor | None]:
         """A part of the slot for every flat of a unit whose gradient rests split."""
@@ -106,7 +108,7 @@ class ReductionMemory:
             start = 0
             for state in unit.trainable_states:
                 flat = state.flat
-                if slot is None or flat.depth_of_grads == 0:
+                if slot is None or not flat.reduces_in_slot:
                     found.append(None)
                     continue
                 num_bytes = flat.num_elems * flat.reduce.itemsize
@@ -122,6 +124,12 @@ class ReductionMemory:
         elif memory.untyped_storage().nbytes() == 0:
             memory.untyped_storage().resize_(self._num_bytes)
         return memory
+
+    def scratch(self, num_bytes: int) -> Tensor:
+        """For gradients that come back from the host to be added to, one after the other."""
+        if self._scratch is None:
+            self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+        return self._scratch[:num_bytes]
 
     def give_back(self) -> None:
         """The computation has waited for all reductions. Views of the slots stay, and find the next memory."""

@@ -3,7 +3,8 @@
 A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
 backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
 so that starting one never waits for the last. On a GPU finishing is queued at once; on a CPU it would make the caller
-wait, and is put off until the slot is needed again or the backward ends.
+wait, and is put off until the slot is needed again or the backward ends. Gradients that the host reads leave on a third
+lane, and free their slot when they have left.
 """
 
 from collections import deque
@@ -46,13 +47,24 @@ class Fill:
 
 class Reductions:
     def __init__(
-        self, schedule: Schedule, units: list[Unit], channels: Channels, scale: GradScale, device: torch.device
+        self,
+        schedule: Schedule,
+        units: list[Unit],
+        channels: Channels,
+        scale: GradScale,
+        device: torch.device,
+        await_update: Callable[[FlatState], None],
     ) -> None:
         self._units = units
         self._channels = channels
+        # A gradient on the host must have been read before the next one arrives.
+        self._await_update = await_update
         self._scale = scale
         self.memory = ReductionMemory(schedule, device)
-        self.lane, self._finish_lane = Lane(device), Lane(device)
+        self.lane, self._finish_lane, self._leave_lane = Lane(device), Lane(device), Lane(device)
+        # When gradients are on the host; and those whose memory on the device is not needed any more.
+        self.arrived: dict[FlatState, Mark] = {}
+        self._left: deque[tuple[FlatState, Mark]] = deque()
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._next_slot = 0
         self._opened: dict[int, Opened] = {}
@@ -64,8 +76,8 @@ class Reductions:
         self.on_final: Callable[[list[FlatState]], None] | None = None
 
     @property
-    def lanes(self) -> tuple[Lane, Lane]:
-        return self.lane, self._finish_lane
+    def lanes(self) -> tuple[Lane, Lane, Lane]:
+        return self.lane, self._finish_lane, self._leave_lane
 
     def open_for_compute(self, index: int) -> None:
         """Give a unit's gradients their place before its backward, which writes there.
@@ -93,6 +105,7 @@ class Reductions:
         unit = self._units[index]
         opened = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_fill()
+        self._release_left(1)
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         freed = None if opened.slot is None else self.memory.freed[opened.slot]
@@ -115,16 +128,50 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         started = self._started.popleft()
-        with self._finish_lane.after(started.mark):
-            for reduction in started.reductions:
-                reduction.finish(self._channels, self._scale)
-        mark = self._finish_lane.mark()
         states = [reduction.state for reduction in started.reductions]
+        lane = self._finish_lane.after(started.mark)
+        for state in states:
+            lane.after(self.arrived.get(state))
+        with lane:
+            for reduction in started.reductions:
+                reduction.finish(self._channels, self._scale, self.memory.scratch)
+        mark = self._leave(states)
         self._finished |= dict.fromkeys(states, mark)
         if started.slot is not None:
             self.memory.freed[started.slot] = mark
         if self.on_final is not None and started.reductions[0].is_sync:
             self.on_final(states)
+
+    def _leave(self, states: list[FlatState]) -> Mark:
+        """Let gradients leave that should; returns the point at which nothing of them is needed on the device."""
+        mark = self._finish_lane.mark()
+        leaving = [state for state in states if state.leaving is not None]
+        if not leaving:
+            return mark
+        for state in leaving:
+            self._await_update(state)
+        with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
+            for state in leaving:
+                state.leave()
+        left = self._leave_lane.mark_for_host()
+        for state in leaving:
+            self.arrived[state] = left
+            if self.memory.gives_back and not state.flat.grads_on_host:
+                self._left.append((state, left))
+        return left
+
+    def sync(self, state: FlatState) -> None:
+        """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
+        with self._finish_lane.after_compute().after(self.arrived.get(state)):
+            state.sync(state.flat.sync_hops, self._channels, self._scale)
+        self._finished[state] = self._leave([state])
+
+    def _release_left(self, num_kept: int) -> None:
+        """Memory of the compute stream: it may reuse it only after the copy."""
+        while len(self._left) > num_kept:
+            state, mark = self._left.popleft()
+            self.lane.compute_waits_for(mark)
+            state.give_back_grads()
 
     def finish_all(self) -> None:
         """Nothing is left to be queued."""
@@ -136,6 +183,8 @@ class Reductions:
         """Let the computation wait for every reduction; what they needed is given back."""
         if self._finished:
             self._finish_lane.join()
+            self._leave_lane.join()
+            self._release_left(0)
             self._finished.clear()
             self.memory.give_back()
 

@@ -18,22 +18,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..away import HostMemory
 from ..errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
+from ..optim.host_updates import FlatUpdate
+from ..plan.flat import Flat
+from ..plan.offload import NUM_STAGED, is_staged
 from ..plan.schedule import Occupancy, Schedule, make_schedule
 from ..precision import Precision
 from ..unit import Channels, FlatState, GradScale, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
+from .host_lane import HostLane, Job
 from .memory import GatherMemory
 from .reductions import Reductions
-from .streams import Lane, Mark
+from .streams import Lane, Later, Mark, host_waits_for
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -61,8 +66,11 @@ class ForwardCall:
 
 @dataclass(slots=True)
 class GatherInFlight:
+    """`staged` is memory that the copies to the device read from."""
+
     flights: list[InFlight]
     queued: Mark
+    staged: Tensor | None
 
 
 class Engine:
@@ -74,6 +82,7 @@ class Engine:
         precision: Precision,
         budget_bytes: int | None,
         loss_scale: Tensor | None,
+        host: HostMemory,
     ) -> None:
         self.mesh = mesh
         self.schedule = schedule
@@ -102,7 +111,16 @@ class Engine:
         self._gather_channels = channels_of(mesh, "gather")
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
-        self.reductions = Reductions(schedule, units, self._reduce_channels, self.scale, mesh.device)
+        self.host = host
+        self.host_lane = HostLane()
+        # Updates on the host that the next gather of their flat waits for.
+        self.jobs: dict[FlatState, Job] = {}
+        self._staged_flats = [[(state.flat, state.away) for state in unit.states] for unit in units]
+        self._is_staged = [any(is_staged(flat) for flat, _ in flats) for flats in self._staged_flats]
+        self.reductions = Reductions(
+            schedule, units, self._reduce_channels, self.scale, mesh.device, self._await_update_of
+        )
+        self._clips: dict[Tensor, Later] = {}
         self._in_backward = False
         self._graph_task = -1
         self._num_backwards = 0
@@ -141,16 +159,45 @@ class Engine:
     def make_ready(self, index: int, ahead: Iterable[int] = ()) -> None:
         """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
         self._start_gather(index, needed_now=True)
-        for other in ahead:
-            self._start_gather(other, needed_now=False)
+        self._gather_ahead(ahead)
         if index in self._gathers:
             self._finish_gather(index)
         self.units[index].show_compute()
+
+    def _gather_ahead(self, ahead: Iterable[int]) -> None:
+        """As far as the host is through with its updates: whether it is, is no reason to wait for it now, and none to
+        change the order of collectives."""
+        for other in ahead:
+            if not self._is_updated(other):
+                return
+            self._start_gather(other, needed_now=False)
+
+    def _is_updated(self, index: int) -> bool:
+        jobs = [self.jobs.get(state) for state in self.units[index].trainable_states] if self.jobs else []
+        return all(job is None or job.is_done for job in jobs)
+
+    def _await_updates(self, index: int) -> None:
+        for state in self.units[index].trainable_states if self.jobs else ():
+            self._await_update_of(state)
+
+    def _await_update_of(self, state: FlatState) -> None:
+        self.host_lane.wait_for(self.jobs.pop(state, None))
+
+    def _read_ahead(self, ahead: Iterable[int]) -> None:
+        """Start to read parameters that rest on disk, for the next units."""
+        for other in ahead:
+            is_stale = not self._occupancy.rest_fresh[other]
+            todo = [(state.flat, is_stale and state.flat.trainable) for state in self.units[other].states]
+            if self._occupancy.is_ready(other) or not self._needs_staging(todo):
+                continue
+            if not self._is_updated(other) or not self.host.staging.ask(other, self._staged_flats[other]):
+                return
 
     def _start_gather(self, index: int, needed_now: bool) -> None:
         occupancy = self._occupancy
         if occupancy.is_ready(index):
             return
+        self._await_updates(index)
         slot = self.schedule.slot_of[index]
         holder = None if slot is None else occupancy.holder.get(slot)
         if holder is not None and holder != index:
@@ -170,11 +217,20 @@ class Engine:
         with self._gather_lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             flights: list[InFlight] = []
+            place: Tensor | None = None
+            staged: dict[Flat, Tensor] = {}
+            if self._needs_staging(todo):
+                place, staged = self.host.staging.take(index, self._staged_flats[index])
             for state in unit.states:
                 for flat, is_stale in todo:
                     if flat is state.flat:
-                        flights += state.start_gather(is_stale, self._gather_channels)
-            self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark())
+                        flights += state.start_gather(is_stale, staged.get(flat), self._gather_channels)
+            self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark(), place)
+
+    @staticmethod
+    def _needs_staging(todo: Iterable[tuple[Flat, bool]]) -> bool:
+        """Whether it is read from disk: not a copy at rest that is about to be made anew."""
+        return any(is_staged(flat) and (flat.rest_is_own or not is_stale) for flat, is_stale in todo)
 
     def _lose(self, index: int) -> None:
         """A unit's gathered memory is about to be another's, or nobody's."""
@@ -188,6 +244,8 @@ class Engine:
         for flight in gather.flights:
             finish(flight)
         self._gather_lane.compute_waits_for(gather.queued)
+        if gather.staged is not None:
+            self.host.staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
         self.units[index].stamp(2 * self.num_updates)
 
     def _leave_slot(self, index: int, holder: int) -> None:
@@ -220,7 +278,16 @@ class Engine:
             self._called[index] = True
             self._pass_over_in_forward(index)
             self.make_ready(index, self.schedule.before_forward[index])
+            self._read_ahead(self._after(index, 1))
         self._busy[index] += 1
+
+    def _after(self, index: int, step: int) -> tuple[int, ...]:
+        """The next units to compute, in the forward (1) or in the backward (-1)."""
+        if not self._is_staged[index]:
+            return ()
+        order = self.schedule.order
+        position = order.index(index)
+        return order[position + 1 :][:NUM_STAGED] if step > 0 else order[:position][::-1][:NUM_STAGED]
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
         self._busy[index] -= 1
@@ -289,6 +356,7 @@ class Engine:
         self._pass_over_in_backward(self._position_of.get(index, len(self._leaves)))
         for other in self.schedule.before_backward[index]:
             self._start_gather(other, needed_now=other == index)
+        self._read_ahead(self._after(index, -1))
         self._start_ready_reductions()
         if plan.backward_reads:
             if index in self._gathers:
@@ -433,16 +501,12 @@ class Engine:
         """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
         self._abandon_backward()
         self._refuse_late_gradients()
-        if any(state.grad_state == "local" for state in self.trainable_states):
+        local = [state for state in self.trainable_states if state.grad_state == "local"]
+        if local:
             self.await_gradients()
-        with self.reductions.lane.after_compute():
-            synced = False
-            for state in self.trainable_states:
-                if state.grad_state == "local":
-                    state.sync(state.flat.sync_hops, self._reduce_channels, self.scale)
-                    synced = True
-        if synced:
-            self.reductions.lane.join()
+            for state in local:
+                self.reductions.sync(state)
+            self.reductions.wait()
             self._agree_on_use()
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
@@ -453,6 +517,27 @@ class Engine:
             lane.after(self.reductions.reduced_at(state))
         return lane
 
+    def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
+        """Let the host update flats when their gradients have arrived, those first that the next forward needs first.
+        Gradients count as clipped as they are now."""
+        position_of = {unit: position for position, unit in enumerate(self.schedule.order)}
+        urgency = {state: position_of[unit.index] for unit in self.units for state in unit.trainable_states}
+        for update in sorted(updates, key=lambda update: urgency[update.state]):
+            state = update.state
+            clip = None
+            if state.clipped_by is not None:
+                clip = self._clips.get(state.clipped_by) or Later(state.clipped_by)
+                self._clips[state.clipped_by] = clip
+            self._await_update_of(state)
+            run = partial(_run_update, update, self.reductions.arrived.get(state), clip)
+            name = f"host update {state.unit_name}"
+            self.jobs[state] = self.host_lane.give(Job(urgency[state], name, run, update.ask))
+
+    def await_host(self) -> None:
+        """Let the caller wait for all gradients that go to the host."""
+        for mark in self.reductions.arrived.values():
+            host_waits_for(mark)
+
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
         self._abandon_backward()
@@ -460,8 +545,13 @@ class Engine:
         for state in self.trainable_states:
             state.take_gradients()
             is_zero = not set_to_none and state.grad_state != "empty"
+            state.square = state.clipped_by = None
             if is_zero and state.grads is not None:
+                self._await_update_of(state)
+                host_waits_for(self.reductions.arrived.get(state))
+                state.fetch_grads()
                 state.grads.zero_()
+                state.final_at_hand.zero_()
             elif self.reductions.memory.gives_back:
                 state.give_back_grads()
             state.grad_state = "final" if is_zero else "empty"
@@ -473,9 +563,12 @@ class Engine:
         self.num_updates += 1
         self._masters_version = self._version_of_masters()
         self._occupancy.masters_changed()
+        self.host.staging.forget()
 
     def _version_of_masters(self) -> int:
-        return sum([state.master._version for unit in self.units for state in unit.states])
+        """Of those that change in this thread alone."""
+        states = [state for unit in self.units for state in unit.states if not state.flat.host_updates]
+        return sum([state.master._version for state in states])
 
     def was_rewritten(self) -> None:
         """Weights were set from outside, frozen ones too."""
@@ -490,6 +583,8 @@ class Engine:
             # Forwards before the update can no longer lead to a backward.
             self._calls = [[] for _ in self.units]
         self.mesh.ledger.close_step()
+        self.host.close_step()
+        self._clips.clear()
         if self._seen_order:
             self._follow(self._seen_order)
             self._seen_order = None
@@ -497,9 +592,12 @@ class Engine:
 
     def _gather_first_units(self) -> None:
         """Those of the next step, ahead of it. A captured step leaves out what it would find elsewhere each time."""
-        for index in self.schedule.after_step:
-            if not (self.is_captured and self.schedule.units[index].layout.gathered_until == "backward"):
-                self._start_gather(index, needed_now=False)
+        first = [
+            index
+            for index in self.schedule.after_step
+            if not (self.is_captured and self.schedule.units[index].layout.gathered_until == "backward")
+        ]
+        self._gather_ahead(first)
 
     def _follow(self, seen: list[int]) -> None:
         """Plan for the order in which the units really ran, when all ranks saw the same one."""
@@ -574,8 +672,14 @@ class Engine:
             raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
         self._abandon_backward()
         self.settle()
+        self.finish_updates()
         for unit in self.units:
             unit.show_resting()
+
+    def finish_updates(self) -> None:
+        """Nothing is left to the host to do."""
+        self.host_lane.drain()
+        self.jobs.clear()
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
@@ -616,6 +720,12 @@ class Engine:
         for state in self.trainable_states:
             state.take_gradients()
             state.places = None
+
+
+def _run_update(update: FlatUpdate, arrived: Mark, clip: Later | None, following: Job | None) -> None:
+    host_waits_for(arrived)
+    factor = 1.0 if clip is None else clip.read()[0]
+    update.run(factor, following.ask if following is not None else lambda: None)
 
 
 def _address(tensor: Tensor) -> int:

@@ -69,6 +69,14 @@ class Lane:
         """A point on the lane that `compute_waits_for` can name."""
         return None if self._stream is None else self._stream.record_event()
 
+    def mark_for_host(self) -> Mark:
+        """A point on the lane that the host can wait for, asleep."""
+        if self._stream is None:
+            return None
+        mark = torch.cuda.Event(blocking=True)
+        mark.record(self._stream)
+        return mark
+
     def join(self) -> None:
         """Let the computation wait for all work of the lane."""
         if self._has_work:
@@ -87,6 +95,11 @@ class Lane:
     def compute_waits_for(self, mark: Mark) -> None:
         if self._stream is not None and mark is not None:
             _current_stream(self._stream.device_index).wait_event(mark)
+
+
+def host_waits_for(mark: Mark) -> None:
+    if mark is not None:
+        mark.synchronize()
 
 
 class Later:

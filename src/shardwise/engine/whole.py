@@ -75,7 +75,8 @@ def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
 
 def _is_unchanged(state: FlatState, buffer: Tensor) -> bool:
     own = state.flat.spans[state.flat.depth_of_master]
-    return torch.equal(buffer[own.start : own.stop].view(torch.uint8), state.master.view(torch.uint8))
+    master = state.read_master().to(buffer.device)
+    return torch.equal(buffer[own.start : own.stop].view(torch.uint8), master.view(torch.uint8))
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -194,8 +195,9 @@ def _load_flat(engine: Engine, state: FlatState, state_dict: Mapping[str, Tensor
         given = {index: name for index, name in names.items() if name is not None}
     if not from_first:
         assert state_dict is not None
-        for index, name in given.items():
-            state.write(index, state_dict[name])
+        with state.writing():
+            for index, name in given.items():
+                state.write(index, state_dict[name])
         return
     buffer = _gather_master(engine, state)
     for index, name in given.items():
@@ -209,8 +211,8 @@ def _gather_master(engine: Engine, state: FlatState) -> Tensor:
     """All of a flat in the master's precision, in memory of its own."""
     flat = state.flat
     own = flat.spans[flat.depth_of_master]
-    buffer = torch.zeros(flat.num_elems, dtype=flat.master.torch, device=state.master.device)
-    buffer[own.start : own.stop].copy_(state.master)
+    buffer = torch.zeros(flat.num_elems, dtype=flat.master.torch, device=state.device)
+    buffer[own.start : own.stop].copy_(state.read_master())
     with engine.mesh.ledger.uncounted():
         state.run_hops(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))
     return buffer
@@ -219,4 +221,5 @@ def _gather_master(engine: Engine, state: FlatState) -> Tensor:
 def _write_master(engine: Engine, state: FlatState, buffer: Tensor) -> None:
     own = state.flat.spans[state.flat.depth_of_master]
     broadcast_from_first(engine.mesh.world, buffer)
-    state.master.copy_(buffer[own.start : own.stop])
+    with state.writing() as master:
+        master.copy_(buffer[own.start : own.stop])

@@ -1,7 +1,7 @@
 """The norm of all gradients, from whatever each rank holds of them.
 
 Squares are summed in fp64, so that the result does not depend on how the gradients are split: every layout and
-every rank gets the same fp32 number. torch makes a copy in fp64 for that, so long gradients are summed in pieces.
+every rank gets the same fp32 number. Of gradients that have left the device the sum was taken on their way.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.schedule import NORM_ELEMS
-from ..unit import Channels, FlatState
+from ..unit import Channels, FlatState, sum_of_squares
 from ..wire.collectives import finish, start_all_reduce
 
 
@@ -22,8 +22,7 @@ def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.d
             continue
         # Axes behind the optimizer's depth hold equal copies, which must be counted once.
         axes = flat.layout.chain[: flat.depth_of_master]
-        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in state.final.split(NORM_ELEMS)]
-        square = torch.stack(norms).square().sum()
+        square = sum_of_squares(state.final.split(NORM_ELEMS)) if state.square is None else state.square
         sums[axes] = sums[axes] + square if axes in sums else square
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes in sorted(sums):

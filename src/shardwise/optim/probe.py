@@ -37,6 +37,30 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
             raise _refusal(name, "updating two halves of a matrix apart gives another result than updating the whole")
 
 
+def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of what one of torch's own optimizers keeps for each element of a parameter, found out by a trial."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return ()
+    names: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        with torch.random.fork_rng(devices=[]):
+            trial = _trial(optimizer, group, [nn.Parameter(torch.ones(2, 3))])
+            _take_step(optimizer, trial, [torch.ones(2, 3)])
+        for state in trial.state.values():
+            names |= {key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+    return tuple(names)
+
+
+def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
+    """What rests on disk is brought to the optimizer in parts, with all that it keeps for them."""
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        raise ConfigurationError(
+            f"optimizer {name} keeps its state in its own way, which cannot rest on disk: put it on the host "
+            "(optimizer=host), or use one of torch's, such as AdamW"
+        )
+
+
 def _halves(matrix: Tensor) -> list[Tensor]:
     return list(matrix.reshape(-1).chunk(2))
 
@@ -53,25 +77,40 @@ def _train(
 ) -> Tensor:
     """Two steps of a copy of the optimizer with the hyper-parameters of one group, on other tensors."""
     params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-    trial = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    # A scheduler patches the instance's step to count on the original; hooks are the user's business.
-    trial.__dict__.pop("step", None)
+    trial = _trial(optimizer, group, params)
+    for step_grads in grads:
+        _take_step(optimizer, trial, step_grads)
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+    trial = shadow_of(optimizer)
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.param_groups = [{**group, "params": params}]
     if "lr" in group:
         # A warm-up may have set it to zero, and then every optimizer looks elementwise.
         trial.param_groups[0]["lr"] = 0.01
-    trial.state = defaultdict(dict)
     first = next(iter(group["params"]), None)
     if first is not None and first in optimizer.state:
         for param in params:
             trial.state[param] = {key: _like(value, first, param) for key, value in optimizer.state[first].items()}
-    for step_grads in grads:
-        for param, grad in zip(params, step_grads, strict=True):
-            param.grad = grad.clone()
-        type(optimizer).step(trial)
-    return torch.cat([param.detach().reshape(-1) for param in params])
+    return trial
+
+
+def _take_step(optimizer: torch.optim.Optimizer, trial: Any, grads: list[Tensor]) -> None:
+    for param, grad in zip(trial.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad.clone()
+    type(optimizer).step(trial)
+
+
+def shadow_of(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy of the same class, without state, that may be given other parameters, also in another thread."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    # A scheduler patches the instance's step to count on the original.
+    shadow.__dict__.pop("step", None)
+    shadow.state = defaultdict(dict)
+    return shadow
 
 
 def _like(value: Any, original: Tensor, param: Tensor) -> Any:

@@ -17,6 +17,7 @@ from ..errors import ConfigurationError, StateError
 from ..plan.schedule import PART_ELEMS
 from ..unit import Channels, FlatState
 from .clip import global_norm
+from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .scaler import LossScaler
 
 
@@ -30,6 +31,8 @@ class Stepper(Protocol):
     def begin_step(self) -> None: ...
     def finish_gradients(self) -> None: ...
     def await_gradients(self) -> None: ...
+    def await_host(self) -> None: ...
+    def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
     def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
     def forget_gradients(self, set_to_none: bool) -> None: ...
     def was_updated(self) -> None: ...
@@ -44,18 +47,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         channels: Channels,
         scaler: LossScaler | None,
         early_update: bool,
+        host: HostUpdates,
     ) -> None:
         # Not super().__init__: groups and state are the inner optimizer's.
         self._inner = inner
         self._stepper = stepper
         self._channels = channels
         self._scaler = scaler
+        self._host = host
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
         # With early updates: the flats that have arrived in this step, and the parts that are updated already.
         self._is_early = early_update
         self._arrived: set[FlatState] = set()
         self._updated: set[int] = set()
+        # Flats that the host has been given to update in this step.
+        self._given: set[FlatState] = set()
         self._settings_when_early: list[dict[str, Any]] = []
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
@@ -100,9 +107,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.finish_gradients()
         norm = self._norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        finals = [state.final for state in self._stepper.trainable_states if state.grad_state == "final"]
-        if finals:
-            torch._foreach_mul_(finals, factor)
+        final = [state for state in self._stepper.trainable_states if state.grad_state == "final"]
+        on_device = [state.final for state in final if not state.flat.host_updates]
+        if on_device:
+            torch._foreach_mul_(on_device, factor)
+        clipped: dict[Tensor | None, Tensor] = {None: factor}
+        for state in final:
+            if state.square is not None:
+                # What has left the device is multiplied where it is read.
+                before = state.clipped_by
+                clipped.setdefault(before, factor if before is None else before * factor)
+                state.clipped_by = clipped[before]
+                state.square = state.square * factor.double().square()
         return norm
 
     @overload
@@ -130,11 +146,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
                 "early_update=True weights were updated before: change them after step()"
             )
-        for number, part in enumerate(self._current_parts()):
+        parts = self._current_parts()
+        for number, part in enumerate(parts):
             if number not in self._updated:
                 self._update_part(part, early=False)
+        states = self._stepper.trainable_states
+        self._update_on_host([] if self._is_at_once else [state for state in states if state not in self._given])
         self._arrived.clear()
         self._updated.clear()
+        self._given.clear()
+
+    def _update_on_host(self, states: Iterable[FlatState]) -> None:
+        settings = {
+            param: {key: value for key, value in group.items() if key != "params"}
+            for group in self._inner.param_groups
+            for param in group["params"]
+        }
+        ready = [state for state in states if state.flat.host_updates and state.grad_state == "final"]
+        self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
+        self._given.update(ready)
+
+    @property
+    def _is_at_once(self) -> bool:
+        """The optimizer must see all parameters at once, those on the host too."""
+        return not can_be_cut(self._inner) or _has_hooks(self._inner)
 
     def update_early(self, states: list[FlatState]) -> None:
         """During the backward: the gradients of `states` are final. What is complete now is updated now."""
@@ -151,26 +186,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if number not in self._updated and all(state in self._arrived and all(state.used) for state in part.states):
                 self._update_part(part, early=True)
                 self._updated.add(number)
+        if not self._is_at_once:
+            self._update_on_host([state for state in states if all(state.used)])
 
     def _current_parts(self) -> list["Part"]:
         order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
         if self._parts_are_for[0] is not order or self._parts_are_for[1] != has_hooks:
-            self._parts = cut_into_parts(self._inner, order, has_hooks)
+            self._parts = cut_into_parts(self._inner, order, self._is_at_once)
             self._parts_are_for = (order, has_hooks)
         return self._parts
 
     def _update_part(self, part: "Part", early: bool) -> None:
         groups = self._inner.param_groups
+        self._await_host(part.states)
         with self._stepper.updating(part.states, early):
             self._hand_over_gradients(part.states)
             try:
-                if len(self._parts) > 1:
+                if len(self._parts) > 1 or not self._is_at_once:
                     self._inner.param_groups = [{**groups[at], "params": params} for at, params in part.groups]
                 self._inner.step()
             finally:
                 self._inner.param_groups = groups
                 for state in part.states:
                     state.hide_gradients()
+        self._publish(part.states)
+
+    def _await_host(self, states: list[FlatState]) -> None:
+        """Before the optimizer itself is given parameters on the host."""
+        on_disk = [state for state in states if state.flat.master_on == "disk"]
+        if on_disk:
+            raise StateError(
+                f"unit {on_disk[0].unit_name!r} rests on disk, and {type(self._inner).__name__} must see all "
+                "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
+                "on the host"
+            )
+        if any(state.flat.host_updates for state in states):
+            self._stepper.await_host()
+
+    @staticmethod
+    def _publish(states: list[FlatState]) -> None:
+        for state in states:
+            if state.flat.host_updates and state.away is not None:
+                state.away.publish(state.master)
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
@@ -183,17 +240,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def evaluate() -> float:
             self._take_back_gradients()
+            self._publish(self._stepper.trainable_states)
             self._stepper.was_updated()
             with torch.enable_grad():
                 loss = closure()
             self._stepper.finish_gradients()
             self._stepper.await_gradients()
+            self._await_host(self._stepper.trainable_states)
             self._refuse_misuse()
             self._hand_over_gradients(self._stepper.trainable_states)
             return loss
 
         loss: float = self._inner.step(evaluate)
         self._take_back_gradients()
+        self._publish(self._stepper.trainable_states)
         self._stepper.close_step(updated=True)
         return loss
 
@@ -230,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        return self._stepper.trainable_states[0].master.device
+        return self._stepper.trainable_states[0].device
 
     def _norm(self) -> Tensor:
         self._stepper.await_gradients()
@@ -244,6 +304,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
+            if state.clipped_by is not None:
+                state.final_at_hand.mul_(state.clipped_by.to(state.final_at_hand.device))
+                state.clipped_by = None
             grads = state.final_gradients() if state.grad_state == "final" else {}
             for index in state.held:
                 state.resting_params[index].grad = grads[index] if grads and state.used[index] else None
@@ -278,19 +341,18 @@ class Part:
     groups: list[tuple[int, list[Tensor]]]
 
 
-def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], has_hooks: bool) -> list[Part]:
-    """Neighbouring units, a part at least `PART_ELEMS` long.
+def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], at_once: bool) -> list[Part]:
+    """Neighbouring units, a part at least `PART_ELEMS` long, without those that the host updates.
 
     All in one where the optimizer may keep more than the state of each parameter, such as a counter of its steps:
     then it must see them all at once. torch's own do not, but hooks expect to run once a step.
     """
-    can_be_cut = type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
     parts: list[list[FlatState]] = [[]]
     for states in units:
-        if can_be_cut and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
+        if not at_once and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
             parts.append([])
-        parts[-1] += states
-    return [Part(states, _groups_of(optimizer, states)) for states in parts]
+        parts[-1] += [state for state in states if at_once or not state.flat.host_updates]
+    return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
 
 
 def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[tuple[int, list[Tensor]]]:

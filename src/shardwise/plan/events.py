@@ -16,7 +16,7 @@ from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
 from .schedule import Occupancy, Schedule, UnitPlan
 
-Verb = Literal["gather", "forward", "backward", "reduce", "agree", "norm", "update"]
+Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
 Way = Literal["to_device", "to_host", "read", "write"]
 
 ALL = "all"  # the unit of an event that concerns every one

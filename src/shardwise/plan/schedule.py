@@ -89,6 +89,12 @@ class Schedule:
         return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
 
     @property
+    def scratch_bytes(self) -> int:
+        """For sums of earlier micro-batches that rest on the host, one at a time."""
+        flats = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
+        return max((flat.num_grads * flat.reduce.itemsize for flat in flats), default=0)
+
+    @property
     def reduction_slot_bytes(self) -> int:
         return max((unit.reduced_bytes for unit in self.units), default=0)
 

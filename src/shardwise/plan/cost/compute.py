@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ...dtypes import FP32
-from ..flat import Flat
 from ..hardware.efficiency import Efficiency
 from ..hardware.values import Gpu
 from ..schedule import Schedule, UnitPlan
@@ -26,18 +25,22 @@ LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
 HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
 # A loss in chunks adds each chunk's part to the gradient of the weight: read and written, in fp32 and in 16 bits.
 LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
-# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient.
+# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient. What
+# leaves the device is clipped by the host, on the way.
 NORM_PASSES = 7
+NORM_PASSES_OF_LEAVING = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
     """What a unit takes: its forward and backward for one micro-batch and the kernels that the host queues for them,
-    its part of the norm and its update, and the cast before its gather."""
+    its part of the norm and its update, and the cast before its gather. The norm of gradients that leave the device is
+    taken on their way."""
 
     forward: float = 0.0
     backward: float = 0.0
     norm: float = 0.0
+    norm_of_leaving: float = 0.0
     update: float = 0.0
     cast: float = 0.0
     forward_kernels: float = 0.0
@@ -73,7 +76,8 @@ def seconds_of(
     found = {
         unit.name: replace(
             known[id(works[unit.name])],
-            norm=NORM_PASSES * grad_bytes(unit) / speed.memory,
+            norm=NORM_PASSES * grad_bytes(unit, leaves=False) / speed.memory,
+            norm_of_leaving=NORM_PASSES_OF_LEAVING * grad_bytes(unit, leaves=True) / speed.memory,
             update=update_bytes(unit, training.num_moments) / speed.memory,
             cast=cast_bytes(unit) / speed.memory,
         )
@@ -141,32 +145,22 @@ def _backward_cost(product: Product, efficiency: Efficiency) -> float:
 
 
 def update_bytes(unit: UnitPlan, num_moments: float) -> float:
-    """What an optimizer's step reads and writes of this rank's part: gradients once, masters and moments both ways."""
+    """What an optimizer's step on the device reads and writes of this rank's part: gradients once, masters and moments
+    both ways."""
     return sum(
-        flat.spans[flat.depth_of_master].num_elems
-        * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
-        * _on_device(flat)
+        flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
         for flat in unit.flats
-        if flat.trainable
+        if flat.trainable and not flat.host_updates
     )
 
 
-def grad_bytes(unit: UnitPlan) -> int:
-    """This rank's part of the gradients, as the optimizer reads them."""
-    return sum(
-        flat.spans[flat.depth_of_master].num_elems * flat.reduce.itemsize for flat in unit.flats if flat.trainable
-    )
+def grad_bytes(unit: UnitPlan, leaves: bool) -> int:
+    """This rank's part of the gradients, as the optimizer reads them: those that leave the device, or the others."""
+    flats = [flat for flat in unit.flats if flat.trainable and flat.host_updates == leaves]
+    return sum(flat.num_master * flat.reduce.itemsize for flat in flats)
 
 
 def cast_bytes(unit: UnitPlan) -> float:
     """What a gather reads and writes first: this rank's part of the masters, cast to the compute dtype."""
-    return sum(
-        flat.spans[flat.depth_of_master].num_elems * (flat.master.itemsize + flat.compute.itemsize) * _on_device(flat)
-        for flat in unit.flats
-        if not flat.master_is_whole
-    )
-
-
-def _on_device(flat: Flat) -> float:
-    """The part of the masters that rests there."""
-    return 1.0 if flat.layout.optimizer_on == "device" else flat.layout.kept
+    flats = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
+    return sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in flats)

@@ -4,10 +4,13 @@ Everything is an operation. It waits in a queue (a communicator, one direction o
 when it is ready, the one before it in its queue is over and the one before it in its chain is over, and takes a wire
 for some seconds. A wire is an instant at which it is free again, as on the emulated fabric (`bench/wires.py`): who
 begins first takes it first, and the latency of one operation overlaps with the bytes of the next.
+
+The bus has a wire for each direction and one for both, since both at once are not twice as fast. A disk reads and
+writes in turns. An update of what rests on disk is one operation of host and disk: chunk by chunk they run at once.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...wire.ledger import Call
@@ -21,7 +24,10 @@ Queue = tuple[str, str]
 Cost = tuple[tuple[tuple[str, float], ...], float]
 
 COLLECTIVES = ("gather", "reduce")
-_LANES = {"to_device": "copy", "to_host": "copy", "read": "disk", "write": "disk"}
+COPY, DISK, HOST = "copy", "disk", "host"
+_LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
+# What both directions of the bus reach together, of what one does alone: 38 GB/s each and 54 GB/s, on one H200.
+BOTH_WAYS = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +84,26 @@ class Lanes:
             after = self._queue(Op((lane, call.axis), name, ready_s, after, cost))
         return after
 
-    def start_move(self, name: str, move: Move, ready_s: float, after: Op | None) -> Op:
-        cluster = self._cluster
-        if move.way in ("to_device", "to_host"):
-            cost_s, latency_s = cluster.pcie.seconds(move.num_bytes), cluster.pcie.latency_us * 1e-6
-        else:
-            rate = cluster.disk_read_bytes_per_s if move.way == "read" else cluster.disk_write_bytes_per_s
-            cost_s, latency_s = move.num_bytes * cluster.node_size / rate, 0.0
-        return self._queue(Op((_LANES[move.way], move.way), name, ready_s, after, (((move.way, cost_s),), latency_s)))
+    def start_move(self, name: str, move: Move, ready_s: float, after: Op | None, stream: str = "") -> Op:
+        """`stream`: who copies. Copies of others share the wires, and do not wait for each other's turn."""
+        lane = _LANES[move.way]
+        latency_s = self._cluster.pcie.latency_us * 1e-6 if lane == COPY else 0.0
+        return self._queue(Op((lane, f"{stream} {move.way}"), name, ready_s, after, (self._wires(move), latency_s)))
 
-    def start_host(self, name: str, num_elems: int, ready_s: float, after: Op | None) -> Op:
-        cost_s = num_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
-        return self._queue(Op(("host", "host"), name, ready_s, after, ((("host", cost_s),), 0.0)))
+    def _wires(self, move: Move) -> tuple[tuple[str, float], ...]:
+        cluster = self._cluster
+        if _LANES[move.way] == COPY:
+            wire_s = cluster.pcie.seconds(move.num_bytes)
+            return (move.way, wire_s), ("bus", wire_s / BOTH_WAYS)
+        rate = cluster.disk_read_bytes_per_s if move.way == "read" else cluster.disk_write_bytes_per_s
+        wire_s = move.num_bytes * cluster.node_size / rate
+        return (move.way, wire_s), (DISK, wire_s)
+
+    def start_update(self, name: str, num_elems: int, moves: Sequence[Move], ready_s: float) -> Op:
+        """On the host; `moves` are what it reads from disk and writes there meanwhile."""
+        host_s = num_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
+        wires = ((HOST, host_s), *(wire for move in moves for wire in self._wires(move)))
+        return self._queue(Op((HOST, HOST), name, ready_s, None, (wires, 0.0)))
 
     def _queue(self, op: Op) -> Op:
         if op.queue not in self._queues:
@@ -128,6 +142,7 @@ class Lanes:
         if first is None:
             return False
         begun_s = done_s = begin_s
+        lane = first.queue[0]
         wires, latency_s = first.cost
         for wire, wire_s in wires:
             wire_begin_s = max(begin_s, self._wire_free.get(wire, 0.0))
@@ -135,9 +150,10 @@ class Lanes:
             self.busy_s[wire] = self.busy_s.get(wire, 0.0) + wire_s
             if free_s > done_s:
                 begun_s, done_s = wire_begin_s, free_s
+            if wire == DISK != lane:
+                self.spans.append(Span(DISK, first.name, wire_begin_s, free_s))
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
-        lane = first.queue[0]
         if self._wear.contention != 1.0 and lane in COLLECTIVES:
             self._busy.append((begun_s, first.end_s))
             self._busy.sort()

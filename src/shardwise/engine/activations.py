@@ -1,0 +1,422 @@
+"""Activations that rest on the host between a unit's forward and its backward.
+
+While a model runs forward, autograd hands what it saves to hooks. What a unit saves whose activations rest on the host
+is copied there. With full checkpointing that is the unit's inputs alone: inside a checkpointed region the checkpoint's
+own hooks come first, and save nothing.
+
+What moves is a storage, whole, because that is what autograd would have held. It moves once however many views of it
+are saved, and they are the same views of it afterwards. Its life:
+
+    leaving   its copy to the host is queued on the lane; its device memory is held here until the computation has
+              waited for the copy, which it does when the stretch after the next begins
+    away      on the host only
+    arriving  its copy back is queued, while the backward of the stretch behind it runs; held here likewise
+    there     the computation has waited for the copy; it goes with the graph, or with the backward's moving on
+
+A stretch is the part of a forward between two unit boundaries: what is saved in it moves together. The last ones of a
+forward are still there when the backward begins, and are never copied back. Everything is queued and nothing waits on
+the host, so what moves does not depend on how fast it does. Both directions and all host buffers are on one lane, so a
+buffer may be lent again as soon as the graph lets go of it.
+
+What a unit saves that holds others stays: the loss, for one, whose backward comes first. But where a checkpoint lies
+around the call of a unit and not inside (as Hugging Face does it), the unit's inputs were saved before it began. What
+was saved last before such a call goes with the unit.
+"""
+
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import StateError
+from ..unit import Unit
+from .streams import Lane, Mark
+
+# Less than this is not worth a copy.
+MIN_BYTES = 64 << 10
+# Somebody else holds a storage of which autograd saves a smaller part than this, such as a batch of a data set.
+MIN_PART = 1 / 16
+# Stretches on their way to the host at most, the one that is running among them.
+NUM_LEAVING = 2
+
+
+@dataclass(slots=True)
+class Moved:
+    """Bytes since the last step."""
+
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
+
+
+class HostBuffers:
+    """Memory on the host, lent again when it comes back: after the first step nothing is allocated.
+
+    Where sizes vary from step to step, a buffer that is too small for all requests makes way for a larger one, so there
+    are never more of them than were lent at once.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._free: list[Tensor] = []  # by size
+        # The garbage collector may bring one back at any moment; they are put in order when one is asked for.
+        self._returned: deque[Tensor] = deque()
+        self.held_bytes = self.peak_bytes = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.held_bytes - sum(buffer.numel() for buffer in (*self._free, *self._returned))
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """At least so many bytes."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._free.insert(bisect_left(self._free, buffer.numel(), key=Tensor.numel), buffer)
+        found = bisect_left(self._free, num_bytes, key=Tensor.numel)
+        if found < len(self._free):
+            return self._free.pop(found)
+        if self._free:
+            self.held_bytes -= self._free.pop().numel()
+        buffer = self._allocate(num_bytes)
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return buffer
+
+    def bring_back(self, buffer: Tensor) -> None:
+        self._returned.append(buffer)
+
+
+class _Memory:
+    """A storage of which autograd saved something. `there` is a tensor in it while it is on the device."""
+
+    def __init__(self, buffers: HostBuffers, buffer: Tensor, there: Tensor) -> None:
+        self._buffers = buffers
+        self._buffer = buffer
+        self.num_bytes = there.untyped_storage().nbytes()
+        self.there: Tensor | None = there
+        self.version = there._version
+        self.is_overwritten = False
+
+    @property
+    def host(self) -> Tensor:
+        return self._buffer[: self.num_bytes]
+
+    def let_go(self) -> None:
+        if self.there is not None:
+            self.is_overwritten |= self.there._version != self.version
+            self.there = None
+
+    def __del__(self) -> None:
+        self._buffers.bring_back(self._buffer)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Stretch:
+    """Memories live as long as the graph that holds them."""
+
+    serial: int
+    unit: str
+    memories: dict[weakref.ref[_Memory], None] = field(default_factory=dict)
+
+    def live(self) -> list[_Memory]:
+        return [memory for memory in [ref() for ref in self.memories] if memory is not None]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Copies that are queued up to `mark`, and the device memory that they read or write."""
+
+    stretch: _Stretch
+    tensors: list[Tensor] = field(default_factory=list)
+    mark: Mark = None
+
+
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """A view of a memory."""
+
+    memory: _Memory
+    stretch: _Stretch
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Saved:
+    """What autograd holds in the place of a tensor that a unit saved: the tensor, or where to find it."""
+
+    unit: str
+    found: Tensor | _Part
+    version: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Open:
+    """A unit whose forward runs, and the storages its weights are gathered in."""
+
+    index: int
+    weights: frozenset[int]
+
+
+class HostActivations:
+    """Told where a forward is by `before` and `after`; recomputes inside a backward must not be told of.
+
+    `hosted` are the units whose activations rest on the host; none of them holds other units.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        hosted: Collection[int],
+        device: torch.device,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._units = units
+        self._hosted = frozenset(hosted)
+        self._device = torch.empty(0, device=device).device  # with its index
+        self._lane = Lane(device)
+        self.buffers = HostBuffers(allocate or self._allocate)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._moved = Moved()
+        self._open: list[_Open] = []
+        # Of the forward under way: its storages that were copied, and what may go with the unit that begins next.
+        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
+        self._undecided: list[weakref.ref[_Saved]] = []
+        self._num_stretches = 0
+        self._stretches: weakref.WeakValueDictionary[int, _Stretch] = weakref.WeakValueDictionary()
+        self._running: _Flight | None = None
+        self._leaving: deque[_Flight] = deque()
+        self._arriving: list[_Flight] = []
+        # Stretches of which something may be on the device, and the one that the backward has come to.
+        self._there: list[_Stretch] = []
+        self._reached: _Stretch | None = None
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+
+    # What the engine reports.
+
+    def before(self, index: int) -> None:
+        """A unit's forward begins: its weights are gathered."""
+        if not self._hosted:
+            return
+        if not self._open:
+            self._begin_forward()
+        unit = self._units[index]
+        weights = frozenset(_address(state.compute_params[0]) for state in unit.states)
+        undecided = self._pass_boundary()
+        self._open.append(_Open(index, weights))
+        if index in self._hosted and _top_pack() != self._pack:
+            for saved in [ref() for ref in undecided]:
+                if saved is not None:
+                    self._send(saved)
+
+    def after(self, index: int) -> None:
+        """It ended, or failed, perhaps before `before` was called."""
+        if self._open and self._open[-1].index == index:
+            self._open.pop()
+            self._pass_boundary()
+            if not self._open:
+                self.abandon_forward()
+
+    def abandon_forward(self) -> None:
+        """Forget a forward that was broken off, and stop listening."""
+        while _top_pack() == self._pack:
+            self._hooks.__exit__()
+        self._open.clear()
+        self._known.clear()
+        self._pass_boundary()
+
+    def close_step(self) -> Moved:
+        """What has moved since the last step."""
+        moved, self._moved = self._moved, Moved()
+        return moved
+
+    def join(self) -> None:
+        """Let the computation wait for everything under way."""
+        self._finish_leaving(0)
+        self._finish_arriving()
+
+    def _begin_forward(self) -> None:
+        self.join()
+        self._let_go_of_all_but()
+        self._reached = None
+        # Inside somebody's own hooks, such as a checkpoint around the whole model, theirs decide.
+        if _top_pack() is None:
+            self._hooks.__enter__()
+
+    def _pass_boundary(self) -> list[weakref.ref[_Saved]]:
+        if self._running is not None:
+            self._running.mark = self._lane.mark()
+            self._leaving.append(self._running)
+            self._running = None
+        undecided, self._undecided = self._undecided, []
+        return undecided
+
+    # Forward: to the host.
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # Held without its history, which holds what is returned here.
+        held = tensor if tensor.is_leaf else tensor.detach()
+        saved = _Saved(self._units[self._open[-1].index].name, held, tensor._version)
+        if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
+            if self._open[-1].index in self._hosted:
+                self._send(saved)
+            else:
+                self._undecided.append(weakref.ref(saved))
+        return saved
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        if (
+            type(tensor) is not Tensor
+            or tensor.device != self._device
+            or tensor.layout != torch.strided
+            or (tensor.is_leaf and tensor.requires_grad)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        num_bytes, address = storage.nbytes(), storage.data_ptr()
+        if num_bytes < MIN_BYTES or tensor.nbytes < MIN_PART * num_bytes:
+            return False
+        return all(address not in unit.weights for unit in self._open)
+
+    def _send(self, saved: _Saved) -> None:
+        """Start its copy to the host, unless that of another part of the same storage is on its way."""
+        tensor = saved.found
+        assert isinstance(tensor, Tensor)
+        if tensor._version != saved.version:
+            return  # overwritten since, as its backward will say
+        if self._running is None:
+            self._finish_leaving(NUM_LEAVING - 1)
+            self._let_go_of_all_but(*(flight.stretch for flight in self._leaving))
+            self._num_stretches += 1
+            stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
+            self._stretches[stretch.serial] = stretch
+            self._running = _Flight(stretch)
+        stretch = self._running.stretch
+        storage = tensor.untyped_storage()
+        key = (StorageWeakRef(storage), saved.version)
+        ref = self._known.get(key)
+        memory = None if ref is None else ref()
+        if memory is None:
+            memory = _Memory(self.buffers, self.buffers.lend(storage.nbytes()), tensor)
+            self._known[key] = weakref.ref(memory)
+            with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
+                memory.host.copy_(_bytes_in(tensor), non_blocking=True)
+            self._moved.to_host_bytes += memory.num_bytes
+        memory.there = memory.there if memory.there is not None else tensor
+        stretch.memories[weakref.ref(memory)] = None
+        self._running.tensors.append(tensor)
+        offset = int(tensor.storage_offset())
+        saved.found = _Part(memory, stretch, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def _finish_leaving(self, num_left: int) -> None:
+        """Let the computation wait for the copies of all stretches but the newest."""
+        while len(self._leaving) > num_left:
+            flight = self._leaving.popleft()
+            self._lane.compute_waits_for(flight.mark)
+            self._there.append(flight.stretch)
+
+    # Backward: to the device.
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise StateError(
+                "create_graph=True in a model whose activations rest on the host: what comes back has no history to go "
+                "through a second time; use activations_on='device'"
+            )
+        found = saved.found
+        if isinstance(found, Tensor):
+            _refuse_overwritten(found._version != saved.version, saved.unit, found.shape)
+            return found
+        memory, stretch = found.memory, found.stretch
+        if stretch is not self._reached:
+            self._reach(stretch)
+        if memory.there is None:
+            self._start_fetch(stretch)
+            self._finish_arriving()
+        assert memory.there is not None
+        is_overwritten = memory.is_overwritten or memory.there._version != memory.version
+        _refuse_overwritten(is_overwritten, saved.unit, found.shape)
+        view = torch.empty(0, dtype=found.dtype, device=self._device)
+        return view.set_(memory.there.untyped_storage(), found.offset, found.shape, found.stride)
+
+    def _reach(self, stretch: _Stretch) -> None:
+        """The backward has come to a stretch: let go of those it has left, fetch the one before ahead of it."""
+        self._reached = stretch
+        self.join()
+        ahead = self._last_before(stretch)
+        self._let_go_of_all_but(stretch, *ahead)
+        self._there = [stretch, *ahead]
+        self._start_fetch(stretch)
+        self._finish_arriving()
+        for other in ahead:
+            self._start_fetch(other)
+
+    def _last_before(self, stretch: _Stretch) -> list[_Stretch]:
+        """The one before it that has something left, if any."""
+        for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
+            found = self._stretches.get(serial)
+            if found is not None and found.live():
+                return [found]
+        return []
+
+    def _let_go_of_all_but(self, *stretches: _Stretch) -> None:
+        kept = {memory for stretch in stretches for memory in stretch.live()}
+        for stretch in self._there:
+            for memory in stretch.live():
+                if memory not in kept:
+                    memory.let_go()
+        self._there.clear()
+
+    def _start_fetch(self, stretch: _Stretch) -> None:
+        away = [memory for memory in stretch.live() if memory.there is None]
+        if not away:
+            return
+        # Allocated among the computation's own memory, which may still be in use by what was queued before.
+        there = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
+        with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
+            for memory, tensor in zip(away, there, strict=True):
+                tensor.copy_(memory.host, non_blocking=True)
+                memory.there, memory.version = tensor, tensor._version
+                self._moved.to_device_bytes += memory.num_bytes
+        self._arriving.append(_Flight(stretch, there, self._lane.mark()))
+
+    def _finish_arriving(self) -> None:
+        for flight in self._arriving:
+            self._lane.compute_waits_for(flight.mark)
+        self._arriving.clear()
+
+
+def _top_pack() -> Any:
+    """The hook that tensors are handed to at present."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes_in(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:
+    """Autograd does not look for itself where there are hooks."""
+    if is_overwritten:
+        raise StateError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation since unit "
+            f"{unit!r} saved it: a tensor of shape {tuple(shape)}; change a copy of it instead"
+        )

@@ -1,0 +1,88 @@
+"""The lane of the host: work that runs in a thread beside the computation, the most urgent first.
+
+Its work releases the interpreter while it runs, so that the thread which feeds the device goes on. A failure is kept:
+whoever waits for a job, or gives another one, is told of it, because what the job should have updated is in between.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.profiler import record_function
+
+from ..errors import ShardwiseError, StateError
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """`run` is called with what comes next, if it is known, so that it may be read ahead."""
+
+    urgency: int
+    name: str
+    run: Callable[["Job | None"], None]
+    ask: Callable[[], None] = lambda: None  # read ahead what it needs
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
+
+class HostLane:
+    def __init__(self) -> None:
+        self._waiting: list[Job] = []
+        self._running: Job | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def give(self, job: Job) -> Job:
+        self.raise_failure()
+        with self._changed:
+            self._waiting.append(job)
+            self._waiting.sort(key=lambda job: job.urgency)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="shardwise host updates", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return job
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                self._running = job = self._waiting.pop(0)
+            try:
+                if self._error is None:
+                    with record_function(f"shardwise::{job.name}"):
+                        job.run(self._next())
+            except BaseException as error:  # noqa: BLE001  told to whoever waits
+                self._error = error
+            with self._changed:
+                self._running = None
+            job.done.set()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            return self._waiting[0] if self._waiting else None
+
+    def wait_for(self, job: Job | None) -> None:
+        if job is not None:
+            job.done.wait()
+            self.raise_failure()
+
+    def drain(self) -> None:
+        """Until nothing is left to do."""
+        with self._changed:
+            left = [*self._waiting, *([self._running] if self._running is not None else [])]
+        for job in left:
+            job.done.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self._error is None:
+            return
+        if isinstance(self._error, ShardwiseError):
+            raise type(self._error)(*self._error.args) from self._error
+        raise StateError(f"an update on the host failed: {self._error}") from self._error

@@ -1,0 +1,307 @@
+"""Updates that the host does: of master weights that rest there or on disk, flat by flat.
+
+There are three ways to update. AdamW and Adam have one pass over memory (`host/adamw.py`), and so have torchao's with
+8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. What an optimizer keeps shows in
+its `state` as ever: as views of rows on the host, and as tensors that say so where it is on disk.
+"""
+
+from collections.abc import Callable
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..away import MASTER, Moves, Rows
+from ..shard import Interval
+from ..store.disk import Pending
+from ..unit import FlatState, OnDisk
+from .host.adamw import AdamSettings, adamw, adamw8
+from .host.cores import Cores
+from .probe import KNOWN_PACKAGES, shadow_of
+
+ADAMS = (torch.optim.AdamW, torch.optim.Adam)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a flat, of which this rank updates a part."""
+
+    index: int
+    resting: nn.Parameter
+    where: Interval  # in the rows
+    group: dict[str, Any]  # its settings at the time of the step
+
+
+# With the first element of a chunk, its rows, its gradient, where weights go, and the gradient's factor.
+ChunkUpdate = Callable[[int, dict[str, Tensor], Tensor, Tensor | None, float], None]
+
+
+def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps nothing but the state of each parameter, and can be given one after the other."""
+    return type(optimizer).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES))
+
+
+class HostUpdates:
+    """What the optimizer has to do with host and disk."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, row_names: tuple[str, ...], cores: Cores) -> None:
+        self._optimizer = optimizer
+        self._row_names = row_names
+        self._cores = cores
+        self._update = self._way_to_update()
+
+    def _way_to_update(self) -> Callable[[FlatState, list[Held]], ChunkUpdate]:
+        optimizer = self._optimizer
+        if type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit"):
+            return self._eight_bit
+        is_plain = all(
+            not (group.get("amsgrad") or group.get("differentiable")) and isinstance(group["lr"], (float, int, Tensor))
+            for group in optimizer.param_groups
+        )
+        return self._one_pass if type(optimizer) in ADAMS and is_plain else self._its_own
+
+    def take_over(self, states: list[FlatState]) -> None:
+        """State that the optimizer has already becomes rows."""
+        for state in states:
+            for index in state.held:
+                resting = state.resting_params[index]
+                for key, value in list(self._optimizer.state.get(resting, {}).items()):
+                    if key in self._row_names and type(value) is Tensor:
+                        self.set_row(state, index, key, value)
+
+    def set_row(self, state: FlatState, index: int, key: str, value: Tensor) -> None:
+        """Give a parameter state, from outside."""
+        assert state.away is not None
+        assert state.away.rows is not None
+        rows = state.away.rows.read()
+        rows[key][state.held[index]].copy_(value.reshape(-1))
+        state.away.rows.write({key: rows[key]})
+        self.show(state, index)[key] = self._shown(state, index, key)
+
+    def show(self, state: FlatState, index: int) -> dict[str, Any]:
+        kept: dict[str, Any] = self._optimizer.state[state.resting_params[index]]
+        return kept
+
+    def _shown(self, state: FlatState, index: int, key: str) -> Tensor:
+        """What stands in the optimizer's state for a part of a row."""
+        assert state.away is not None
+        assert state.away.rows is not None
+        resting, rows = state.resting_params[index], state.away.rows
+        if rows.on_disk:
+            return OnDisk.like(resting.shape, rows.dtype)
+        return rows.tensors[key][state.held[index]].view(resting.shape)
+
+    def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
+        """An update of a flat with the gradients and the settings of this moment."""
+        held = [
+            Held(index, resting, Interval(where.start, where.stop), copy(groups[resting]))
+            for index, where in sorted(state.held.items())
+            if state.used[index] and (resting := state.resting_params[index]) in groups
+        ]
+        assert state.away is not None
+        return FlatUpdate(state, self._update(state, held) if held else None, state.away.memory.moves)
+
+    # AdamW and Adam in one pass.
+
+    def _one_pass(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        runs = _joined([(each.where, self._adam_settings(state, each)) for each in held])
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            for where, settings in runs:
+                cut = _inside(where, start, grad.numel())
+                if cut is not None:
+                    adamw(
+                        rows[MASTER][cut],
+                        rows["exp_avg"][cut],
+                        rows["exp_avg_sq"][cut],
+                        grad[cut],
+                        None if out is None else out[cut],
+                        settings,
+                        factor,
+                        self._cores,
+                    )
+
+        return update
+
+    def _adam_settings(self, state: FlatState, held: Held) -> AdamSettings:
+        """Counts the step, too."""
+        kept = self.show(state, held.index)
+        if "step" not in kept:
+            kept["step"] = torch.tensor(0.0)
+            kept |= {key: self._shown(state, held.index, key) for key in self._row_names}
+        kept["step"] += 1
+        return _adam_settings(held.group, int(kept["step"]), isinstance(self._optimizer, torch.optim.AdamW))
+
+    # The same with moments of 8 bits, which torchao's optimizers hold.
+
+    def _eight_bit(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        optimizer: Any = self._optimizer
+        todo: list[tuple[Interval, dict[str, Any], AdamSettings]] = []
+        for each in held:
+            kept = self.show(state, each.index)
+            if "step" not in kept:
+                kept["step"] = torch.tensor(0.0)
+                kept["exp_avg"] = optimizer._new_buffer(each.resting, True)
+                kept["exp_avg_sq"] = optimizer._new_buffer(each.resting, False)
+            kept["step"] += 1
+            decoupled = type(optimizer).__name__.startswith("AdamW")
+            todo.append((each.where, kept, _adam_settings(each.group, int(kept["step"]), decoupled)))
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            for where, kept, settings in todo:
+                cut = slice(where.start, where.stop)
+                given = (grad[cut], None if out is None else out[cut], settings, factor, self._cores)
+                mean, square = kept["exp_avg"], kept["exp_avg_sq"]
+                if type(mean) is Tensor:
+                    adamw(rows[MASTER][cut], mean.view(-1), square.view(-1), *given)
+                else:
+                    adamw8(
+                        rows[MASTER][cut],
+                        mean.codes.view(-1),
+                        mean.scale,
+                        square.codes.view(-1),
+                        square.scale,
+                        mean.qmap,
+                        square.qmap,
+                        *given,
+                    )
+
+        return update
+
+    # Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as its parameters.
+
+    def _its_own(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
+        is_whole = state.flat.depth_of_master == 0 and state.away is not None and not _rows_of(state).on_disk
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            groups: list[dict[str, Any]] = []
+            each_of: dict[nn.Parameter, tuple[Held, slice]] = {}
+            shadow = shadow_of(self._optimizer)
+            for each in held:
+                cut = _inside(each.where, start, grad.numel())
+                if cut is None:
+                    continue
+                shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
+                param = nn.Parameter(rows[MASTER][cut].view(shape))
+                param.grad = grad[cut].to(param.dtype).mul(factor).view(shape)
+                is_known = self._row_names and self._row_names[0] in self.show(state, each.index)
+                shadow.state[param] = deepcopy(before[each.index])
+                if is_known:
+                    shadow.state[param] |= {key: rows[key][cut].view(shape) for key in self._row_names}
+                groups.append({**each.group, "params": [param]})
+                each_of[param] = (each, cut)
+            shadow.param_groups = groups
+            type(self._optimizer).step(shadow)
+            for param, (each, cut) in each_of.items():
+                self._keep(state, each, rows, cut, shadow.state.get(param, {}))
+                if out is not None:
+                    out[cut].copy_(param.detach().reshape(-1))
+
+        return update
+
+    def _beside_rows(self, kept: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in kept.items() if key not in self._row_names}
+
+    def _keep(self, state: FlatState, held: Held, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]) -> None:
+        """What an update left in the optimizer's state: in the rows, and beside them."""
+        kept = self.show(state, held.index) if found else {}
+        for key, value in found.items():
+            if key in self._row_names and isinstance(value, Tensor):
+                if value.data_ptr() != rows[key][cut].data_ptr():
+                    rows[key][cut].copy_(value.reshape(-1))
+                kept[key] = self._shown(state, held.index, key)
+            else:
+                kept[key] = value
+
+
+@dataclass(slots=True)
+class FlatUpdate:
+    """One flat's update, to be run when its gradient is on the host."""
+
+    state: FlatState
+    update: ChunkUpdate | None
+    moves: Moves
+
+    def ask(self) -> None:
+        """Read the first chunks ahead."""
+        for number in range(2):
+            if self.update is not None and number < len(self._rows.chunks):
+                self._rows.ask(number)
+
+    @property
+    def _rows(self) -> Rows:
+        return _rows_of(self.state)
+
+    def run(self, factor: float, ask_next: Callable[[], None]) -> None:
+        away, rows, update = self.state.away, self._rows, self.update
+        if update is None:
+            return
+        assert away is not None
+        windows = away.memory.windows
+        windows.moves = self.moves
+        grads = self.state.final_at_hand
+        writing: list[tuple[Tensor, Pending]] = []
+        for number, chunk in enumerate(rows.chunks):
+            record = rows.take(number)
+            if number + 1 < len(rows.chunks):
+                rows.ask(number + 1)
+            if number + 2 < len(rows.chunks):
+                rows.ask(number + 2)
+            else:
+                ask_next()
+            out = None if away.updated is None else away.updated[chunk.start : chunk.stop]
+            room = torch.empty(0)
+            to_disk = away.region is not None and self.state.flat.rest_is_own
+            if to_disk:
+                compute = self.state.flat.compute
+                size = chunk.num_elems * compute.itemsize
+                # The room behind the record is there where both are on disk; else the weights pass through.
+                room = torch.empty(size, dtype=torch.uint8) if record is None else windows.room_beside(record)[:size]
+                out = room.view(compute.torch)
+            update(chunk.start, rows.views(number, record), grads[chunk.start : chunk.stop], out, factor)
+            put = away.start_writing(out, chunk.start) if to_disk and out is not None else []
+            writing += [(room, pending) for pending in put]
+            rows.put(number, record, put)
+        for _, pending in writing:
+            pending.wait()
+
+
+def _rows_of(state: FlatState) -> Rows:
+    assert state.away is not None
+    assert state.away.rows is not None
+    return state.away.rows
+
+
+def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=decoupled,
+        maximize=bool(group.get("maximize")),
+        fused=bool(group.get("fused")),
+        step=step,
+    )
+
+
+def _joined(runs: list[tuple[Interval, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
+    """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one."""
+    found: list[tuple[Interval, AdamSettings]] = []
+    for where, settings in runs:
+        if found and found[-1][1] == settings:
+            found[-1] = (Interval(found[-1][0].start, where.stop), settings)
+        else:
+            found.append((where, settings))
+    return found
+
+
+def _inside(where: Interval, start: int, num_elems: int) -> slice | None:
+    """An interval of the rows, in a chunk of them."""
+    common = where.overlap(Interval(start, start + num_elems))
+    return slice(common.start - start, common.stop - start) if common.num_elems else None

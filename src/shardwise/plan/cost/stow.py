@@ -1,0 +1,46 @@
+"""Activations that rest on the host: when they go there and when they come back, among the events of a step.
+
+What a unit saves goes to the host while the next unit computes. In the backward it comes back one unit ahead. The last
+two units of a forward are still on the device when the backward begins: what they saved went to the host for nothing,
+and stays.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..events import Event, Move
+from ..schedule import Schedule
+from ..work.work import Work
+
+# Less than this stays on the device, and is not worth a copy.
+LEAST_BYTES = 64 << 10
+# Units whose activations are on the device at once: the one that runs, and one on its way.
+NUM_THERE = 2
+
+
+def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
+    """By name of the unit, in the order of the forward. A loss, whose backward comes first, keeps what it saved."""
+    leaves = [schedule.units[unit] for unit in schedule.leaves]
+    saved = {
+        unit.name: works[unit.name].saved_bytes
+        for unit in leaves
+        if unit.layout.activations_on == "host" and works[unit.name].kind == "activations"
+    }
+    return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= LEAST_BYTES}
+
+
+def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Sequence[Event]:
+    """The step's events, and those of activations among them."""
+    return list(_told(events, stowed)) if stowed else events
+
+
+def _told(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
+    names = list(stowed)
+    # Begun ahead of a unit's backward: the fetch for the one before it, unless that is still there.
+    before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_THERE}
+    for event in events:
+        ahead = before.get(event.unit) if event.verb == "backward" else None
+        if ahead is not None:
+            yield Event("fetch", ahead, moves=(Move("to_device", stowed[ahead]),))
+        yield event
+        if event.verb == "forward" and event.unit in stowed:
+            yield Event("stow", event.unit, moves=(Move("to_host", stowed[event.unit]),))
