@@ -14,7 +14,7 @@ from .names import FLOORS, label
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`vocab=0`: blocks alone. Hidden states come in, their mean square is the loss, and nothing else costs time."""
+    """`vocab=0`: blocks alone. Hidden states come in and go out, and nothing else costs time."""
 
     name: str
     hidden: int
@@ -39,6 +39,8 @@ SHAPES: dict[str, Shape] = {
         Shape("blocks-smoke",     64,   128,     3,    4,       4,    16),
         Shape("blocks-202m",    4096, 11008,    16,   32,      32,  2048),
         Shape("blocks-202m-8",  4096, 11008,     8,   32,      32,  8192),
+        Shape("blocks-202m-20", 4096, 11008,    20,   32,      32,  8192),
+        Shape("blocks-13b",     5120, 13824,    40,   40,      40,  8192),
     )
 }  # fmt: skip
 
@@ -65,6 +67,7 @@ class Case:
     seed: int
     count_calls: bool = False  # instead of seconds
     trace: str = ""  # the folder that a chrome trace goes to; empty: none
+    disk_path: str = ""  # the folder for what rests on disk; empty: none
 
     @property
     def tokens_per_step(self) -> int:
@@ -99,6 +102,7 @@ def one_process(case: Case) -> Case:
         reduce="fp32",
         compile=False,
         trace="",
+        disk_path="",
     )
 
 

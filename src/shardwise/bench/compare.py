@@ -6,7 +6,7 @@ that failed in a setting is not tried there again.
 Who computes something else is no competitor, and gets an error instead of ratios:
 
 - Real ranks: every loss of every step against one process that sees the whole batch, in fp32. Where that process
-  cannot be had (the model does not fit one device), against the first contender that ran.
+  cannot be had (the model does not fit one device) or is not wanted, against the first contender that ran.
 - An emulated fabric: other ranks are copies of this one, so losses mean nothing after the first. That one is
   compared with the floor's, and loosely: copied weights are not the same weights, only drawn alike, and so is the
   mean over the tokens of a step.
@@ -25,7 +25,7 @@ from .calls import AddedCalls, added_calls
 from .case import Case, one_process
 from .launch import Launch, Outcome, Say
 from .model import build
-from .names import FLOORS, label, read_strategy
+from .names import FLOORS, label, read_strategy, rests_on_disk
 
 # Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
@@ -41,6 +41,7 @@ class Session:
     repetitions: int = 1
     count_calls: bool = False
     with_floors: bool = True
+    with_reference: bool = True  # one process, for its losses
 
     @property
     def cases(self) -> list[Case]:
@@ -53,9 +54,12 @@ class Session:
         return found
 
     def refuse_what_cannot_run(self) -> None:
-        """Before anything is started: patterns of mixes that match no unit, and nothing to measure."""
+        """Before anything is started: patterns of mixes that match no unit, nothing to measure, nowhere to write."""
         if not self.strategies and not self.peers:
             raise ConfigurationError("nothing to measure: --strategies and --peers are both empty")
+        for contender in (*self.peers, *self.strategies):
+            if rests_on_disk(contender) and not self.settings[0].disk_path:
+                raise ConfigurationError(f"{label(contender)} rests on disk: say in which folder, with --disk-path")
         for shape in dict.fromkeys(setting.shape for setting in self.settings):
             model = build(shape, torch.device("meta"), 0)
             units = [unit.name for unit in find_units(model, "auto")]
@@ -86,7 +90,7 @@ class Findings:
 def run(session: Session, launch: Launch, say: Say) -> Findings:
     cases = session.cases
     alone = dict.fromkeys(one_process(setting) for setting in session.settings if not setting.fabric)
-    references = {case: launch(case) for case in alone}
+    references = {case: launch(case) for case in alone} if session.with_reference else {}
     for case, outcome in references.items():
         say(f"one process, {case.shape.name}: {outcome.error or 'losses to compare with'}")
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}

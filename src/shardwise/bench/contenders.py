@@ -5,14 +5,17 @@
                     on the meta device (other weights than the rest, drawn alike)
     fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit kept
                     between forward and backward, a communicator of its own for reductions
+    fsdp2+offload   the same with CPUOffloadPolicy: pinned parameters, gradients and optimizer on the host
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
     ddp             DistributedDataParallel, gradients as views of its buckets
-    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication
+    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication; N+offload has the optimizer on the
+                    host (and at stage 3 parameters), 3+nvme on disk, and so on: `names.AWAY`
     plain           one process, nothing sharded
     compute         floor: forward and backward of the whole model in the compute dtype, nothing else
     compute+update  floor: the same, and AdamW on one rank's part of the parameters
 
-All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters.
+All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters; DeepSpeed
+has its own on the host. Models are built whole on the device, and what leaves it does so when the contender is set up.
 
 Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no such thing and
 keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
@@ -29,6 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,20 +44,27 @@ import shardwise as sw
 from ..errors import ConfigurationError
 from ..train.checkpointing import Mode, checkpoint_blocks
 from .case import Case
+from .deepspeed_config import ADAMW, config_of
 from .model import build, loss_of
-from .names import read_strategy
+from .names import OFFLOADED_FSDP2, read_deepspeed, read_strategy, rests_on_disk
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
+# Ranges in which the host updates weights: ours, and those that torch puts around the step of any optimizer.
+_OUR_UPDATES, _OPTIMIZER_STEP = "shardwise::host update", "Optimizer.step#"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contender that is set up. `step` takes micro-batches and returns their mean loss, left on the device."""
+    """A contender that is set up. `step` takes micro-batches and returns their mean loss, left on the device.
+
+    `host_updates` begins the names of the profiler's ranges in which the host updates weights, if it does.
+    """
 
     step: Callable[[Sequence[Tensor]], Tensor]
     input_dtype: torch.dtype
+    host_updates: str = ""
     moved_bytes: Callable[[], float | None] = lambda: None  # by this rank in the last step, if it is counted
 
 
@@ -62,7 +73,7 @@ def device_of(case: Case) -> torch.device:
 
 
 def adamw(params: Any, capturable: bool = False) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=capturable)
+    return torch.optim.AdamW(params, **ADAMW, fused=True, capturable=capturable)
 
 
 def _model(case: Case, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
@@ -106,6 +117,13 @@ def _clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], ob
 
 def _torch_clipping(case: Case, model: nn.Module) -> Callable[[], object]:
     return _clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+
+
+def _clip_sharded(model: nn.Module, max_norm: float) -> None:
+    """The norm is summed over the ranks once, not for every gradient that it scales."""
+    params = list(model.parameters())
+    norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.full_tensor(), foreach=True)
 
 
 def _autocast(case: Case) -> Callable[[], AbstractContextManager[Any]]:
@@ -180,8 +198,8 @@ def fsdp1(case: Case) -> Run:
     return Run(_step(model, adamw(model.parameters()), _clipping(case, model.clip_grad_norm_)), compute_dtype)
 
 
-def fsdp2(case: Case) -> Run:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def fsdp2(case: Case, is_offloaded: bool = False) -> Run:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = _model(case)
     compute_dtype, reduce_dtype = _COMPUTE[case.precision], _DTYPES[case.reduce]
@@ -189,18 +207,20 @@ def fsdp2(case: Case) -> Run:
         param_dtype=None if compute_dtype == _WEIGHTS[case.precision] else compute_dtype,
         reduce_dtype=None if reduce_dtype == compute_dtype else reduce_dtype,
     )
+    offload = CPUOffloadPolicy(pin_memory=case.device == "cuda") if is_offloaded else OffloadPolicy()
     stages = list(model.blocks)
     if case.shape.vocab and not case.shape.tied:
         # As torchtitan does; a tied weight belongs to both ends, and stays with the root.
         stages = [model.embed, *stages, [model.norm, model.head]]
     for stage in stages:
-        fully_shard(stage, mp_policy=policy, reshard_after_forward=stage is not stages[-1])
-    fully_shard(model, mp_policy=policy)
+        fully_shard(stage, mp_policy=policy, offload_policy=offload, reshard_after_forward=stage is not stages[-1])
+    fully_shard(model, mp_policy=policy, offload_policy=offload)
     firsts = [stage[0] if isinstance(stage, list) else stage for stage in stages]
     for module, following in zip([model, *firsts], firsts, strict=False):
         module.set_modules_to_forward_prefetch([following])
     _own_group_for_reductions(model)
-    return Run(_step(model, adamw(model.parameters()), _torch_clipping(case, model)), compute_dtype)
+    step = _step(model, adamw(model.parameters()), _clipping(case, partial(_clip_sharded, model)))
+    return Run(step, compute_dtype, _OPTIMIZER_STEP if is_offloaded else "")
 
 
 def _own_group_for_reductions(model: Any) -> None:
@@ -223,23 +243,20 @@ def _own_group_for_reductions(model: Any) -> None:
             module.set_custom_reduce_scatter(OwnGroup())
 
 
-def deepspeed(case: Case, stage: str) -> Run:
+def deepspeed(case: Case, argument: str) -> Run:
     import deepspeed as ds  # type: ignore[import-untyped, unused-ignore]
 
     if case.precision == "pure-bf16":
         raise ConfigurationError("deepspeed keeps fp32 masters beside bf16 weights: it runs with --precision bf16")
     ds.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     model = _model(case)
-    config = {
-        "train_micro_batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": case.micro_batches,
-        "zero_optimization": {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True},
-        "bf16": {"enabled": case.precision == "bf16"},
-        "communication_data_type": case.reduce,
-        "gradient_clipping": case.clip,
-        "zero_allow_untested_optimizer": True,
-    }
-    engine, _, _, _ = ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    asked = read_deepspeed(argument)
+    engine, _, _, _ = ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        optimizer=None if asked.away else adamw(model.parameters()),
+        config=config_of(case, asked),
+    )
 
     def step(micro_batches: Sequence[Tensor]) -> Tensor:
         losses = []
@@ -250,12 +267,13 @@ def deepspeed(case: Case, stage: str) -> Run:
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    return Run(step, _COMPUTE[case.precision])
+    return Run(step, _COMPUTE[case.precision], _OPTIMIZER_STEP if asked.away else "")
 
 
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
     layouts, ways = read_strategy(strategy)
+    on_disk: dict[str, Any] = {"disk_path": Path(case.disk_path)} if rests_on_disk(case.contender) else {}
     is_meta = "meta" in ways
     model = _model(case, device=torch.device("meta") if is_meta else None)
     model, optimizer = sw.shard(
@@ -266,6 +284,7 @@ def shardwise(case: Case, strategy: str) -> Run:
         reduce_dtype=case.reduce,
         early_update="early" in ways,
         seed=case.seed if is_meta else None,
+        **on_disk,
     )
     step = _step(
         model,
@@ -275,13 +294,14 @@ def shardwise(case: Case, strategy: str) -> Run:
     )
     if "capture" in ways:
         captured = sw.capture(model, optimizer, lambda *micro_batches: step(micro_batches))
-        return Run(lambda micro_batches: captured(*micro_batches).clone(), _COMPUTE[case.precision])
-    return Run(step, _COMPUTE[case.precision], lambda: sw.traffic(model).wire_bytes)
+        return Run(lambda micro_batches: captured(*micro_batches).clone(), _COMPUTE[case.precision], _OUR_UPDATES)
+    return Run(step, _COMPUTE[case.precision], _OUR_UPDATES, lambda: sw.traffic(model).wire_bytes)
 
 
 _SETUPS: dict[str, Callable[..., Run]] = {
     "shardwise": shardwise,
     "fsdp2": fsdp2,
+    OFFLOADED_FSDP2: partial(fsdp2, is_offloaded=True),
     "fsdp1": fsdp1,
     "ddp": torch_ddp,
     "deepspeed": deepspeed,

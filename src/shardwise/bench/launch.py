@@ -73,10 +73,14 @@ def launch(case: Case, timeout_s: float) -> Outcome:
 
 
 def environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in."""
+    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in.
+
+    Processes share the cores of this machine, which is what those with work for the host need; torchrun would give
+    them one thread. The user's own value counts.
+    """
     world_size = 1 if case.contender in SOLO else case.world_size
     return {
-        "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value counts
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_processes(case))),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -87,6 +91,11 @@ def environment(case: Case, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "DS_ACCELERATOR": case.device,
     }
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _free_port() -> int:

@@ -8,6 +8,7 @@ work that is started early for the next step counts where it belongs.
 """
 
 import gc
+import gzip
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ from .calls import count_calls
 from .case import Case, case_from_json
 from .contenders import device_of, find
 from .model import batches_of
-from .names import SOLO, label
+from .names import OFFLOADED_FSDP2, SOLO, label
+from .overlap import from_trace, in_words
 
 SETTLE = 2  # steps in which the allocator takes again what the reset gave back
 STEPS_BEFORE_CALLS = 4
@@ -110,7 +113,9 @@ def measure(case: Case, rank: int) -> Answer:
         "torch": torch.__version__,
     }
     if case.trace and rank == 0:
-        trace(lambda: run.step(batches[-1]), case)
+        file = trace_file(case)
+        trace(lambda: run.step(batches[-1]), clock.synchronise, case.device, file)
+        answer["overlap"] = overlap_in(file, run.host_updates)
     elif case.trace:
         for _ in range(TRACED_STEPS):
             run.step(batches[-1])
@@ -124,7 +129,9 @@ def join(case: Case) -> None:
     if case.fabric:
         fabric.start(fabric.parse(case.fabric))
     elif case.device == "cuda":
-        dist.init_process_group("nccl", device_id=device_of(case), timeout=timedelta(minutes=10))
+        # What FSDP2 has on the host is summed there when gradients are clipped.
+        backend = "cpu:gloo,cuda:nccl" if case.contender == OFFLOADED_FSDP2 else "nccl"
+        dist.init_process_group(backend, device_id=device_of(case), timeout=timedelta(minutes=10))
     else:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 
@@ -163,11 +170,12 @@ class DeviceClock:
 
     def memory(self) -> dict[str, float]:
         peaks = torch.cuda.memory_stats()
-        return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in ("allocated", "active", "reserved")}
+        kinds = ("allocated", "active", "reserved")
+        return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
 
 
 class HostClock:
-    """The same for the CPU, where there is no peak to be read."""
+    """The same for the CPU."""
 
     def __init__(self) -> None:
         self.instants: list[float] = []
@@ -185,31 +193,61 @@ class HostClock:
         return [later - earlier for earlier, later in itertools.pairwise(self.instants)]
 
     def memory(self) -> dict[str, float]:
+        return host_memory()
+
+
+STATUS = Path("/proc/self/status")
+
+
+def host_memory() -> dict[str, float]:
+    """The most that this process ever had in the host's memory, the set-up included; Linux alone says it.
+
+    Every contender has a process of its own, so this is nobody else's. What its own children have is not counted.
+    """
+    if not STATUS.exists():
         return {}
+    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    return {"host_gb": int(lines["VmHWM"].split()[0]) * 1024 / 1e9}
 
 
-TRACED_STEPS = 3
+STEPS_IN_TRACE = 3  # as `overlap` wants them
+TRACED_STEPS = 1 + STEPS_IN_TRACE
 
 
-def trace(step: Callable[[], object], case: Case) -> None:
-    """A chrome trace of one step, with the one before it running into it."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-
+def trace_file(case: Case) -> Path:
     words = [label(case.contender), case.shape.name, str(case.shape.tokens), case.reduce]
     if case.fabric:
         where = fabric.parse(case.fabric)
         words.append(f"{where.num_nodes}x{where.node_size}-{where.intra.gigabytes_per_s:g}GBs")
-    file = Path(case.trace) / (re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)) + ".trace.json.gz")
+    return Path(case.trace) / (re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)) + ".trace.json.gz")
+
+
+def trace(step: Callable[[], object], synchronise: Callable[[], None], device: str, file: Path) -> None:
+    """A chrome trace of steps that run into each other, with what all threads of this process do."""
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile, schedule
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
     with profile(
-        activities=activities,
-        schedule=schedule(wait=1, warmup=1, active=1),
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda"),
+        schedule=schedule(wait=0, warmup=1, active=STEPS_IN_TRACE, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        acc_events=True,  # of the one cycle there is; without it torch warns of cycles that are forgotten
     ) as profiler:
-        for _ in range(TRACED_STEPS):
+        for number in range(TRACED_STEPS):
             step()
+            if number == TRACED_STEPS - 1:
+                synchronise()
             profiler.step()
+
+
+def overlap_in(file: Path, host_updates: str) -> Answer:
+    """In figures; in words it goes beside the trace."""
+    with gzip.open(file) as trace:
+        seen = from_trace(json.load(trace)["traceEvents"], host_updates)
+    file.with_suffix("").with_suffix("").with_suffix(".overlap.txt").write_text(in_words(seen) + "\n")
+    return asdict(seen)
 
 
 if __name__ == "__main__":

@@ -78,9 +78,13 @@ def build(shape: Shape, device: torch.device, seed: int) -> Transformer | Blocks
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Next-token loss of token ids, or the mean square of what came of hidden states."""
+    """Next-token loss of token ids, or how far from hidden states is what came of those one place later.
+
+    So the first loss is about two whatever the weights are, and the next ones tell every update that was missed. (The
+    mean square alone would always be one: the last thing that hidden states go through is a norm.)
+    """
     if batch.is_floating_point():
-        return model(batch).float().square().mean()
+        return (model(batch).float() - batch.roll(1, dims=1)).square().mean()
     return model(batch[:, :-1], batch[:, 1:])
 
 

@@ -3,18 +3,21 @@
 A name is a family and, after a colon, its one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
 `shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON. `@early` behind it asks for
 early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device and
-never exists whole: `zero3@early@capture`.
+never exists whole: `zero3@early@capture`. The argument of `deepspeed` is a stage and what leaves the device:
+`3+offload`, or `3+offload:0.6` for a part of the optimizer.
 """
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigurationError, did_you_mean
-from ..layout import AUTO, Layout, layout_of
+from ..layout import AUTO, MOVABLE, Layout, layout_of
 
 OURS = "shardwise"
-PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed")
+OFFLOADED_FSDP2 = "fsdp2+offload"
+DEEPSPEED = "deepspeed"
+PEERS = ("fsdp2", OFFLOADED_FSDP2, "fsdp1", "ddp", DEEPSPEED)
 FLOORS = ("compute", "compute+update")
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
 WAYS = ("early", "capture", "meta")
@@ -67,18 +70,80 @@ def _row(value: Any) -> str | Layout:
     return Layout(**value)
 
 
+@dataclass(frozen=True, slots=True)
+class DeepSpeed:
+    """What `deepspeed:3+offload:0.6` asks for. `away` is a key of `AWAY`; `ratio` the part of the optimizer."""
+
+    stage: int
+    away: str = ""
+    ratio: float = 1.0
+
+
+# What may leave the device, and the ZeRO stages that can do it.
+AWAY: dict[str, tuple[int, ...]] = {
+    "offload": (1, 2, 3),  # the optimizer to the host; at stage 3 parameters too
+    "offload_optimizer": (3,),  # parameters stay
+    "super_offload": (3,),  # the same, updated by a process of its own
+    "nvme": (3,),  # optimizer and parameters to disk
+}
+
+
+def read_deepspeed(argument: str) -> DeepSpeed:
+    stage, plus, words = argument.partition("+")
+    if stage not in ("0", "1", "2", "3"):
+        raise ConfigurationError(
+            f"--peers: '{DEEPSPEED}:{argument}'; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3"
+        )
+    if not plus:
+        return DeepSpeed(int(stage))
+    away, colon, part = words.partition(":")
+    if away not in AWAY:
+        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}' asks for {away!r}; {did_you_mean(away, AWAY)}")
+    if int(stage) not in AWAY[away]:
+        stages = " or ".join(map(str, AWAY[away]))
+        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed has {away!r} at stage {stages} only")
+    if not colon:
+        return DeepSpeed(int(stage), away)
+    if stage != "3" or away == "nvme":
+        raise ConfigurationError(
+            f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed moves a part of the optimizer to the host only, at stage 3"
+        )
+    try:
+        ratio = float(part)
+    except ValueError:
+        ratio = -1.0
+    if not 0 < ratio <= 1:
+        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; {part!r} is no part of the optimizer: write 0.6")
+    return DeepSpeed(int(stage), away, ratio)
+
+
 def peers_in(text: str) -> list[str]:
     """The contenders that `fsdp2,deepspeed:2` asks for."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        family, _, stage = name.partition(":")
+        family, _, argument = name.partition(":")
         if family not in PEERS:
             raise ConfigurationError(f"--peers: unknown peer {name!r}; {did_you_mean(family, PEERS)}")
-        if family == "deepspeed" and stage not in ("0", "1", "2", "3"):
-            raise ConfigurationError(f"--peers: {name!r}; say which ZeRO stage, deepspeed:0 to deepspeed:3")
-        if family != "deepspeed" and stage:
-            raise ConfigurationError(f"--peers: {name!r}; {family} takes no {stage!r}")
+        if family == DEEPSPEED:
+            read_deepspeed(argument)
+        elif argument:
+            raise ConfigurationError(f"--peers: {name!r}; {family} takes no {argument!r}")
     return names
+
+
+def rests_on_disk(contender: str) -> bool:
+    """Whether it needs a folder. `auto` may use one, and does without where none is given."""
+    family, _, argument = contender.partition(":")
+    if family == DEEPSPEED:
+        return read_deepspeed(argument).away == "nvme"
+    if family != OURS:
+        return False
+    strategy, _ = read_strategy(argument)
+    if isinstance(strategy, str):
+        layouts = [] if strategy.lower() == AUTO else [layout_of(strategy)]
+    else:
+        layouts = list(strategy.values())
+    return any(getattr(layout, f"{what}_on") == "disk" for layout in layouts for what in MOVABLE)
 
 
 def label(contender: str) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from .compare import Findings, Session
 from .machine import machine
 from .model import num_params
 from .names import label
+from .overlap import Overlap, in_words
 from .rows import Row, Spread, rows_of
 
 __all__ = ["document", "name_of", "print_table", "problems", "rows_of", "write"]
@@ -115,7 +117,7 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         "MFU": lambda row: _figure(row.mfu, ".1%"),
         **{f"{wire} s": _wire_s(wire) for wire in wires},
         "moved GB": lambda row: _figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g"),
-        **{f"{kind} GB": _memory(f"{kind}_gb") for kind in ("allocated", "active", "reserved")},
+        **{f"{kind} GB": _memory(f"{kind}_gb") for kind in ("allocated", "active", "reserved", "host")},
         "calls": lambda row: _figure(row.calls_per_unit, ".0f"),
         "set-up s": lambda row: _figure(row.setup_s, ".1f"),
     }
@@ -175,8 +177,18 @@ def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     lines += [f"| `{name}` | " + " | ".join(texts) + " |" for name, *texts in zip(*cells.values(), strict=True)]
     described = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
     parts = [f"# shardwise bench, {about['date']}", about["note"], f"    {about['command']}", described]
-    parts += ["\n".join(lines), *(f"- {problem}" for problem in problems(rows))]
+    parts += ["\n".join(lines), *(f"- {problem}" for problem in problems(rows)), *_overlaps(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _overlaps(rows: Sequence[Row]) -> list[str]:
+    """Of the steps that were traced, under the profiler: a block for each."""
+    return [
+        f"`{row.contender}`, {row.shape}, {row.tokens} tokens, one step under the profiler:\n\n"
+        + textwrap.indent(in_words(Overlap(**row.overlap)), "    ")
+        for row in rows
+        if row.overlap
+    ]
 
 
 def write(about: dict[str, Any], rows: Sequence[Row], folder: Path, name: str) -> Path:

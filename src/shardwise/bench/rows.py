@@ -46,6 +46,7 @@ class Row:
     wire_bytes: dict[str, float] = field(default_factory=dict)  # the same in bytes
     moved_bytes: float | None = None  # per step, by one rank
     memory: dict[str, float] = field(default_factory=dict)  # peaks, the largest of all ranks
+    overlap: dict[str, Any] = field(default_factory=dict)  # of the traced step, as `overlap.Overlap`
     setup_s: float | None = None
     losses: list[float] = field(default_factory=list)  # by step
     compared_with: str = ""  # whose losses they should be
@@ -99,6 +100,7 @@ def row_of(case: Case, findings: Findings) -> Row:
         wire_bytes={wire: seen["bytes"] for wire, seen in wires.items()},
         moved_bytes=sum(seen["bytes"] for seen in wires.values()) if wires else firsts[0]["moved_bytes"],
         memory={kind: max(answer["memory"][kind] for answer in every) for kind in firsts[0]["memory"]},
+        overlap=firsts[0].get("overlap", {}),
         setup_s=statistics.median(answer["setup_s"] for answer in firsts),
     )
 

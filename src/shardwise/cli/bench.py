@@ -26,12 +26,19 @@ def bench(
     strategies: Annotated[
         str, WHAT(help="Presets, with commas; or mixes, as JSON. Behind one: @early, @capture, @meta.")
     ] = "zero3",
-    peers: Annotated[str, WHAT(help="fsdp2, fsdp1, ddp (torch's), deepspeed:STAGE; '' for none.")] = "fsdp2",
+    peers: Annotated[
+        str,
+        WHAT(
+            help="fsdp2, fsdp1, ddp (torch's), deepspeed:STAGE; with state on the host fsdp2+offload, "
+            "deepspeed:STAGE+offload, on disk deepspeed:3+nvme; '' for none."
+        ),
+    ] = "fsdp2",
     shape: Annotated[
         str | None,
         WHAT(
             help="smoke, 50m, llama-3.2-1b, llama-3.2-3b, llama-3-8b, llama-3-70b; without embedding and head: "
-            "blocks-smoke, blocks-202m, blocks-202m-8. Several with commas. Default: 50m on CPUs, blocks-202m on GPUs."
+            "blocks-smoke, blocks-202m, blocks-202m-8, blocks-202m-20, blocks-13b. Several with commas. "
+            "Default: 50m on CPUs, blocks-202m on GPUs."
         ),
     ] = None,
     tokens: Annotated[str | None, WHAT(help="Tokens of a sequence; several with commas.")] = None,
@@ -53,8 +60,12 @@ def bench(
         WHERE(help="No real ranks: one process plays a rank of this, 2x8,intra=400GB/s,inter=50GB/s."),
     ] = None,
     links: Annotated[str | None, WHERE(help="GB/s inside a node, in place of the fabric's: 1000,400.")] = None,
+    disk_path: Annotated[
+        Path | None,
+        WHERE(help="Folder for what rests on disk, of strategies and of deepspeed:3+nvme.", file_okay=False),
+    ] = None,
     micro_batches: Annotated[int, STEP(help="Accumulated in a step.", min=1)] = 1,
-    clip: Annotated[float, STEP(help="Largest gradient norm; 0: no clipping.", min=0)] = 0,
+    clip: Annotated[float, STEP("--clip", "--max-grad-norm", help="Largest gradient norm; 0: no clipping.", min=0)] = 0,
     compile_blocks: Annotated[bool, STEP("--compile", help="torch.compile on each block, for everybody.")] = False,
     checkpointing: Annotated[str, STEP(help="Of activations: none, selective or full.")] = "none",
     steps: Annotated[int, MEASURING(help="Measured steps.", min=1)] = 20,
@@ -65,7 +76,12 @@ def bench(
     floors: Annotated[
         bool, MEASURING(help="On a fabric also the whole model's computation alone, which must fit the device.")
     ] = True,
-    trace: Annotated[bool, MEASURING("--trace", help="Write a chrome trace of a step of each case too.")] = False,
+    reference: Annotated[
+        bool, MEASURING(help="First one process in fp32, for its losses; without, the first contender's are taken.")
+    ] = True,
+    trace: Annotated[
+        bool, MEASURING("--trace", help="Write chrome traces too, and how much of a step went on at the same time.")
+    ] = False,
     timeout: Annotated[float, MEASURING(help="Seconds that one run may take.", min=1)] = 600,
     out: Annotated[
         Path | None, RESULTS(help="Folder for JSON and a page. Default: benchmark-results.", file_okay=False)
@@ -90,6 +106,12 @@ def bench(
 
         shardwise bench --fabric 2x8,intra=400GB/s,inter=50GB/s \\
           --strategies 'hsdp,{"blocks.?":"shard_grad_op","*":"zero3"}'
+
+    One GPU and its host, beside the others' offload:
+
+        shardwise bench --world-size 1 --shape blocks-202m-20 --clip 1 \\
+          --checkpointing full --reduce-dtype bf16 --trace \\
+          --strategies zero2_offload --peers deepspeed:2+offload,fsdp2+offload
 
     All GPUs of this machine, a real shape:
 
@@ -134,6 +156,7 @@ def bench(
         steps=steps,
         seed=seed,
         trace=str(folder.resolve()) if trace else "",
+        disk_path=str(disk_path.resolve()) if disk_path else "",
     )
     reduces = _list("--reduce-dtype", reduce_dtype or ("bf16" if chosen == "pure-bf16" else "fp32"), DTYPES)
     speeds = [_speed(text) for text in _words(links)]
@@ -145,6 +168,7 @@ def bench(
         repetitions,
         calls,
         floors,
+        reference,
     )
     session.refuse_what_cannot_run()
     say = partial(print, file=sys.stderr, flush=True)
