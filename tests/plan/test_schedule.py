@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.dtypes import BF16, FP32, DType
 from shardwise.errors import ConfigurationError
-from shardwise.layout import PRESETS, Layout
+from shardwise.layout import PRESETS, Layout, layout_of
 from shardwise.plan.events import Event, step_events
 from shardwise.plan.flat import Flat
 from shardwise.plan.model import Param, Site
@@ -17,11 +17,7 @@ from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
 from shardwise.wire.ledger import add_up
 from tests.support.strategies import STRATEGIES
 
-LAYOUTS = [
-    PRESETS[chosen] if isinstance(chosen, str) else chosen
-    for chosen in STRATEGIES.values()
-    if isinstance(chosen, (str, Layout))
-]
+LAYOUTS = [layout_of(chosen) for chosen in STRATEGIES.values() if isinstance(chosen, (str, Layout))]
 UNIT_ELEMS = 1024
 UNIT_BYTES = 2 * UNIT_ELEMS  # gathered, in bf16
 

@@ -13,6 +13,7 @@ from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
 from .cost.peak import WORKSPACE_BYTES, Memory, memory_of
 from .cost.reserve import Reserved, reserved_of
+from .cost.stow import stowed_bytes, with_stowing
 from .cost.time import Timing, step_time
 from .events import Event, step_events
 from .flat import Flat, flats_of
@@ -99,7 +100,11 @@ class Assessment:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
         workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
-        return memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
+        return memory_of(self.schedule, self._told(self.events), self.works, self.training, workspace_bytes)
+
+    def _told(self, events: Sequence[Event]) -> Sequence[Event]:
+        """With activations that go to the host and come back."""
+        return with_stowing(events, stowed_bytes(self.schedule, self.works))
 
     @cached_property
     def reserved(self) -> Reserved:
@@ -112,9 +117,9 @@ class Assessment:
     @cached_property
     def moved(self) -> Moved:
         cluster = self.machine.cluster
-        found = traffic_of(self.events, cluster.num_nodes, cluster.node_size)
+        found = traffic_of(self._told(self.events), cluster.num_nodes, cluster.node_size)
         if self.num_left_out:
-            fewer = traffic_of(self._with_one_less, cluster.num_nodes, cluster.node_size)
+            fewer = traffic_of(self._told(self._with_one_less), cluster.num_nodes, cluster.node_size)
             found = found.continued(fewer, self.num_left_out)
         return found
 
@@ -139,7 +144,7 @@ class Assessment:
         machine = self.machine
         speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
-        return step_time(self.schedule, events, seconds, machine.cluster, machine.wear)
+        return step_time(self.schedule, self._told(events), seconds, machine.cluster, machine.wear)
 
     @property
     def needed_bytes(self) -> int:

@@ -51,7 +51,7 @@ def fsdp2_memory_of(
         step.backward(is_first=index == 0)
     step.update()
     away = off_device([unit.flats for unit in schedule.units], training.num_moments)
-    return Fsdp2Memory(tuple(step.found), away.host, away.disk, tuple(step.pool_peaks))
+    return Fsdp2Memory(tuple(step.found), away, 0, tuple(step.pool_peaks))
 
 
 class _Step:
