@@ -11,7 +11,7 @@ and come to the host together, into a window, to be updated. Parameters are stag
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,34 +164,45 @@ class Rows:
             self._is_written[number] = True
             self._memory.windows.put(self.regions[number], record, beside)
 
-    def give_back(self, record: Tensor | None) -> None:
-        """A window that was only read."""
-        if record is not None:
-            self._memory.windows.give_back(record)
-
-    def read(self) -> dict[str, Tensor]:
-        """All rows, whole: the tensors themselves on the host, copies of what is on disk."""
+    def part(self, name: str, where: slice) -> Tensor:
+        """Elements of a row: a view of it on the host, a copy of what is on disk."""
         if not self.on_disk:
-            return self.tensors
-        found = {name: torch.empty(self.num_elems, dtype=self.dtype) for name in self.names}
-        for number, chunk in enumerate(self.chunks):
-            record = self.take(number)
-            for name, part in self.views(number, record).items():
-                found[name][chunk.start : chunk.stop].copy_(part)
-            self.give_back(record)
+            return self.tensors[name][where]
+        found = torch.zeros(where.stop - where.start, dtype=self.dtype)
+        for number, here, inside in self._places(name, where):
+            if self._is_written[number]:
+                assert self._memory.disk is not None
+                self._memory.disk.fetch(self.regions[number], found[here], inside).wait()
         return found
 
-    def write(self, rows: dict[str, Tensor]) -> None:
-        """Set rows that `read` gave; those that are left out stay as they are."""
+    def set_part(self, name: str, where: slice, values: Tensor) -> None:
+        """Set elements of a row from outside; of what was never written, all else is zero."""
         if not self.on_disk:
+            self.tensors[name][where].copy_(values)
             return
+        values = values.to("cpu", self.dtype)
+        for number, here, inside in self._places(name, where):
+            assert self._memory.disk is not None
+            if self._is_written[number]:
+                self._memory.disk.put(self.regions[number], values[here], inside).wait()
+                continue
+            record = torch.zeros(self.record_bytes(number), dtype=torch.uint8)
+            part = values[here].contiguous().view(torch.uint8)
+            record[inside : inside + part.numel()].copy_(part)
+            self._memory.disk.put(self.regions[number], record).wait()
+            self._is_written[number] = True
+
+    def _places(self, name: str, where: slice) -> Iterator[tuple[int, slice, int]]:
+        """Chunks that elements of a row lie in: which of the elements, and the byte of the record they begin at."""
+        wanted = Interval(where.start, where.stop)
         for number, chunk in enumerate(self.chunks):
-            record = self.take(number)
-            views = self.views(number, record)
-            for name, row in rows.items():
-                views[name].copy_(row[chunk.start : chunk.stop])
-            self.put(number, record)
-        self._memory.windows.flush()
+            common = wanted.overlap(chunk)
+            if common.num_elems:
+                first = self.names.index(name) * chunk.num_elems + common.start - chunk.start
+                yield number, common.within(wanted), first * self.dtype.itemsize
+
+    def all_of(self, name: str) -> Tensor:
+        return self.part(name, slice(0, self.num_elems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +303,7 @@ class Windows:
         self._free.append(self._whole[window.data_ptr()])
 
     def flush(self) -> None:
+        """Nothing is being written."""
         while self._leaving:
             self._wait_for_oldest()
 

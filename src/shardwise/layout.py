@@ -109,6 +109,10 @@ class Layout:
         return {self.params_as, self.grads_as} == {"as_is"}
 
     @property
+    def places(self) -> set[Place]:
+        return {self.params_on, self.grads_on, self.optimizer_on, self.activations_on}
+
+    @property
     def on_device(self) -> "Layout":
         """The same with parameters, gradients and optimizer on the device."""
         return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)

@@ -210,7 +210,12 @@ class FlatState:
         """All of it that is this rank's; a copy, if it rests on disk."""
         if self._draft is not None:
             return self._draft
-        return self.away.rows.read()[MASTER] if self.away is not None and self.away.rows is not None else self.master
+        return self.away.rows.all_of(MASTER) if self.away is not None and self.away.rows is not None else self.master
+
+    def master_part(self, where: slice) -> Tensor:
+        """Elements of it: a view, or a copy if it rests on disk."""
+        rows = None if self.away is None else self.away.rows
+        return self.master[where] if rows is None else rows.part(MASTER, where)
 
     @contextmanager
     def writing(self) -> Iterator[Tensor]:
@@ -221,10 +226,24 @@ class FlatState:
             yield master
         finally:
             self._draft = None
-        if rows is not None:
-            rows.write({MASTER: master})
+        if rows is not None and rows.on_disk:
+            rows.set_part(MASTER, slice(0, rows.num_elems), master)
+        self.publish()
+
+    def publish(self) -> None:
+        """The master was changed from outside: let what is made from it off the device follow."""
         if self.away is not None:
-            self.away.publish(master)
+            self.away.publish(self.read_master())
+
+    def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
+        """Fill this rank's part of one parameter, in place where that can be; `publish` once all are filled."""
+        rows, held = None if self.away is None else self.away.rows, self.held[index]
+        if rows is None or not rows.on_disk:
+            read(self.master[held])
+            return
+        row = torch.empty(held.stop - held.start, dtype=rows.dtype)
+        read(row)
+        rows.set_part(MASTER, held, row)
 
     def hide_gradients(self) -> None:
         for index, elsewhere in self._elsewhere.items():

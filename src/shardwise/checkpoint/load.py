@@ -128,11 +128,12 @@ def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> N
     with job.opened.reader(is_shared) as reader:
         reader.plan(_plan(job, optimizer is not None))
         for want in job.wanted:
-            row = want.state.master[want.state.held[want.number]]
-            reader.read(want.saved.stored, want.interval.start, row)
+            want.state.set_master(want.number, partial(reader.read, want.saved.stored, want.interval.start))
             if optimizer is not None and want.resting in group:
                 settings = optimizer.inner.param_groups[group[want.resting]]
                 restore_state(optimizer, want.resting, settings, want.saved, partial(_read_state, reader, want))
+        for state in dict.fromkeys(want.state for want in job.wanted):
+            state.publish()
         for buffer, stored in job.buffers:
             row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(stored, 0, row)

@@ -18,6 +18,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..plan.flat import Flat
 from ..plan.model import Param
 from ..shard import Interval, pieces
+from ..unit import FlatState
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
 from .state import describe_state, group_of, refuse_homeless_state, stored_row
@@ -78,7 +79,8 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
                     kept = describe_state(optimizer, spec.name, resting, tuple(spec.shape))
                 saved = replace(_described(spec, flat), group=group.get(resting), state=dict(kept))
                 tensors[spec.name] = saved
-                portions.append(Portion(spec.name, None, saved.stored, part.in_param, partial(_part_of, resting, here)))
+                master = partial(_part_of, state, part.param, here)
+                portions.append(Portion(spec.name, None, saved.stored, part.in_param, master))
                 for key, item in kept.items():
                     if optimizer is None or not isinstance(item, Stored):
                         continue
@@ -122,8 +124,9 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def _part_of(resting: Tensor, here: slice) -> Tensor:
-    return resting.detach().reshape(-1)[here]
+def _part_of(state: FlatState, index: int, here: slice) -> Tensor:
+    held = state.held[index]
+    return state.master_part(slice(held.start + here.start, held.start + here.stop))
 
 
 def _slice_of(read: Callable[[], Tensor], here: slice) -> Tensor:

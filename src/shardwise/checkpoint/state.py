@@ -17,6 +17,7 @@ from ..errors import CheckpointError, ConfigurationError
 from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
 from ..optim.sharded import ShardedOptimizer
+from ..unit import OnDisk
 from .dtypes import NAMES
 from .index import Optimizer, Plain, Saved, Stored
 
@@ -136,7 +137,7 @@ def describe_state(
     for key, value in optimizer.inner.state.get(resting, {}).items():
         what = f"the optimizer {type(optimizer.inner).__name__} keeps {key!r} of parameter {name!r}"
         if isinstance(value, Tensor):
-            if type(value) is not Tensor and not _is_low_bit(optimizer):
+            if type(value) not in (Tensor, OnDisk) and not _is_low_bit(optimizer):
                 raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
             is_like_param = value.shape == resting.shape and key != "step"
             if is_part and not is_like_param and value.numel() > 1:
@@ -157,7 +158,7 @@ def describe_state(
 
 def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor:
     """A tensor of state as a row of plain numbers, as it is written."""
-    value = optimizer.inner.state[resting][key]
+    value = optimizer.kept(resting, key)
     if type(value) is not Tensor:
         value = value.dequantize()
     return value.to(_stored_dtype(optimizer, value)).reshape(-1)
@@ -204,6 +205,7 @@ def restore_state(
         kept[key] = target
     if not kept:
         del optimizer.inner.state[resting]
+    optimizer.was_restored(resting)
 
 
 def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
@@ -230,7 +232,7 @@ def _quantise(target: Any, values: Tensor) -> None:
 
 
 def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
-    if not isinstance(target, Tensor) or target.shape != shape:
+    if not isinstance(target, Tensor) or isinstance(target, OnDisk) or target.shape != shape:
         return False
     # What is quantised takes any numbers.
     return type(target) is not Tensor or (target.dtype == dtype and target.is_contiguous())

@@ -24,9 +24,8 @@ was saved last before such a call goes with the unit.
 """
 
 import weakref
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,67 +34,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..away import HostMemory
 from ..errors import StateError
+from ..plan.cost.stow import LEAST_BYTES, NUM_THERE
 from ..unit import Unit
-from .streams import Lane, Mark
+from .host_buffers import HostBuffer, HostBuffers
+from .streams import Lane, Mark, host_waits_for
 
-# Less than this is not worth a copy.
-MIN_BYTES = 64 << 10
 # Somebody else holds a storage of which autograd saves a smaller part than this, such as a batch of a data set.
 MIN_PART = 1 / 16
-# Stretches on their way to the host at most, the one that is running among them.
-NUM_LEAVING = 2
-
-
-@dataclass(slots=True)
-class Moved:
-    """Bytes since the last step."""
-
-    to_host_bytes: int = 0
-    to_device_bytes: int = 0
-
-
-class HostBuffers:
-    """Memory on the host, lent again when it comes back: after the first step nothing is allocated.
-
-    Where sizes vary from step to step, a buffer that is too small for all requests makes way for a larger one, so there
-    are never more of them than were lent at once.
-    """
-
-    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self._allocate = allocate
-        self._free: list[Tensor] = []  # by size
-        # The garbage collector may bring one back at any moment; they are put in order when one is asked for.
-        self._returned: deque[Tensor] = deque()
-        self.held_bytes = self.peak_bytes = 0
-
-    @property
-    def lent_bytes(self) -> int:
-        return self.held_bytes - sum(buffer.numel() for buffer in (*self._free, *self._returned))
-
-    def lend(self, num_bytes: int) -> Tensor:
-        """At least so many bytes."""
-        while self._returned:
-            buffer = self._returned.popleft()
-            self._free.insert(bisect_left(self._free, buffer.numel(), key=Tensor.numel), buffer)
-        found = bisect_left(self._free, num_bytes, key=Tensor.numel)
-        if found < len(self._free):
-            return self._free.pop(found)
-        if self._free:
-            self.held_bytes -= self._free.pop().numel()
-        buffer = self._allocate(num_bytes)
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return buffer
-
-    def bring_back(self, buffer: Tensor) -> None:
-        self._returned.append(buffer)
 
 
 class _Memory:
     """A storage of which autograd saved something. `there` is a tensor in it while it is on the device."""
 
-    def __init__(self, buffers: HostBuffers, buffer: Tensor, there: Tensor) -> None:
+    def __init__(self, buffers: HostBuffers, buffer: HostBuffer, there: Tensor) -> None:
         self._buffers = buffers
         self._buffer = buffer
         self.num_bytes = there.untyped_storage().nbytes()
@@ -105,7 +58,7 @@ class _Memory:
 
     @property
     def host(self) -> Tensor:
-        return self._buffer[: self.num_bytes]
+        return self._buffer.row[: self.num_bytes]
 
     def let_go(self) -> None:
         if self.there is not None:
@@ -169,23 +122,18 @@ class _Open:
 class HostActivations:
     """Told where a forward is by `before` and `after`; recomputes inside a backward must not be told of.
 
-    `hosted` are the units whose activations rest on the host; none of them holds other units.
+    `hosted` are the units whose activations rest on the host; none of them holds other units. What moves is told to
+    `host`.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        hosted: Collection[int],
-        device: torch.device,
-        allocate: Callable[[int], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], hosted: Collection[int], device: torch.device, host: HostMemory) -> None:
         self._units = units
         self._hosted = frozenset(hosted)
+        self._host = host
         self._device = torch.empty(0, device=device).device  # with its index
         self._lane = Lane(device)
-        self.buffers = HostBuffers(allocate or self._allocate)
+        self.buffers = HostBuffers(device.type == "cuda", lambda: host_waits_for(self._lane.mark_for_host()))
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._moved = Moved()
         self._open: list[_Open] = []
         # Of the forward under way: its storages that were copied, and what may go with the unit that begins next.
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
@@ -198,9 +146,6 @@ class HostActivations:
         # Stretches of which something may be on the device, and the one that the backward has come to.
         self._there: list[_Stretch] = []
         self._reached: _Stretch | None = None
-
-    def _allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
 
     # What the engine reports.
 
@@ -234,11 +179,6 @@ class HostActivations:
         self._open.clear()
         self._known.clear()
         self._pass_boundary()
-
-    def close_step(self) -> Moved:
-        """What has moved since the last step."""
-        moved, self._moved = self._moved, Moved()
-        return moved
 
     def join(self) -> None:
         """Let the computation wait for everything under way."""
@@ -286,7 +226,7 @@ class HostActivations:
             return False
         storage = tensor.untyped_storage()
         num_bytes, address = storage.nbytes(), storage.data_ptr()
-        if num_bytes < MIN_BYTES or tensor.nbytes < MIN_PART * num_bytes:
+        if num_bytes < LEAST_BYTES or tensor.nbytes < MIN_PART * num_bytes:
             return False
         return all(address not in unit.weights for unit in self._open)
 
@@ -297,7 +237,7 @@ class HostActivations:
         if tensor._version != saved.version:
             return  # overwritten since, as its backward will say
         if self._running is None:
-            self._finish_leaving(NUM_LEAVING - 1)
+            self._finish_leaving(NUM_THERE - 1)
             self._let_go_of_all_but(*(flight.stretch for flight in self._leaving))
             self._num_stretches += 1
             stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
@@ -313,7 +253,7 @@ class HostActivations:
             self._known[key] = weakref.ref(memory)
             with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
                 memory.host.copy_(_bytes_in(tensor), non_blocking=True)
-            self._moved.to_host_bytes += memory.num_bytes
+            self._host.moves.add("to_host", memory.num_bytes)
         memory.there = memory.there if memory.there is not None else tensor
         stretch.memories[weakref.ref(memory)] = None
         self._running.tensors.append(tensor)
@@ -389,7 +329,7 @@ class HostActivations:
             for memory, tensor in zip(away, there, strict=True):
                 tensor.copy_(memory.host, non_blocking=True)
                 memory.there, memory.version = tensor, tensor._version
-                self._moved.to_device_bytes += memory.num_bytes
+                self._host.moves.add("to_device", memory.num_bytes)
         self._arriving.append(_Flight(stretch, there, self._lane.mark()))
 
     def _finish_arriving(self) -> None:

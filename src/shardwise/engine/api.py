@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def shard(
         world,
         lambda: _prepare(
             model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
-            memory_budget, early_update, seed, machine, batch,
+            memory_budget, early_update, seed, machine, batch, disk_path,
         ),
     )  # fmt: skip
     require_agreement(world, plan.facts)
@@ -105,7 +105,9 @@ def shard(
     if optimizer is not None:
         put_shards_into_groups(optimizer, place_of)
         on_host = HostUpdates(optimizer, plan.row_names, cores_for(local_rank(), num_local_ranks()))
-        on_host.take_over([state for state in engine.trainable_states if state.flat.host_updates])
+        # What it keeps already, if it has stepped before.
+        known = [state for state in engine.trainable_states if any(p in optimizer.state for p in state.resting_params)]
+        on_host.take_over([state for state in known if state.flat.host_updates])
         sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host)
         if early_update:
             engine.update_early(sharded.update_early)
@@ -141,6 +143,7 @@ def _prepare(
     seed: int | None,
     machine: Machine | None,
     batch: Batch | None,
+    disk_path: str | Path | None,
 ) -> _Plan:
     if any(find_engine(module) is not None for module in model.modules()):
         raise StateError(
@@ -174,6 +177,11 @@ def _prepare(
                 f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot "
                 "run it yet; what runs travels as it is"
             )
+    if disk_path is not None and chosen is None and not any("disk" in plan.layout.places for plan in plans):
+        raise ConfigurationError(
+            f"disk_path={str(disk_path)!r} with strategy={strategy!r}, which puts nothing on disk; leave it out, or "
+            "say what goes there, as in zero3+optimizer=disk"
+        )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     flats = [flat for plan in plans for flat in plan.flats]
     row_names: tuple[str, ...] = ()
@@ -212,6 +220,11 @@ def _prepare(
     return _Plan(axes, precision, found, schedule, keep_fp32, row_names, facts, chosen)
 
 
+def num_cores() -> int:
+    """That update on the host for this rank."""
+    return len(cores_for(local_rank(), num_local_ranks()).ids)
+
+
 def _host_memory(plan: _Plan, where: torch.device, disk_path: str | Path | None) -> HostMemory:
     units = [unit.flats for unit in plan.schedule.units]
     return HostMemory(units, plan.row_names, None if disk_path is None else Path(disk_path), where.type == "cuda")
@@ -230,8 +243,10 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """What this rank sent in the last complete step, by axis, collective and dtype."""
-    return engine_of(model).mesh.ledger.traffic()
+    """What this rank sent in the last complete step, by axis, collective and dtype, and moved between its memories."""
+    engine = engine_of(model)
+    engine.finish_updates()
+    return replace(engine.mesh.ledger.traffic(), moves=engine.host.last_moves.by_way())
 
 
 def describe(model: nn.Module) -> str:
@@ -244,6 +259,12 @@ def describe(model: nn.Module) -> str:
         f"computes in {precision.compute}, updates in {precision.master}, reduces in {precision.reduce}",
         f"state per rank (Adam): {held}",
     ]
+    host = engine.host
+    if host.size.host:
+        kind = "pinned" if host.arena.is_pinned else "not pinned"
+        lines.append(f"on the host: {host.size.host / 1e6:,.1f} MB per rank, {kind}, updated by {num_cores()} cores")
+    if host.disk is not None:
+        lines.append(f"on disk: {host.size.disk / 1e6:,.1f} MB per rank in {host.disk.folder}, removed at the end")
     runs: list[tuple[Layout, list[str]]] = []
     for plan in engine.schedule.units:
         if not runs or runs[-1][0] != plan.layout:

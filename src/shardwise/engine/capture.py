@@ -105,6 +105,12 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[.
     engine = engine_of(model)
     if engine.mesh.device.type != "cuda":
         raise ConfigurationError(f"sw.capture records a CUDA graph, and the model is on {engine.mesh.device}")
+    elsewhere = [unit for unit in engine.schedule.units if unit.layout.places != {"device"}]
+    if elsewhere:
+        raise ConfigurationError(
+            f"sw.capture records what the GPU does, and the host takes part in unit {elsewhere[0].name!r} "
+            f"({elsewhere[0].layout}): keep everything on the device"
+        )
     if engine.scale.loss_scale is not None:
         raise ConfigurationError("sw.capture with fp16: a step that overflowed is skipped by the host; use bf16")
     if not all(group.get("capturable", True) for group in optimizer.param_groups):

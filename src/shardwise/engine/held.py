@@ -7,7 +7,7 @@ CPU's keeps no such books: there the process as a whole is all that is known.
 """
 
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.memory import StateBytes, state_bytes
 from ..plan.schedule import NUM_REDUCTIONS
-from ..unit import FlatState
+from ..unit import FlatState, OnDisk
 from .guards import engine_of
 from .moments import num_moments
 from .runtime import Engine
@@ -45,8 +45,12 @@ class Memory:
     now: int
     peak: int
     reserved: int | None  # what a GPU's allocator has taken from the driver
+    host: int  # of the arena, what is in use, and what an optimizer keeps on the host besides
+    disk: int
     planned: StateBytes  # equal to `seen` after the first step, but for moments, which padding has none of
     planned_buffers: int
+    planned_host: int
+    planned_disk: int
 
     @property
     def seen(self) -> StateBytes:
@@ -64,7 +68,8 @@ class Memory:
         for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
             mine, theirs = getattr(self, name), getattr(other, name)
             larger[name] = None if mine is None or theirs is None else max(mine, theirs)
-        return Memory(**larger, planned=self.planned, planned_buffers=self.planned_buffers)
+        planned = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name.startswith("planned")}
+        return Memory(**larger, **planned)
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
@@ -82,9 +87,9 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states = [state for unit in engine.units for state in unit.states]
-    gradients = [state.grads for state in states if state.grads is not None]
+    gradients = [state.grads for state in states if state.grads is not None and not state.flat.grads_on_host]
     own, slots = list(engine.memory.own.values()), [slot for slot in engine.reductions.memory.slots if slot is not None]
-    count = _Counter(engine.mesh.device)
+    count = _Counter(engine.mesh.device, engine.host.arena.owns)
     whole = _whole_bytes(states)
     params = whole + count(_resting_copies(states))
     grads = count(gradients)
@@ -113,14 +118,29 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
             num_moments(None if optimizer is None else optimizer.inner, engine.precision),
         ),
         planned_buffers=registered + _planned_slots(engine) - whole,
+        host=engine.host.arena.taken_bytes + _beside_arena(engine, states, optimizer),
+        disk=engine.host.size.disk,
+        planned_host=engine.host.size.host,
+        planned_disk=engine.host.size.disk,
     )
 
 
-class _Counter:
-    """Bytes of the storages that tensors lie in, on one device, each storage the first time it is seen."""
+def _beside_arena(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> int:
+    """Moments that an optimizer of another package keeps for masters on the host."""
+    if optimizer is None or engine.host.row_names:
+        return 0
+    away = {param for state in states if state.flat.host_updates for param in state.resting_params}
+    count = _Counter(torch.device("cpu"), engine.host.arena.owns)
+    return count(value for param in away for value in optimizer.state.get(param, {}).values())
 
-    def __init__(self, device: torch.device) -> None:
+
+class _Counter:
+    """Bytes of the storages that tensors lie in, on one device, each storage the first time it is seen. What rests on
+    the host or on disk is none of it, also where the device is a processor."""
+
+    def __init__(self, device: torch.device, is_on_host: Callable[[Tensor], bool]) -> None:
         self._device = device
+        self._is_on_host = is_on_host
         self._seen: set[int] = set()
 
     def __call__(self, tensors: Iterable[Any]) -> int:
@@ -128,7 +148,9 @@ class _Counter:
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 num_bytes += self(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            elif tensor.device.type == self._device.type:
+            elif tensor.device.type == self._device.type and not (
+                isinstance(tensor, OnDisk) or self._is_on_host(tensor)
+            ):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._seen:
                     self._seen.add(storage._cdata)
@@ -150,7 +172,7 @@ def _whole_bytes(states: list[FlatState]) -> int:
 def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
     """Copies between master and whole, and masters that are the parameters themselves."""
     for state in states:
-        if state.rest is not None:
+        if state.rest is not None and state.flat.rest_on == "device":
             yield state.rest
         if state.flat.master == state.flat.compute or not state.flat.trainable:
             yield state.master

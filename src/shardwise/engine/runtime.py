@@ -680,6 +680,7 @@ class Engine:
         """Nothing is left to the host to do."""
         self.host_lane.drain()
         self.jobs.clear()
+        self.host.windows.flush()
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()

@@ -5,7 +5,7 @@ There are three ways to update. AdamW and Adam have one pass over memory (`host/
 its `state` as ever: as views of rows on the host, and as tensors that say so where it is on disk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -62,23 +62,25 @@ class HostUpdates:
         )
         return self._one_pass if type(optimizer) in ADAMS and is_plain else self._its_own
 
-    def take_over(self, states: list[FlatState]) -> None:
-        """State that the optimizer has already becomes rows."""
+    def take_over(self, states: Iterable[FlatState]) -> None:
+        """State that the optimizer was given from outside becomes rows; what has none starts from zero again."""
         for state in states:
-            for index in state.held:
-                resting = state.resting_params[index]
-                for key, value in list(self._optimizer.state.get(resting, {}).items()):
-                    if key in self._row_names and type(value) is Tensor:
-                        self.set_row(state, index, key, value)
+            rows = _rows_of(state)
+            for index, held in state.held.items():
+                kept = self._optimizer.state.get(state.resting_params[index], {})
+                for key in self._row_names:
+                    value = kept.get(key)
+                    if isinstance(value, OnDisk) or _is_part_of(value, rows, key):
+                        continue
+                    if value is None:
+                        value = torch.zeros(held.stop - held.start)
+                    else:
+                        kept[key] = self._shown(state, index, key)
+                    rows.set_part(key, held, value.reshape(-1))
 
-    def set_row(self, state: FlatState, index: int, key: str, value: Tensor) -> None:
-        """Give a parameter state, from outside."""
-        assert state.away is not None
-        assert state.away.rows is not None
-        rows = state.away.rows.read()
-        rows[key][state.held[index]].copy_(value.reshape(-1))
-        state.away.rows.write({key: rows[key]})
-        self.show(state, index)[key] = self._shown(state, index, key)
+    def read(self, state: FlatState, index: int, key: str) -> Tensor:
+        """What is kept for a parameter under a name, as a row, also if it is on disk."""
+        return _rows_of(state).part(key, state.held[index])
 
     def show(self, state: FlatState, index: int) -> dict[str, Any]:
         kept: dict[str, Any] = self._optimizer.state[state.resting_params[index]]
@@ -273,6 +275,15 @@ def _rows_of(state: FlatState) -> Rows:
     assert state.away is not None
     assert state.away.rows is not None
     return state.away.rows
+
+
+def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
+    """Whether it is a view of the row already."""
+    return value is not None and not rows.on_disk and _storage(value) == _storage(rows.tensors[key])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:

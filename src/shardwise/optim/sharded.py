@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import ConfigurationError, StateError
 from ..plan.schedule import PART_ELEMS
-from ..unit import Channels, FlatState
+from ..unit import Channels, FlatState, OnDisk
 from .clip import global_norm
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .scaler import LossScaler
@@ -55,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._channels = channels
         self._scaler = scaler
         self._host = host
+        self._places: dict[Tensor, tuple[FlatState, int]] = {}
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
         # With early updates: the flats that have arrived in this step, and the parts that are updated already.
@@ -80,6 +81,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def scaler(self) -> LossScaler | None:
         return self._scaler
+
+    def kept(self, resting: Tensor, key: str) -> Any:
+        """What the optimizer keeps for a parameter, brought here if it is on disk."""
+        value = self._inner.state[resting][key]
+        if isinstance(value, OnDisk):
+            state, index = self._place_of(resting)
+            return self._host.read(state, index, key).view(resting.shape)
+        return value
+
+    def was_restored(self, resting: Tensor) -> None:
+        """What it keeps for a parameter was set from outside."""
+        state, _ = self._place_of(resting)
+        if state.flat.host_updates:
+            self._host.take_over([state])
+
+    def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
+        if not self._places:
+            for state in self._stepper.trainable_states:
+                self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
+        return self._places[resting]
 
     def belongs_to(self, stepper: object) -> bool:
         return self._stepper is stepper
@@ -226,8 +247,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _publish(states: list[FlatState]) -> None:
         for state in states:
-            if state.flat.host_updates and state.away is not None:
-                state.away.publish(state.master)
+            if state.flat.host_updates:
+                state.publish()
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""

@@ -89,7 +89,8 @@ def _of_engine(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, 
     for unit in engine.units:
         for state in unit.states:
             what = "parameters" if state.flat.master == state.flat.compute else "masters"
-            yield state.master, f"{what} of {unit.name}"
+            if state.flat.master_on != "disk":
+                yield state.master, f"{what} of {unit.name}"
             part_of.update((id(param), unit.name) for param in state.resting_params)
             if state.rest is not None:
                 yield state.rest, f"parameters at rest of {unit.name}"

@@ -52,5 +52,5 @@ def _not_finite(job: Job) -> list[str]:
         for unit in engine_of(job.model).units
         for state in unit.states
         for index, held in state.held.items()
-        if not bool(state.master[held].isfinite().all())
+        if not bool(state.master_part(held).isfinite().all())
     ]

@@ -6,9 +6,9 @@ move nothing and are not counted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -53,9 +53,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank moved in one step."""
+    """What one rank moved in one step: between ranks, and (`moves`, bytes by way) between its own memories."""
 
     rows: tuple[Row, ...]
+    moves: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def wire_bytes(self) -> float:
@@ -66,13 +67,16 @@ class Traffic:
         return sum(row.num_calls for row in self.rows)
 
     def __str__(self) -> str:
-        if not self.rows:
+        if not self.rows and not self.moves:
             return "nothing moved"
         lines = [f"{'axis':<10} {'collective':<15} {'dtype':<9} {'calls':>5} {'MB':>11}"]
         for row in self.rows:
             lines.append(
                 f"{row.axis:<10} {row.kind:<15} {row.dtype:<9} {row.num_calls:>5} {row.wire_bytes / 1e6:>11.3f}"
             )
+        lines += [
+            f"{'':<10} {way.replace('_', ' '):<15} {'':<9} {'':>5} {n / 1e6:>11.3f}" for way, n in self.moves.items()
+        ]
         return "\n".join(lines)
 
 
