@@ -58,12 +58,11 @@ def write_at(file: int, view: memoryview, offset: int) -> None:
 
 def _or_through_the_cache(file: int, do: Callable[[], int]) -> int:
     """For file systems that open files this way and then do not read or write them."""
-    # Before it is tried: another thread may find out in the meantime.
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         return do()
     except OSError as error:
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        if error.errno != errno.EINVAL:
             raise
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    # Another thread may have found out in the meantime: so whatever the flags are now, it is tried once more.
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return do()

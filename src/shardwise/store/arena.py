@@ -90,11 +90,15 @@ def _is_pinned_now(row: Tensor) -> bool:
     refused = runtime.cudaHostRegister(row.data_ptr(), row.numel(), 0)
     if refused == runtime.cudaError.success:
         return True
-    # CUDA keeps its last error for whoever asks next, which would be the training's first kernel.
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda").add_(1)
+    _take_last_error()
     _warn(row, f"CUDA: {runtime.cudaGetErrorString(refused)}")
     return False
+
+
+def _take_last_error() -> None:
+    """CUDA keeps it for whoever launches a kernel next, which would be the training."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 def _unregister(row: Tensor) -> None:

@@ -30,7 +30,7 @@ class Blocks:
         bounce = self._bounces.get()
         try:
             block = bounce[: round_up(stop - start, ALIGNMENT)]
-            if len(memory) < stop - start and region.is_summed[start // CHECK_BYTES]:
+            if len(memory) < stop - start and region.sums[start // CHECK_BYTES] is not None:
                 self._read(region, start, block)
             else:
                 block[:] = bytes(len(block))
@@ -53,19 +53,20 @@ class Blocks:
             self._bounces.put(bounce)
 
     def _write(self, region: Region, start: int, memory: memoryview) -> None:
-        blocks = _blocks(start, memory)
-        region.sums[blocks] = sums_of(memory)
-        region.is_summed[blocks] = True
+        region.sums[_blocks(start, memory)] = sums_of(memory)
         write_at(self._file, memory, region.offset + start)
 
     def _read(self, region: Region, start: int, memory: memoryview) -> None:
         num = read_at(self._file, memory, region.offset + start)
         if num < len(memory):
             raise StoreError(f"the file ends {len(memory) - num} bytes before them: it was cut short")
-        is_other = sums_of(memory) != region.sums[_blocks(start, memory)]
-        if is_other.any():
-            first = start + int(is_other.nonzero()[0]) * CHECK_BYTES
-            raise StoreError(f"the disk returned other bytes than were written, from byte {first} on")
+        for number, (seen, written) in enumerate(
+            zip(sums_of(memory), region.sums[_blocks(start, memory)], strict=True)
+        ):
+            if seen != written:
+                begin = start + number * CHECK_BYTES
+                end = min(begin + CHECK_BYTES, region.num_bytes)
+                raise StoreError(f"the disk returned other bytes than were written, in bytes {begin} to {end}")
 
 
 def memory_of(tensor: Tensor) -> memoryview:

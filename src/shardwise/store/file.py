@@ -19,8 +19,9 @@ def reserve(folder: Path, num_bytes: int) -> int:
         raise PlaceError(
             f"{folder} is not a folder, and state should rest there on disk: make it, or name one that is there"
         )
-    free = _free_bytes(folder)
-    if num_bytes > free:  # said before it is tried, which would take what others need
+    seen = os.statvfs(folder)
+    free = seen.f_bavail * seen.f_frsize
+    if num_bytes > free and seen.f_blocks:  # before it is tried, which would take what others need; 0: it does not tell
         raise _no_room(folder, num_bytes, free)
     try:
         file = _open_nameless(folder)
@@ -53,11 +54,6 @@ def _open_nameless(folder: Path) -> int:
     file, path = mkstemp(prefix=".shardwise-", dir=folder)
     Path(path).unlink()
     return file
-
-
-def _free_bytes(folder: Path) -> int:
-    seen = os.statvfs(folder)
-    return seen.f_bavail * seen.f_frsize
 
 
 def _no_room(folder: Path, num_bytes: int, free: int, why: str | None = None) -> NoRoomError:

@@ -3,9 +3,6 @@
 import threading
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from ..direct_io import ALIGNMENT
 from ..errors import StoreError
 from ..shard import round_up
@@ -70,15 +67,13 @@ class Region:
     what: str
     offset: int  # in the file
     num_bytes: int
-    sums: Tensor = field(init=False, repr=False)  # of block after block
-    is_summed: Tensor = field(init=False, repr=False)
+    sums: list[int | None] = field(init=False, repr=False)  # of block after block; None before one is written
     _written: list[tuple[int, int]] = field(default_factory=list, repr=False)  # in order, and apart from each other
     _under_way: list[Pending] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         num_blocks = round_up(self.num_bytes, CHECK_BYTES) // CHECK_BYTES
-        self.sums = torch.zeros(num_blocks, dtype=torch.int64)
-        self.is_summed = torch.zeros(num_blocks, dtype=torch.bool)
+        self.sums = [None] * num_blocks
 
     def note_written(self, start: int, stop: int) -> None:
         touching = [each for each in self._written if each[0] <= stop and start <= each[1]]
