@@ -20,7 +20,7 @@ buffer may be lent again as soon as the graph lets go of it.
 
 What a unit saves that holds others stays: the loss, for one, whose backward comes first. But where a checkpoint lies
 around the call of a unit and not inside (as Hugging Face does it), the unit's inputs were saved before it began. What
-was saved last before such a call goes with the unit.
+was saved last before such a call goes with the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
 """
 
 import weakref
