@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
-from . import torch_ops
+from . import compiled, torch_ops
 from .cores import Cores
+from .library import library
 from .settings import BLOCK_ELEMS, AdamSettings
 
 __all__ = ["AdamSettings", "Cores", "adamw", "adamw8", "cast", "is_compiled"]
@@ -20,7 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def is_compiled() -> bool:
     """Whether the one-pass update runs here. The first call may compile it, which takes seconds."""
-    return False
+    return library() is not None
 
 
 def adamw(
@@ -45,7 +46,11 @@ def adamw(
     _check("grad", grad, num_elems, *FLOATS)
     if out is not None:
         _check("out", out, num_elems, *FLOATS)
-    torch_ops.adamw(master, exp_avg, exp_avg_sq, grad, out, settings, grad_scale)
+    arrays = (master, exp_avg, exp_avg_sq, grad, out)
+    if (loaded := library()) is not None:
+        compiled.adamw(loaded, *arrays, settings, grad_scale, cores)
+    else:
+        torch_ops.adamw(*arrays, settings, grad_scale)
 
 
 def adamw8(
@@ -79,26 +84,21 @@ def adamw8(
     _check("grad", grad, num_elems, *FLOATS)
     if out is not None:
         _check("out", out, num_elems, *FLOATS)
-    torch_ops.adamw8(
-        master,
-        exp_avg_codes,
-        exp_avg_scale,
-        exp_avg_sq_codes,
-        exp_avg_sq_scale,
-        signed_map,
-        unsigned_map,
-        grad,
-        out,
-        settings,
-        grad_scale,
-    )
+    moments = (exp_avg_codes, exp_avg_scale, exp_avg_sq_codes, exp_avg_sq_scale, signed_map, unsigned_map)
+    if (loaded := library()) is not None:
+        compiled.adamw8(loaded, master, *moments, grad, out, settings, grad_scale, cores)
+    else:
+        torch_ops.adamw8(master, *moments, grad, out, settings, grad_scale)
 
 
 def cast(master: Tensor, out: Tensor, cores: Cores) -> None:
     """`out.copy_(master)` on the threads of `cores`."""
     _check("master", master, master.numel(), torch.float32)
     _check("out", out, master.numel(), *FLOATS)
-    out.copy_(master)
+    if (loaded := library()) is not None:
+        compiled.cast(loaded, master, out, cores)
+    else:
+        out.copy_(master)
 
 
 def _check(name: str, tensor: Tensor, num_elems: int, *dtypes: torch.dtype) -> None:

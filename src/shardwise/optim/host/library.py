@@ -1,0 +1,101 @@
+"""The C of `update.c` as a library: compiled by the system's compiler when it is first needed, kept for later runs.
+
+The file is named after all that it depends on (source, flags, compiler, processor), built under a name of its own and
+renamed, so that ranks, and machines with one home folder, may do so at the same time. Nothing is loaded that somebody
+else could have written.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("update.c")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",  # so that square roots are one instruction
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+PROCESSOR = Path("/proc/cpuinfo")
+
+logger = logging.getLogger("shardwise")
+
+
+class BuildError(Exception):
+    """Why there is no library here."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it cannot be had, which is said once."""
+    try:
+        return load(build(cache_folder()))
+    except (BuildError, OSError) as error:
+        logger.warning(
+            "host updates run on torch's own operations, which are slower: %s; install a C compiler (cc, gcc or clang) "
+            "and let XDG_CACHE_HOME or ~/.cache be a folder that this user can write to",
+            error,
+        )
+        return None
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardwise"
+
+
+def build(folder: Path) -> Path:
+    """The library's file in `folder`; compiled if it is not there."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"no C compiler among {', '.join(COMPILERS)}")
+    version = _output([compiler, "--version"])
+    named_after = (SOURCE.read_text(), *FLAGS, version, platform.machine(), _processor())
+    key = hashlib.sha256("\0".join(named_after).encode()).hexdigest()[:20]
+    file = folder / f"update-{key}.so"
+    if not file.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            built = Path(own) / file.name
+            _output([compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"])
+            built.chmod(0o600)
+            built.rename(file)
+    return file
+
+
+def load(file: Path) -> ctypes.CDLL:
+    for path in (file, file.parent):
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise BuildError(
+                f"{path} has owner {status.st_uid} and mode {status.st_mode & 0o777:o}, and must be this user's "
+                f"({os.getuid()}) and not writable by others; remove it"
+            )
+    return ctypes.CDLL(str(file))
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    if not PROCESSOR.is_file():
+        return platform.processor()
+    first = PROCESSOR.read_text().partition("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model name", "flags", "CPU part", "Features")))
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
