@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.direct_io import ALIGNMENT
+from shardwise.store import blocks, region, sums
+
 Mount = Callable[..., Path]
 
 
@@ -28,3 +31,12 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     yield mount
     for place in reversed(mounted):
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So that a few pages are many blocks; returns what has one checksum."""
+    for module in (blocks, region, sums):
+        monkeypatch.setattr(module, "CHECK_BYTES", 2 * ALIGNMENT)
+    monkeypatch.setattr(region, "BLOCK_BYTES", 6 * ALIGNMENT)
+    return 2 * ALIGNMENT
