@@ -1,6 +1,6 @@
 """The table: names, aliases, and every combination of answers either builds or is refused with both values named."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import product
 from typing import get_args
 
@@ -9,6 +9,7 @@ import pytest
 from shardwise.errors import ConfigurationError
 from shardwise.layout import (
     ALIASES,
+    OFFLOADS,
     PLANNED,
     PRESETS,
     SPLITS,
@@ -34,6 +35,14 @@ def test_the_table() -> None:
         "hybrid_shard_zero2": ("node", "node", "node", "backward"),
         "hfsdp": ("node", "node", "world", "forward"),
         "hpz": ("node", "world", "world", "forward"),
+        "zero2_offload": ("whole", "world", "world", "always"),
+        "zero3_offload": ("world", "world", "world", "forward"),
+        "zero3_nvme": ("world", "world", "world", "forward"),
+    }
+    assert {name: astuple(layout)[4:8] for name, layout in PRESETS.items() if layout.uses_host} == {
+        "zero2_offload": ("device", "host", "host", "device"),
+        "zero3_offload": ("host", "host", "host", "device"),
+        "zero3_nvme": ("disk", "host", "disk", "device"),
     }
 
 
@@ -57,7 +66,7 @@ def test_presets_differ() -> None:
     ],
 )
 def test_aliases(alias: str, preset: str) -> None:
-    assert layout_of(alias) is PRESETS[preset]
+    assert layout_of(alias) == PRESETS[preset]
 
 
 def test_every_alias_leads_to_a_preset() -> None:
@@ -140,6 +149,87 @@ def test_a_chain_stops_at_the_node_only_where_something_does() -> None:
 def test_a_layout_prints_its_name_and_its_answers() -> None:
     assert str(PRESETS["zero3"]) == ("zero3 (params world, grads world, optimizer world, gathered_until forward)")
     assert str(Layout("whole", "node", "world", "always")).startswith("custom (")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# where it rests
+
+
+@pytest.mark.parametrize(
+    ("asked", "answers", "name"),
+    [
+        ("zero3+optimizer=host", {"optimizer_on": "host"}, "zero3+optimizer=host"),
+        ("ZeRO2-Offload", {"grads_on": "host", "optimizer_on": "host"}, "zero2_offload"),
+        ("zero2+grads=host+optimizer=host", {"grads_on": "host", "optimizer_on": "host"}, "zero2_offload"),
+        ("fsdp+optimizer=host:0.6", {"optimizer_on": "host", "kept": 0.4}, "zero3+optimizer=host:0.6"),
+        (
+            "zero3_offload+optimizer=host:0.25",
+            {"params_on": "host", "grads_on": "host", "optimizer_on": "host", "kept": 0.75},
+            "zero3+params=host+grads=host+optimizer=host:0.25",
+        ),
+        (
+            "zero3+params=disk+optimizer=host:1",
+            {"params_on": "disk", "optimizer_on": "host", "kept": 0.0},
+            "zero3+params=disk+optimizer=host",
+        ),
+        ("ddp+activations=host", {"activations_on": "host"}, "ddp+activations=host"),
+        ("zero3_nvme+params=host", {"params_on": "host", "optimizer_on": "disk"}, None),
+        ("zero++", {"params_as": "int8"}, "zeropp"),
+    ],
+)
+def test_what_rests_elsewhere_follows_the_name(asked: str, answers: dict[str, object], name: str | None) -> None:
+    layout = layout_of(asked)
+    assert {field: getattr(layout, field) for field in answers} == answers
+    if name is not None:
+        assert layout.name == name
+    # The name is what `--strategy` takes for it.
+    assert layout_of(layout.name) == layout
+
+
+@pytest.mark.parametrize("name", [*OFFLOADS, *PRESETS])
+def test_every_name_is_read_as_what_it_says(name: str) -> None:
+    for percent in range(0, 100, 7):
+        layout = layout_of(name)
+        if layout.optimizer_on != "device":
+            layout = replace(layout, kept=percent / 100)
+        assert layout_of(layout.name) == layout
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("zero3+optimiser=host", "'optimiser' cannot be moved; did you mean 'optimizer'"),
+        ("zero3+optimizer=hots", "'hots' is no place; did you mean 'host'"),
+        ("zero3+optimizer=host+optimizer=disk", "moved to 'host' already"),
+        ("zero3+optimizer=host:1.5", "above 0 and at most 1"),
+        ("zero3+optimizer=host:0", "above 0 and at most 1"),
+        ("zero3+optimizer=host:half", "above 0 and at most 1"),
+        ("zero3_offload+params=host:0.5", "goes with the optimizer alone"),
+        ("zero3+params=host", "params_on='host' with optimizer_on='device'"),
+        ("zero2+params=host+optimizer=host", "params_on='host' with gathered_until='always'"),
+        ("zero3+grads=host", "grads_on='host' with optimizer_on='device'"),
+        ("zero3+grads=disk+optimizer=disk", "grads_on='disk' with optimizer_on='disk'"),
+        ("zero3+activations=disk", "activations go to the host"),
+        ("zero4+optimizer=host", "did you mean 'zero"),
+    ],
+)
+def test_what_cannot_rest_so_is_refused(asked: str, told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        layout_of(asked)
+    assert told in str(caught.value)
+
+
+def test_a_part_without_a_place_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"kept=0.5 with optimizer_on='device'"):
+        replace(PRESETS["zero3"], kept=0.5)
+    with pytest.raises(ConfigurationError, match=r"kept=1.0 with optimizer_on='host'"):
+        replace(PRESETS["zero3"], optimizer_on="host", kept=1.0)
+
+
+def test_what_needs_a_host_and_what_a_disk() -> None:
+    assert not any(PRESETS[name].uses_host for name in ("ddp", "zero3", "hpz"))
+    assert layout_of("ddp+activations=host").uses_host
+    assert [name for name, layout in PRESETS.items() if layout.uses_disk] == ["zero3_nvme"]
 
 
 # ---------------------------------------------------------------------------------------------------------

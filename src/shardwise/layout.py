@@ -113,6 +113,15 @@ class Layout:
         return {self.params_on, self.grads_on, self.optimizer_on, self.activations_on}
 
     @property
+    def uses_disk(self) -> bool:
+        return "disk" in (self.params_on, self.optimizer_on)
+
+    @property
+    def uses_host(self) -> bool:
+        """Something rests on the host, or comes through it."""
+        return {self.params_on, self.optimizer_on, self.activations_on} != {"device"}
+
+    @property
     def on_device(self) -> "Layout":
         """The same with parameters, gradients and optimizer on the device."""
         return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)
@@ -204,6 +213,20 @@ MIXES: tuple[tuple[str, str], ...] = (
     ("zero2", "zero1"),
     ("zero1", "ddp"),
 )
+
+# What is tried where nothing fits on the device alone, each with as much as fits of the optimizer on the device all the
+# same. Gradients that stay there save copies from the second micro-batch on.
+OFFLOADS: tuple[str, ...] = (
+    "zero2_offload",
+    "zero2+optimizer=host",
+    "zero3+grads=host+optimizer=host",
+    "zero3+optimizer=host",
+    "zero3_offload",
+    "zero3+params=host+grads=host+optimizer=disk",
+    "zero3_nvme",
+)
+# Whose activations may go to the host, where memory asks for checkpointing or is short.
+STOWS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 Strategy = str | Layout | Mapping[str, "str | Layout"]
 

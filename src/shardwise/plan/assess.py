@@ -44,7 +44,7 @@ class Subject:
 class Machine:
     """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked, after the
     driver took its context and before the collectives have buffers. `has_reserve`: an allocator that keeps what it
-    is given back, and libraries that have workspaces from it; a CPU has neither."""
+    is given back, and libraries that have workspaces from it; a CPU has neither, and its device is the host."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -62,18 +62,25 @@ class Machine:
     def memory_bytes(self) -> int:
         return self.cluster.gpu.memory_bytes if self.free_bytes is None else self.free_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Of a node, for what rests there."""
+        return round(HOST_SHARE * self.cluster.host_bytes)
+
     def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
         """What of a GPU, and of a node's host and disk, is not there; empty: all is."""
-        for what, needed, there in (
-            (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes),
-            ("the host of each node", host_bytes, self.cluster.host_bytes),
-            ("the disk of each node", disk_bytes, self.cluster.disk_bytes),
+        for what, needed, there, spare in (
+            (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes, ""),
+            ("the host of each node", host_bytes if self.has_reserve else 0, self.host_bytes, " to spare"),
+            ("the disk of each node", disk_bytes, self.cluster.disk_bytes, ""),
         ):
             if needed > there:
-                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB"
+                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB{spare}"
         return ""
 
 
+# Of the host's memory; the rest is the system's, the processes' own and their data's.
+HOST_SHARE = 0.9
 # What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
 
@@ -148,13 +155,34 @@ class Assessment:
 
     @property
     def needed_bytes(self) -> int:
-        """What a GPU must have."""
-        return self.reserved.expected + self.machine.context_bytes
+        """What a GPU must have; where the device is the host, what rests on the host comes on top."""
+        return self.reserved.expected + self._beside_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """The same, if the allocator wastes more than is expected."""
+        return self.reserved.high + self._beside_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        return self.machine.context_bytes + (0 if self.machine.has_reserve else self.memory.host_bytes)
 
     @property
     def is_tight(self) -> bool:
-        """Whether it may not fit after all, if the allocator wastes more than is expected."""
-        return self.reserved.high + self.machine.context_bytes > self.machine.memory_bytes
+        """Whether it may not fit on the device after all."""
+        return self.high_bytes > self.machine.memory_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        """All of it, and nothing ever leaves."""
+        return not any(layout.uses_host for layout in self.layouts)
+
+    @property
+    def part_on_device(self) -> float:
+        """Of the optimizer: what is kept there is whole parameters."""
+        flats = self.schedule.trainable_flats
+        num_elems = sum(flat.num_master for flat in flats)
+        return sum(flat.num_master for flat in flats if not flat.host_updates) / max(num_elems, 1)
 
     @property
     def host_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..layout import Layout, Split
+from ..layout import Place, Split
 from .assess import Assessment
 from .cost.peak import CLASSES
 
@@ -72,7 +72,36 @@ def explain(entry: Assessment) -> list[Row]:
         ),
     ):
         rows.append({"term": term, "bytes": size, "formula": formula, "source": source})
+    for term, size, formula in (
+        ("host", entry.host_bytes, _host_words(entry)),
+        ("disk", entry.disk_bytes, _disk_words(entry)),
+    ):
+        if size:
+            rows.append({"term": term, "bytes": size, "formula": formula, "source": "plan/offload.py; of a node"})
     return rows
+
+
+def _host_words(entry: Assessment) -> str:
+    away, stowed, gb = entry.memory.away, entry.memory.stowed, entry.machine.cluster.node_size / 1e9
+    state = away.host - away.windows - away.staged
+    parts = {
+        "master, moments, gradients and weights in the compute dtype of what the host updates, and parameters": state,
+        "windows that an optimizer on disk comes through": away.windows,
+        "parameters read ahead from disk": away.staged,
+        "activations": stowed,
+    }
+    words = "; ".join(f"{size * gb:,.1f} GB {name}" for name, size in parts.items() if size)
+    spare = f"{entry.machine.host_bytes / 1e9:,.1f} of {entry.machine.cluster.host_bytes / 1e9:,.1f} GB"
+    return f"{words}; there may be {spare}"
+
+
+def _disk_words(entry: Assessment) -> str:
+    training = entry.training
+    each = training.formats.master.itemsize * (1 + training.num_moments)
+    return (
+        f"{each:g} B of master and moments for each parameter whose optimizer is there, and "
+        f"{training.formats.compute.itemsize} B for each that is there itself"
+    )
 
 
 def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
@@ -81,28 +110,29 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
     master = "" if formats.master == formats.compute else f"{formats.master.itemsize} B master + "
     yield (
         "params",
-        _split_words(f"{formats.compute.itemsize} B a parameter", layout, layout.params, entry),
+        _split_words(f"{formats.compute.itemsize} B a parameter", layout.params, layout.params_on, entry),
         "copies that stay between steps; none where parameters are split as far as the optimizer",
     )
     yield (
         "grads",
-        _split_words(f"{formats.reduce.itemsize} B a trained parameter", layout, layout.grads, entry),
-        "reduce dtype; from the unit's backward to the step",
+        _split_words(f"{formats.reduce.itemsize} B a trained parameter", layout.grads, layout.grads_on, entry),
+        "reduce dtype; from the unit's backward to the step, or until they are on the host",
     )
     yield (
         "optimizer",
         _split_words(
             f"{master}{training.num_moments:g} x {formats.master.itemsize} B of moments",
-            layout,
             layout.optimizer,
+            layout.optimizer_on,
             entry,
         ),
         f"{training.optimizer}; ZeRO paper, table 1",
     )
     yield (
         "activations",
-        f"saved for the backward of {training.num_tokens} tokens, checkpointing {training.checkpointing}; what the "
-        "running unit needs; 64 MiB of libraries' workspaces",
+        f"saved for the backward of {training.num_tokens} tokens, checkpointing {training.checkpointing}"
+        f"{', of two units at a time' if layout.activations_on == 'host' else ''}; what the running unit needs; 64 MiB "
+        "of libraries' workspaces",
         "plan/work/tape.py, equal to torch's own on the meta device",
     )
     yield (
@@ -122,12 +152,13 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
     )
 
 
-def _split_words(each: str, layout: Layout, split: Split, entry: Assessment) -> str:
+def _split_words(each: str, split: Split, place: Place, entry: Assessment) -> str:
     cluster = entry.machine.cluster
     ranks = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}[split]
-    kinds = len(set(entry.layouts))
+    part, kinds = entry.part_on_device, len(set(entry.layouts))
+    there = "" if place == "device" else f"; on the {place}" + (f" but for {part:.0%}" if part else "")
     mixed = f"; {kinds} layouts are mixed, this is the most frequent" if kinds > 1 else ""
-    return f"{each} / {ranks}{mixed}"
+    return f"{each} / {ranks}{there}{mixed}"
 
 
 def _reserve_words(entry: Assessment) -> str:

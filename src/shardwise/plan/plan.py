@@ -11,8 +11,9 @@ from .assess import Assessment, Assessor, Machine, Subject
 from .hardware.cluster import make_cluster
 from .hardware.efficiency import REAL, efficiency_of
 from .hardware.values import Cluster
+from .offloads import offloads
 from .remedies import nearest_change
-from .search import MODES, TIE, Choice, asked, choices, fastest, mixtures, offloads, presets
+from .search import MODES, TIE, Choice, asked, choices, fastest, mixtures, presets
 from .shapes.families import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
@@ -49,6 +50,8 @@ class Plan:
         lines = [f"{self.subject.name} on {self.machine.cluster}: {self.why}"]
         for entry in self.found:
             need = f"{entry.needed_bytes / 1e9:,.1f} GB"
+            away = {"host": entry.host_bytes, "disk": entry.disk_bytes}
+            need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in away.items() if size)
             lines.append(
                 f"  {entry.name}: {need}, {entry.timing.step_s:.3f} s"
                 if entry.fits
@@ -108,7 +111,8 @@ def plan(
     is_open = checkpointing == OPEN and isinstance(found, ModelShape)
     modes = MODES if is_open else (training.checkpointing,)
     batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
-    return plan_for(subject, machine, training, choices(training, modes, batches), strategy=strategy, search=search)
+    choice = choices(training, modes, batches)
+    return plan_for(subject, machine, training, choice, strategy=strategy, search=search, has_disk=True)
 
 
 def plan_for(
@@ -120,19 +124,20 @@ def plan_for(
     strategy: Strategy | None = None,
     search: bool = True,
     only_what_runs: bool = False,
+    has_disk: bool = False,
     tie: float = TIE,
     **settings: Any,
 ) -> Plan:
-    """`tie`: who is this close to the fastest is as fast. `settings` are the `Assessor`'s."""
+    """`has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
+    `settings` are the `Assessor`'s."""
     assess = Assessor(subject, machine, **settings)
     if strategy is not None:
         entries = [asked(assess, strategy, choice)]
     else:
-        by_name = {entry.name: entry for entry in presets(assess, choice, only_what_runs)}
-        entries = list(by_name.values())
+        entries = list(presets(assess, choice, only_what_runs, has_disk))
         if search and choice.engine == "shardwise":
-            entries += mixtures(assess, by_name, choice)
-            entries += [] if only_what_runs else offloads(assess, by_name, choice)
+            entries += mixtures(assess, {entry.name: entry for entry in entries}, choice)
+            entries += offloads(assess, entries, choice, has_disk)
     best = fastest(entries, tie)
     why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
     return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
@@ -192,6 +197,8 @@ def _subject_of_module(model: Any, training: Training) -> Subject:
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
     if best is None or not best.runs:
         return _why_nothing_runs(assess, entries, best)
+    if not best.is_on_device:
+        return _why_off_device(entries, best)
     others = [entry for entry in entries if entry.fits and entry is not best]
     if assess.machine.cluster.world_size == 1:
         return "it fits on one GPU, and there is nobody to share with"
@@ -202,6 +209,23 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
     sent = best.moved.by_call.wire_bytes
     return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
+
+
+def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
+    """What is where, and why so much of it."""
+    fits_here = any(entry.fits and entry.is_on_device for entry in entries)
+    text = (
+        f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is the "
+    )
+    text += f"fastest, {best.step_s:.3g} s a step"
+    part, cluster = best.part_on_device, best.machine.cluster
+    if 0 < part < 1:
+        text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"
+    if best.host_bytes:
+        text += f"; the host of each node holds {best.host_bytes / 1e9:,.1f} of {cluster.host_bytes / 1e9:,.1f} GB"
+    if best.disk_bytes:
+        text += f"; its disk {best.disk_bytes / 1e9:,.1f} GB, in a folder that has to be named (disk_path)"
+    return text
 
 
 def _why_nothing_runs(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:

@@ -18,6 +18,7 @@ FLAGS = {
     "optimizer": "--optimizer",
 }
 NODES = "--nodes"
+STRATEGY = "--strategy"
 
 
 def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
@@ -33,12 +34,37 @@ def nearest_change(assess: Assessor, entry: Assessment, flags: Mapping[str, str]
         if _fits(assess, entry, smaller):
             return flags_for(training, smaller, flags)
     smallest = with_single_sequences(replace(training, checkpointing="full"))
+    for words, moved in offloaded(assess, entry):
+        for tried in dict.fromkeys((training, smallest)):
+            if _fits(assess, moved, tried):
+                found = assess(moved.name, moved.layouts, tried)
+                return f"{STRATEGY} {moved.name} {flags_for(training, tried, flags)}".rstrip() + _cost(
+                    words, entry, found
+                )
     num_nodes = assess.machine.cluster.num_nodes
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
         if _fits(_with_nodes(assess, num_nodes), entry, smallest):
             return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
     return ""
+
+
+def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assessment]]:
+    """The same with more and more on the host, and what that is in words; nothing where something is there already."""
+    if not entry.is_on_device or len(set(entry.layouts)) > 1 or entry.training.engine != "shardwise":
+        return
+    layout = replace(entry.layouts[0], grads_on="host", optimizer_on="host")
+    moved = {"the optimizer on the host": layout}
+    if layout.gathered_until != "always":
+        moved["optimizer and parameters on the host"] = replace(layout, params_on="host")
+    for words, layout in moved.items():
+        yield words, assess(layout.name, [layout] * len(entry.layouts), entry.training)
+
+
+def _cost(words: str, before: Assessment, after: Assessment) -> str:
+    saved = (before.needed_bytes - after.needed_bytes) / 1e9
+    times = before.tokens_per_s / after.tokens_per_s
+    return f" ({words}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
 
 
 def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:

@@ -2,8 +2,8 @@
 
 A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
 as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
-An optimizer on the host is mixed the same way: as much of it as fits stays on the device. Where the sizes of a step
-are open (activation checkpointing, micro-batch), every preset takes the ones that suit it best.
+Where nothing fits on the device alone, host and disk are looked at (`offloads.py`). Where the sizes of a step are open
+(activation checkpointing, micro-batch), every preset takes the ones that suit it best.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +16,9 @@ from .training import Checkpointing, EngineName, Training
 
 # Checkpointing costs time, so the first that fits is taken.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# Fractions of the optimizer that may stay on the device while the rest is on the host.
-KEPT_STEP = 0.05
-# What may be tight has to be this much faster than what has room.
+# What may be tight has to be this much faster than what has room, and what needs the host than what does not.
 TIGHT_GAIN = 0.05
+HOST_GAIN = 0.05
 # Who is this close to the fastest is as fast: then the simpler one is better.
 TIE = 0.01
 
@@ -64,9 +63,11 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
-def presets(assess: Assessor, choice: Choice, only_what_runs: bool = False) -> Iterator[Assessment]:
+def presets(
+    assess: Assessor, choice: Choice, only_what_runs: bool = False, has_disk: bool = True
+) -> Iterator[Assessment]:
     for name, layout in (PRESETS if only_what_runs else PRESETS | PLANNED).items():
-        if choice.engine == "fsdp2" and name not in FSDP2_HAS:
+        if (choice.engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
             continue
         yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
 
@@ -83,7 +84,7 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
         whole = [PRESETS[kept]] * len(assess.unit_names)
         mixed = [
             most_kept(assess, split, kept, training)
-            for training in _same_batch(choice, base.training)
+            for training in same_batch(choice, base.training)
             if not has_room(assess(kept, whole, training))
         ]
         best = fastest(entry for entry in mixed if entry is not None)
@@ -91,7 +92,7 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
             yield best
 
 
-def _same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
+def same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
     """Those that differ in checkpointing alone."""
     return next(trainings for trainings in choice.trainings if training in trainings)
 
@@ -113,25 +114,6 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
 
     found = _largest(len(candidates) - 1, with_kept)
     return None if found is None else replace_name(found, f"{split} + {kept} x {_num(found, kept)}")
-
-
-def offloads(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
-    """Optimizers on the host, of which as much as fits stays on the device."""
-    for name, layout in PLANNED.items():
-        if layout.optimizer_on == "device" or not found[name].fits:
-            continue
-        kept = [_most_on_device(assess, name, layout, t) for t in _same_batch(choice, found[name].training)]
-        best = fastest(entry for entry in kept if entry is not None)
-        if best is not None and best.tokens_per_s > found[name].tokens_per_s:
-            yield replace_name(best, f"{name}, {best.layouts[0].kept:.0%} kept")
-
-
-def _most_on_device(assess: Assessor, name: str, layout: Layout, training: Training) -> Assessment | None:
-    def with_kept(num: int) -> Assessment:
-        part = replace(layout, kept=round(num * KEPT_STEP, 2))
-        return assess(name, [part] * len(assess.unit_names), training)
-
-    return _largest(round(1 / KEPT_STEP) - 1, with_kept)
 
 
 def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
@@ -161,6 +143,8 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
     fitting = [entry for entry in fitting if entry.runs] or fitting
     roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
     fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
+    here = max((entry.tokens_per_s for entry in fitting if entry.is_on_device), default=0.0)
+    fitting = [entry for entry in fitting if entry.is_on_device or entry.tokens_per_s > here * (1 + HOST_GAIN)]
     if not fitting:
         return None
     best = max(entry.tokens_per_s for entry in fitting)

@@ -41,7 +41,8 @@ class StatesRow:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The least split row that leaves a quarter of the memory to activations is recommended, else the least split."""
+    """The least split row that leaves a quarter of the memory to activations is recommended, else the least split. What
+    needs the host comes after all that does not."""
 
     shape: StatesOnly
     machine: Machine
@@ -55,6 +56,7 @@ class States:
     def recommended(self) -> StatesRow | None:
         fitting = [row for row in self.rows if not self.why_not(row)]
         fitting = [row for row in fitting if row.layout.runs] or fitting
+        fitting = [row for row in fitting if not row.layout.uses_host] or fitting
         roomy = [row for row in fitting if row.total <= ROOM * self.machine.memory_bytes]
         return next(iter(roomy or fitting), None)
 
@@ -87,8 +89,9 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
     elsewhere = {"host": 0, "disk": 0}
     for what, place in (("params", layout.params_on), ("grads", layout.grads_on), ("optimizer", layout.optimizer_on)):
         if place != "device":
-            elsewhere[place] += on_device[what] * cluster.node_size
-            on_device[what] = 0
+            kept = round(layout.kept * on_device[what])
+            elsewhere[place] += (on_device[what] - kept) * cluster.node_size
+            on_device[what] = kept
     return StatesRow(
         name,
         layout,

@@ -29,6 +29,7 @@ LANES = {
     "host": "host",
     "disk": "disk",
 }
+PLACES = {"host": "on the host", "disk": "on disk"}  # of a node
 WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "over PCIe", "disk": "to and from disk"}
 
 

@@ -17,7 +17,7 @@ from .facts import CLASSES, RESERVE, WIRES, Json, amount, number, rows, text_of
 from .figures import gigabytes, seconds
 from .groups import grouped, refusals
 from .table import verdict
-from .words import batch_words, cluster_words, days_words, layout_words, model_words, peak_words, reason
+from .words import away_words, batch_words, cluster_words, days_words, layout_words, model_words, peak_words, reason
 
 HERE = Path(__file__).parent
 DAY_S = 86_400
@@ -108,6 +108,10 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
     of = f"of {gigabytes(limit)} GB" if limit else ""
     of += f"; between {gigabytes(between[0])} and {gigabytes(between[1])}" if between else ""
     found = [(f"memory of a {device}", size(facts.needed(chosen)), of.strip("; "))]
+    for place, words in facts.PLACES.items():
+        held, there = amount(chosen, f"{place}_bytes"), amount(plan, "cluster", f"{place}_bytes")
+        if held:
+            found.append((f"of a node, {words}", size(held), f"of {gigabytes(there)} GB" if there else ""))
     if number(chosen.get("step_seconds")) is not None:
         found.append(("step", seconds(number(chosen["step_seconds"])), "" if mfu is None else f"MFU {mfu:.1%}"))
     if speed is not None:
@@ -143,6 +147,7 @@ def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, 
         "speed": number(row.get("tokens_per_second_per_gpu")),
         "mfu": facts.mfu(plan, row),
         "days": days_words(row),
+        "away": away_words(row),
         "host_bytes": amount(row, "host_bytes"),
         "disk_bytes": amount(row, "disk_bytes"),
     }

@@ -49,8 +49,10 @@ BAR = 12  # characters that stand for the whole GPU
 NO_RUN = "*"
 INTERVALS = " ("
 LEFT = ("strategy", "with", "fits", "of ")
-# Where a row is too wide, columns go in this order; in the middle, the intervals of memory.
-LEAST = ("disk GB", "host GB", "GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
+# Where a row is too wide, columns go in this order; in the middle, the intervals of memory. Host and disk go first,
+# unless what is recommended needs them.
+AWAY = ("disk GB", "host GB")
+LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
 
 
 class Line(NamedTuple):
@@ -124,7 +126,7 @@ def _lines(plan: Json, width: int) -> Iterator[Line]:
     if not shown:
         return
     yield Line("")
-    columns = _narrowed(_columns(plan, grouped(plan, shown)), width - 2)
+    columns = _narrowed(_columns(plan, grouped(plan, shown)), width - 2, _least(plan))
     widths = {title: _width(title, cells) for title, cells in columns.items()}
     yield Line(f"  {_laid_out({title: title for title in columns}, widths)}"[:width], "dim")
     best = recommended(plan)
@@ -150,9 +152,14 @@ def _lines(plan: Json, width: int) -> Iterator[Line]:
             yield from (Line(line) for line in _wrapped(text, f"    {names:<{longest}}  ", wide, 6 + longest))
 
 
-def _narrowed(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+def _least(plan: Json) -> tuple[str, ...]:
+    best = recommended(plan)
+    return (*LEAST[:-2], *AWAY, *LEAST[-2:]) if best is not None and amount(best, "host_bytes") else (*AWAY, *LEAST)
+
+
+def _narrowed(columns: dict[str, list[str]], width: int, order: tuple[str, ...]) -> dict[str, list[str]]:
     """Without the columns that matter least, as far as they must go; then names are cut."""
-    for least in LEAST:
+    for least in order:
         if _over(columns, width) <= 0:
             return columns
         columns = {

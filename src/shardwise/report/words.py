@@ -2,7 +2,7 @@
 
 from ..plan.explain import at
 from ..train.figures import count, plural, size
-from .facts import CLASSES, Json, amount, device_word, gpu_bytes, mapping, number, stacked, text_of
+from .facts import CLASSES, PLACES, Json, amount, device_word, gpu_bytes, mapping, number, stacked, text_of, uses
 
 
 def reason(plan: Json) -> str:
@@ -32,8 +32,19 @@ def machine_words(plan: Json) -> str:
         f"{between:.3g} GB/s between nodes" + (f" ({network})" if network else "")
         if between and amount(cluster, "num_nodes") > 1
         else "",
+        *(
+            f"{size(amount(cluster, f'{place}_bytes'))} {words}"
+            for place, words in PLACES.items()
+            if uses(plan, f"{place}_bytes") and amount(cluster, f"{place}_bytes")
+        ),
     ]
     return ", ".join(word for word in words if word)
+
+
+def away_words(strategy: Json) -> str:
+    """What a strategy needs beside the device."""
+    found = {place: amount(strategy, f"{place}_bytes") for place in PLACES}
+    return ", ".join(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes)
 
 
 def model_words(plan: Json) -> str:

@@ -12,7 +12,6 @@ Three streams allocate, and none reuses what another has freed: `pools` are the 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..offload import off_device
 from ..schedule import Schedule
 from ..training import Training
 from ..work.work import Work
@@ -50,8 +49,8 @@ def fsdp2_memory_of(
         step.forward()
         step.backward(is_first=index == 0)
     step.update()
-    away = off_device([unit.flats for unit in schedule.units], training.num_moments)
-    return Fsdp2Memory(tuple(step.found), away, 0, tuple(step.pool_peaks))
+    flats = tuple(unit.flats for unit in schedule.units)
+    return Fsdp2Memory(tuple(step.found), flats, training.num_moments, 0, tuple(step.pool_peaks))
 
 
 class _Step:

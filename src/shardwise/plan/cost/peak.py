@@ -55,8 +55,14 @@ class Memory:
     """Of one rank: what its allocator lends out, and what rests on its host and its disk. `stowed` are activations."""
 
     instants: tuple[Instant, ...]
-    away: OffDevice
+    units: tuple[tuple[Flat, ...], ...]
+    num_moments: float
     stowed: int
+
+    @cached_property
+    def away(self) -> OffDevice:
+        """State, and what it passes through."""
+        return off_device(self.units, self.num_moments)
 
     @property
     def host_bytes(self) -> int:
@@ -92,8 +98,8 @@ def memory_of(
             walk.backward(event.unit, is_last=index > last_forward)
         elif event.verb == "agree":
             walk.update(clips=any(event.verb == "norm" for event in events))
-    away = off_device([unit.flats for unit in schedule.units], training.num_moments)
-    return Memory(tuple(walk.found), away, sum(walk.stowed.values()))
+    flats = tuple(unit.flats for unit in schedule.units)
+    return Memory(tuple(walk.found), flats, training.num_moments, sum(walk.stowed.values()))
 
 
 class _Walk:
@@ -112,7 +118,7 @@ class _Walk:
         self.there: deque[int] = deque()  # of these, what may leave
         self.is_gathered: set[str] = set()
         self.has_grads: set[str] = set()
-        self.num_slots = 0
+        self.slot_bytes, self.num_slots = schedule.reduction_slot_bytes, 0
         self.leaving: deque[int] = deque()  # gradients of units, for the host
         self.norm_bytes = 0
         # Gradients that autograd made: since the last reduction began, before that, and of the root.
@@ -202,7 +208,7 @@ class _Walk:
         """Give its gradients their place."""
         if unit.reduced_bytes and self.num_slots < NUM_REDUCTIONS:
             self.num_slots += 1
-            self.held[REDUCE] += self.schedule.reduction_slot_bytes
+            self.held[REDUCE] += self.slot_bytes
         if unit.name not in self.has_grads:
             self.has_grads.add(unit.name)
             self.held[GRADS] += resting_grads(unit.flats)
@@ -222,7 +228,7 @@ class _Walk:
     def _end_backward(self) -> None:
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
         self.unfetched = self.fetched = self.of_root = 0
-        self.held[REDUCE] -= self.num_slots * self.schedule.reduction_slot_bytes
+        self.held[REDUCE] -= self.num_slots * self.slot_bytes
         self.num_slots = 0
         self.in_backward = False
 
