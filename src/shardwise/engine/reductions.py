@@ -17,7 +17,7 @@ from torch import Tensor
 from ..plan.schedule import NUM_REDUCTIONS, Schedule
 from ..unit import Channels, FlatState, GradScale, Reduction, Unit
 from .memory import ReductionMemory
-from .streams import Lane, Mark
+from .streams import Lane, Mark, host_waits_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,12 @@ class Reductions:
                 self._finish_oldest()
         views = self.memory.views(unit, slot)
         for state, view in zip(unit.trainable_states, views, strict=True):
+            if state.flat.host_updates and state.grad_state == "final":
+                # It becomes a partial sum again, where it is.
+                self._await_update(state)
+                host_waits_for(self.arrived.get(state))
+            elif state.flat.grads_on_host:
+                self.lane.compute_waits_for(self.arrived.get(state))
             state.open(slot, view, self._scale)
         return Opened(slot, views)
 
@@ -165,6 +171,8 @@ class Reductions:
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
             state.sync(state.flat.sync_hops, self._channels, self._scale)
         self._finished[state] = self._leave([state])
+        # What was fetched is let go of here.
+        self._finish_lane.after(self.arrived.get(state))
 
     def _release_left(self, num_kept: int) -> None:
         """Memory of the compute stream: it may reuse it only after the copy."""

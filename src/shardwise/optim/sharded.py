@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Part by part, each as soon as its gradients are there, in the order in which they come."""
-        if self._updated and self._settings_when_early != plain_settings(self._inner):
+        if (self._updated or self._given) and self._settings_when_early != plain_settings(self._inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
                 "early_update=True weights were updated before: change them after step()"
@@ -199,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
                 "backwards before the last one inside `with sw.accumulate(model):`"
             )
-        if not self._updated:
+        if not self._updated and not self._given:
             self._settings_when_early = plain_settings(self._inner)
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
@@ -279,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._updated:
+        if self._updated or self._given:
             raise StateError(
                 "optimizer.zero_grad() before optimizer.step() with early_update=True: weights were updated already "
                 "during the backward, and cannot go back; call optimizer.step() first"
