@@ -114,12 +114,12 @@ class Layout:
 
     @property
     def uses_disk(self) -> bool:
-        return "disk" in (self.params_on, self.optimizer_on)
+        return "disk" in self.places
 
     @property
     def uses_host(self) -> bool:
         """Something rests on the host, or comes through it."""
-        return {self.params_on, self.optimizer_on, self.activations_on} != {"device"}
+        return self.places != {"device"}
 
     @property
     def on_device(self) -> "Layout":

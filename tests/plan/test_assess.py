@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.layout import PRESETS
-from shardwise.plan.assess import MOST_PLAYED, NCCL_BYTES
+from shardwise.plan.assess import HOST_SHARE, MOST_PLAYED, NCCL_BYTES
 from shardwise.plan.events import step_events
 from shardwise.plan.traffic import traffic_of
 from tests.plan.planning import EVERY, GB, SHAPE, assessed, assessor, machine
@@ -51,9 +51,23 @@ def test_hosts_and_disks_are_a_nodes() -> None:
     assert "on the disk of each node" in assessed("zero3_nvme", machine(disk=on_disk.disk_bytes - 1)).why_not
 
 
+def test_a_tenth_of_the_host_is_left_to_others() -> None:
+    needed = assessed("zero3_offload").host_bytes
+    assert assessed("zero3_offload", machine(host_memory=round(needed / HOST_SHARE) + 1)).fits
+    refused = assessed("zero3_offload", machine(host_memory=round(needed / HOST_SHARE) - 10))
+    assert refused.why_not.endswith(" GB to spare")
+
+
+def test_where_the_device_is_the_host_nothing_is_won_there() -> None:
+    processor = replace(machine(free_bytes=10**12), has_reserve=False)
+    here, there = (assessed(name, processor) for name in ("zero3", "zero3_offload"))
+    assert there.needed_bytes == there.memory.peak.total + there.memory.host_bytes > here.needed_bytes
+    assert there.fits
+
+
 def test_what_this_version_runs() -> None:
     assert all(assessed(name).runs for name in EVERY)
-    assert not assessed("zero3_offload").runs
+    assert not assessed("zeropp").runs
     assert not assessed({"blocks.0": replace(PRESETS["zero3"], params_as="int8"), "*": "zero3"}).runs
 
 

@@ -13,7 +13,7 @@ from tests.plan.planning import GB, MANY, assessed, assessor, choice_of, machine
 
 def searched(on: Machine, training: Training | None = None, search: bool = True) -> Plan:
     training = training or Training()
-    return plan_for(subject_of(MANY, training), on, training, choice_of(training), search=search)
+    return plan_for(subject_of(MANY, training), on, training, choice_of(training), search=search, has_disk=True)
 
 
 def room_for(strategy: str, nodes: int = 1) -> int:
@@ -84,16 +84,6 @@ def test_every_strategy_of_a_plan_can_be_asked_for_again() -> None:
         assert tuple(layouts_for(strategy_of(entry), names)) == entry.layouts
 
 
-def test_a_part_of_the_optimizer_stays_on_the_device() -> None:
-    found = searched(between("zero3_offload", "zero3"))
-    parts = [entry for entry in found.found if entry.name.startswith("zero3_offload,")]
-    (entry,) = parts
-    whole = next(entry for entry in found.found if entry.name == "zero3_offload")
-    assert 0 < entry.layouts[0].kept < 1
-    assert has_room(entry)
-    assert entry.timing.step_s < whole.timing.step_s
-
-
 def test_no_search_no_mixtures() -> None:
     found = searched(between("zero3", "zero2"), search=False)
     assert [entry.name for entry in found.found] == [*PRESETS, *PLANNED]
@@ -124,7 +114,7 @@ def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
     found = searched(machine(free_bytes=GB))
     assert found.recommended is None
     assert found.why.startswith("nothing fits: ")
-    assert "nothing fits: zero3 needs" in found.why
+    assert "nothing fits: zero3_offload needs" in found.why
 
 
 def test_of_two_that_are_as_fast_the_simpler_one() -> None:

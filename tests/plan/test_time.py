@@ -7,8 +7,10 @@ from itertools import pairwise
 import pytest
 
 from shardwise.dtypes import FP32
-from shardwise.layout import Layout, layouts_for
+from shardwise.layout import Layout, layout_of, layouts_for
 from shardwise.plan.cost.compute import UnitSeconds
+from shardwise.plan.cost.lanes import BOTH_WAYS
+from shardwise.plan.cost.stow import with_stowing
 from shardwise.plan.cost.time import Timing, days_for, mfu, step_time
 from shardwise.plan.events import step_events
 from shardwise.plan.flat import flats_of
@@ -140,11 +142,130 @@ def test_what_the_host_updates_comes_back_before_the_next_forward() -> None:
     assert {"copy", "host"} <= {span.lane for span in timing.spans}
 
 
+OFFLOADED = layout_of("zero2_offload")
+
+
+def spans_of(timing: Timing, lane: str) -> list[str]:
+    return [span.name for span in timing.spans if span.lane == lane]
+
+
 def test_clipping_lets_the_host_wait_for_all_gradients() -> None:
-    layout = Layout("whole", "world", "world", "always", optimizer_on="host")
     each = UnitSeconds(forward=1e-3, backward=2e-3)
-    plan, on = schedule(8, layout), cluster()
-    assert play(plan, each, on, clips=True).step_s > play(plan, each, on).step_s
+    plan, on = schedule(8, OFFLOADED), slow_host(5e-3)
+    assert play(plan, each, on, clips=True).step_s > play(plan, each, on).step_s + 1e-2
+
+
+def test_the_host_updates_in_the_order_of_the_next_forward() -> None:
+    """With clipping, all gradients are there. The forward runs behind the updates, one unit late."""
+    plan, on = schedule(8, OFFLOADED), slow_host(1e-3)
+    each = UnitSeconds(forward=1e-4, backward=1e-4)
+    timing = play(plan, each, on, clips=True)
+    assert spans_of(timing, "host") == [f"update blocks.{index}" for index in range(8)]
+    backward_s = 8 * 1e-4
+    assert timing.step_s == pytest.approx(backward_s + 8e-3 + 1e-4, rel=0.05)
+
+
+def test_without_clipping_the_host_updates_inside_the_backward() -> None:
+    plan, on = schedule(8, OFFLOADED), slow_host(1e-3)
+    timing = play(plan, UnitSeconds(forward=1e-3, backward=2e-3), on)
+    backward = next(span for span in timing.spans if span.name == "backward blocks.0")
+    early = [span for span in timing.spans if span.lane == "host" and span.end_s < backward.begin_s]
+    # The first unit's is left from the step before. In a backward the last units are through first.
+    assert [span.name for span in early] == ["update blocks.0", *(f"update blocks.{at}" for at in (7, 6, 5, 4, 3, 2))]
+    assert timing.step_s == pytest.approx(8 * 3e-3 + 1e-3, rel=0.01)
+
+
+def test_of_what_has_arrived_the_host_takes_what_is_needed_first() -> None:
+    """Gradients come faster than the host updates: it begins with the first to come, then the last is needed first."""
+    plan, on = schedule(4, OFFLOADED), slow_host(1e-2)
+    timing = play(plan, UnitSeconds(forward=1e-3, backward=1e-3), on)
+    assert spans_of(timing, "host") == [f"update blocks.{index}" for index in (0, 1, 2, 3)]
+    # Between the last of its updates and the next gradient lie two forwards and a backward.
+    assert timing.step_s == pytest.approx(4e-2 + 3e-3, rel=0.01)
+
+
+def slow_host(unit_s: float) -> Cluster:
+    """A unit's update takes so long."""
+    return replace(cluster(gigabytes_per_s=1e6), host_adam_elems_per_s=ELEMS / unit_s, pcie=Link(1e3, 0.0))
+
+
+def slow_bus(gigabytes_per_s: float) -> Cluster:
+    return replace(cluster(1e6), pcie=Link(gigabytes_per_s, 0.0), host_adam_elems_per_s=1e15)
+
+
+def test_a_slot_is_free_when_its_gradients_have_left() -> None:
+    plan = schedule(6, OFFLOADED, reduce="fp32")
+    copy_s = 4 * ELEMS / 8 / 1e9
+    timing = play(plan, UnitSeconds(backward=copy_s / 10), slow_bus(1.0))
+    first, second, third = [span for span in timing.spans if span.name.startswith("backward")][:3]
+    assert second.begin_s == pytest.approx(first.end_s)
+    assert third.begin_s == pytest.approx(first.end_s + copy_s, rel=0.01)
+
+
+def test_gradients_that_rest_on_the_device_have_three_places_to_leave_from() -> None:
+    plan = schedule(6, "ddp+optimizer=host", reduce="fp32")
+    copy_s = 4 * ELEMS / 1e9
+    timing = play(plan, UnitSeconds(backward=copy_s / 10), slow_bus(1.0))
+    backwards = [span for span in timing.spans if span.name.startswith("backward")]
+    assert backwards[2].begin_s == pytest.approx(backwards[1].end_s)
+    assert backwards[3].begin_s == pytest.approx(backwards[0].end_s + copy_s, rel=0.01)
+
+
+def test_both_ways_at_once_are_slower_than_each_alone() -> None:
+    """Parameters come while gradients leave."""
+    plan = schedule(32, "zero3_offload", reduce="bf16")
+    timing = play(plan, UnitSeconds(), slow_bus(1.0))
+    both = timing.busy_s["to_host"] + timing.busy_s["to_device"]
+    assert timing.busy_s["bus"] == pytest.approx(both / BOTH_WAYS)
+    assert timing.step_s >= timing.busy_s["bus"]
+
+
+def test_sums_on_the_host_come_back_to_be_added_to() -> None:
+    plan = schedule(4, OFFLOADED)
+    one, three = (play(plan, UnitSeconds(), slow_bus(1.0), num=num).busy_s for num in (1, 3))
+    assert three["to_host"] == pytest.approx(3 * one["to_host"])
+    assert three["to_device"] - one["to_device"] == pytest.approx(2 * one["to_host"])
+
+
+def test_the_norm_of_what_leaves_is_taken_from_the_backward() -> None:
+    each = UnitSeconds(forward=1e-3, backward=2e-3)
+    alone, beside = (
+        play(schedule(8, OFFLOADED), seconds, slow_bus(1e3), clips=True).step_s
+        for seconds in (each, replace(each, norm_of_leaving=1e-3))
+    )
+    assert beside == pytest.approx(alone + 7e-3, rel=0.1)
+
+
+def stowing(num_units: int, each: UnitSeconds, copy_s: float) -> Timing:
+    """Every unit leaves as much as takes so long to copy."""
+    plan = schedule(num_units, "ddp+activations=host")
+    stowed = {unit.name: round(copy_s * 1e9) for unit in plan.units}
+    events = with_stowing(step_events(plan), stowed)
+    return step_time(plan, events, {unit.name: each for unit in plan.units}, slow_bus(1.0))
+
+
+def test_activations_come_and_go_behind_the_computation() -> None:
+    timing = stowing(8, UnitSeconds(forward=2e-3, backward=4e-3), copy_s=1e-3)
+    assert timing.step_s == pytest.approx(8 * 6e-3, rel=0.01)
+    assert timing.busy_s["to_host"] == pytest.approx(8e-3)
+    assert timing.busy_s["to_device"] == pytest.approx(6e-3)
+
+
+def test_a_forward_waits_for_activations_of_the_unit_before_the_last() -> None:
+    timing = stowing(8, UnitSeconds(forward=1e-3, backward=1e-3), copy_s=5e-3)
+    forwards = [span for span in timing.spans if span.name.startswith("forward")]
+    assert forwards[1].begin_s == pytest.approx(1e-3, rel=0.01)
+    assert forwards[2].begin_s == pytest.approx(6e-3, rel=0.01)
+    assert forwards[3].begin_s == pytest.approx(11e-3, rel=0.01)
+
+
+def test_a_backward_waits_for_its_activations() -> None:
+    timing = stowing(8, UnitSeconds(forward=1e-3, backward=1e-3), copy_s=5e-3)
+    backwards = [span for span in timing.spans if span.name.startswith("backward")]
+    # The last two are there; each of the others is fetched when the backward behind it begins.
+    assert backwards[1].begin_s == pytest.approx(backwards[0].end_s)
+    for one, other in pairwise(backwards[1:]):
+        assert other.begin_s >= one.begin_s + 5e-3 - 1e-9
 
 
 def test_a_disk_is_read_and_written_beside_everything_else() -> None:
@@ -152,6 +273,19 @@ def test_a_disk_is_read_and_written_beside_everything_else() -> None:
     timing = play(schedule(4, layout), UnitSeconds(forward=1e-3, backward=1e-3), cluster())
     assert timing.busy_s["read"] > 0
     assert timing.busy_s["write"] > timing.busy_s["read"]
+    # In turns.
+    assert timing.busy_s["disk"] == pytest.approx(timing.busy_s["write"] + timing.busy_s["read"])
+    assert timing.step_s >= timing.busy_s["disk"]
+    assert {"host", "disk"} <= {span.lane for span in timing.spans}
+
+
+def test_parameters_on_disk_are_read_for_every_gather() -> None:
+    """A unit more is read ahead than is computed, so the disk is never idle."""
+    plan = schedule(8, "zero3_nvme")
+    timing = play(plan, UnitSeconds(forward=1e-6, backward=1e-6), cluster())
+    num_bytes = sum(move.num_bytes for event in step_events(plan) for move in event.moves if move.way == "read")
+    assert timing.busy_s["read"] == pytest.approx(8 * num_bytes / cluster().disk_read_bytes_per_s)
+    assert timing.step_s == pytest.approx(timing.busy_s["disk"], rel=0.05)
 
 
 def test_spans_lie_in_the_step_and_lanes_run_in_order() -> None:

@@ -177,13 +177,15 @@ class Player:
             self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updated_s))
 
     def _update_on_host(self, events: Sequence[Event]) -> None:
+        """Once the norm is known all updates are asked for; without one, each when its gradient has arrived."""
         waiting = {event.unit: event for event in events}
         ready_s = {name: max(self._normed_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
         while waiting:
-            now_s = max(self._updating_until_s, min(ready_s[name] for name in waiting))
-            name = min((name for name in waiting if ready_s[name] <= now_s), key=lambda name: self._position_of[name])
+            asked_s = max(self._updating_until_s, min(ready_s[name] for name in waiting))
+            asked = [name for name in waiting if self._normed_s or ready_s[name] <= asked_s]
+            name = min(asked, key=lambda name: self._position_of[name])
             event = waiting.pop(name)
             op = self.lanes.start_update(f"update {name}", event.host_elems, event.moves, ready_s[name])
             self._host_updates[name] = op
             # As far as nothing else is on the disk, which decides no more than the order.
-            self._updating_until_s = now_s + max(wire_s for _, wire_s in op.cost[0])
+            self._updating_until_s = max(asked_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
