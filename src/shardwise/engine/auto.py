@@ -2,20 +2,26 @@
 
 What activations take is probed on the meta device, for the micro-batch that the caller names. Without one, or for a
 model that cannot be probed so, a quarter of the memory is left to them, and what is compared is traffic and updates.
+
+Where nothing fits on the device alone, the search lets state rest on the host, and on disk too if a folder was named
+for it. `auto+optimizer=host` says what rests where: then every preset is moved so, and the fastest that fits is taken.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..errors import MemoryExceededError
-from ..layout import Layout
-from ..mesh import Axes, device
-from ..plan.assess import Machine, Subject
+from ..cgroup import cgroup_values, memory_limit
+from ..errors import ConfigurationError, MemoryExceededError, PlaceError
+from ..layout import AUTO, PRESETS, Layout, Strategy, moved
+from ..mesh import Axes, device, num_local_ranks
+from ..plan.assess import Assessor, Machine, Subject
 from ..plan.hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
 from ..plan.hardware.gpus import gpu_named, gpu_of_device
 from ..plan.hardware.links import Link
@@ -23,7 +29,7 @@ from ..plan.hardware.values import Cluster, Gpu
 from ..plan.model import FoundUnit
 from ..plan.module import subject_of_module
 from ..plan.plan import Plan, plan_for
-from ..plan.search import TIE, choices
+from ..plan.search import TIE, Choice, assess_best, choices, fastest
 from ..plan.training import Training
 from ..plan.units import Units
 from ..plan.work.work import Work
@@ -43,6 +49,8 @@ PROCESSOR_TIE = 0.1
 # Rates of a processor are measured, so all of them is reached.
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
+MEMORY = Path("/proc/meminfo")
+
 logger = logging.getLogger("shardwise")
 
 # Sequences of a micro-batch, tokens of each; and micro-batches of a step.
@@ -58,34 +66,76 @@ class Asked:
     units: Units
     memory_budget: int | None
     keep_fp32: Sequence[str]
+    moves: Sequence[str] = ()
+    disk_path: Path | None = None
+
+
+def moves_behind_auto(strategy: Strategy) -> list[str] | None:
+    """What was said to rest elsewhere, whatever is chosen; None where the strategy is not to be chosen."""
+    if not isinstance(strategy, str):
+        return None
+    name, *moves = strategy.lower().split("+")
+    return moves if name == AUTO else None
 
 
 def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
     """The fastest that fits and that the engine can run; the layouts are those of the plan's `recommended`."""
+    if asked.disk_path is not None and not asked.disk_path.is_dir():
+        raise PlaceError(
+            f"{asked.disk_path} is not a folder, and state might rest there on disk: make it, or name one that is there"
+        )
     subject = None if asked.batch is None else _probed(model, asked)
     if subject is None:
         subject = _without_activations(type(model).__name__, found)
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
     training = asked.training
-    plan = plan_for(
-        subject,
-        machine,
-        training,
-        choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)]),
-        only_what_runs=True,
-        tie=TIE if machine.has_reserve else PROCESSOR_TIE,
-        budget_bytes=asked.memory_budget,
-        keep_fp32=asked.keep_fp32,
-    )
+    choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
+    tie = TIE if machine.has_reserve else PROCESSOR_TIE
+    settings = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
+    if asked.moves:
+        plan = _moved_plan(Assessor(subject, machine, **settings), choice, asked.moves, tie)
+    else:
+        has_disk = asked.disk_path is not None
+        plan = plan_for(subject, machine, training, choice, only_what_runs=True, has_disk=has_disk, tie=tie, **settings)
     if plan.recommended is None:
         needs = ", ".join(f"{entry.name} {entry.needed_bytes / 1e9:.1f}" for entry in plan.found)
         raise MemoryExceededError(
             f"strategy 'auto': nothing fits. Free per rank: {machine.memory_bytes / 1e9:.1f} GB"
             f"{'' if asked.batch else ' after a quarter for activations'}; needed in GB: {needs}. Use more ranks, a "
-            "smaller micro-batch or activation checkpointing, or a smaller model"
+            f"smaller micro-batch or activation checkpointing, or a smaller model{_or_a_disk(asked)}"
         )
     return plan
+
+
+def _or_a_disk(asked: Asked) -> str:
+    return "" if asked.disk_path is not None else "; or let state rest on disk: name a folder with disk_path="
+
+
+def _moved_plan(assess: Assessor, choice: Choice, moves: Sequence[str], tie: float) -> Plan:
+    """Every preset with the same things in other places."""
+    entries = [
+        assess_best(assess, layout.name, [layout] * len(assess.unit_names), choice) for layout in moved_presets(moves)
+    ]
+    best = fastest(entries, tie)
+    why = "" if best is None else f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
+    training = choice.trainings[0][0]
+    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
+
+
+def moved_presets(moves: Sequence[str]) -> list[Layout]:
+    """What becomes of presets that move nothing themselves, as far as it makes sense."""
+    found: list[Layout] = []
+    refused: list[ConfigurationError] = []
+    for layout in PRESETS.values():
+        if layout.on_device == layout:
+            try:
+                found.append(moved(layout, moves))
+            except ConfigurationError as error:
+                refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found
 
 
 def layouts_in(plan: Plan) -> list[Layout]:
@@ -110,11 +160,13 @@ def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
     return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
 
 
-def machine_here(world: Channel, axes: Axes, free_bytes: int) -> Machine:
-    """The device of this rank and its equals, with `free_bytes` each, and links as fast as they are. All ranks call it
-    and get the same."""
+def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
+    """The device of this rank and its equals, with `free_bytes` each, and links as fast as they are. Host and disk have
+    what is free on the machine that has least. All ranks call it and get the same."""
     gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
+    here = (host_bytes_here(), 0 if disk_path is None else free_bytes_on(disk_path))
+    host_bytes, disk_bytes = (min(sizes) // num_local_ranks() for sizes in zip(*exchange(world, here), strict=True))
     cluster = Cluster(
         gpu=gpu,
         node_size=axes.node_size,
@@ -122,8 +174,8 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int) -> Machine:
         intra=gpu.intra,
         inter=gpu.intra if num_nodes == 1 else Link(50.0, 15.0),
         pcie=gpu.pcie,
-        host_bytes=axes.node_size * gpu.host.memory_bytes,
-        disk_bytes=axes.node_size * gpu.host.disk_bytes,
+        host_bytes=axes.node_size * host_bytes,
+        disk_bytes=axes.node_size * disk_bytes,
         disk_read_bytes_per_s=axes.node_size * gpu.host.disk_read_bytes_per_s,
         disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
         host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
@@ -132,6 +184,25 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int) -> Machine:
         cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
     is_gpu = device().type == "cuda"
     return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
+
+
+def host_bytes_here() -> int:
+    """Of this machine's memory, what could be taken; a container may have less than the machine."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    if MEMORY.is_file():
+        told = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        free = int(told["MemAvailable"].split()[0]) * 1024  # with caches that give way
+    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
+    return min(free, total if limit is None else limit)
+
+
+def free_bytes_on(folder: Path) -> int:
+    """Of a disk; nothing where there is no such folder."""
+    if not folder.is_dir():
+        return 0
+    seen = os.statvfs(folder)
+    return seen.f_bavail * seen.f_frsize
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:

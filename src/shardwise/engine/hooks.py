@@ -27,11 +27,13 @@ class _UnitHooks:
             self._engine.make_ready(self._index)
         else:
             self._engine.before_forward(self._index)
+            self._engine.activations.before(self._index)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after an error in the forward too, with nothing as output."""
         if _is_recompute():
             return
+        self._engine.activations.after(self._index)
         found = list(tensors_in(output))
         self._engine.refuse_own_weights(self._index, found)
         recorded = [tensor for tensor in found if tensor.grad_fn is not None]

@@ -35,6 +35,7 @@ from ..plan.schedule import Occupancy, Schedule, make_schedule
 from ..precision import Precision
 from ..unit import Channels, FlatState, GradScale, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
+from .activations import HostActivations
 from .host_lane import HostLane, Job
 from .memory import GatherMemory
 from .reductions import Reductions
@@ -112,6 +113,7 @@ class Engine:
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
         self.host = host
+        self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
         self.host_lane = HostLane()
         # Updates on the host that the next gather of their flat waits for.
         self.jobs: dict[FlatState, Job] = {}
@@ -620,6 +622,7 @@ class Engine:
     def join_lanes(self) -> None:
         """Let the computation wait for everything that is queued beside it."""
         self.settle()
+        self.activations.join()
         for lane in (self._gather_lane, *self.reductions.lanes, self._update_lane):
             lane.join()
 
@@ -684,6 +687,7 @@ class Engine:
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._abandon_backward()
+        self.activations.abandon_forward()
         self.await_gradients()
         self.refuse_after_early_update("forward")
         if self.reductions.on_final is not None:
@@ -727,6 +731,11 @@ def _run_update(update: FlatUpdate, arrived: Mark, clip: Later | None, following
     host_waits_for(arrived)
     factor = 1.0 if clip is None else clip.read()[0]
     update.run(factor, following.ask if following is not None else lambda: None)
+
+
+def hosted_units(schedule: Schedule) -> list[int]:
+    """Whose activations rest on the host; those of a unit that holds others do not."""
+    return [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
 
 
 def _address(tensor: Tensor) -> int:
