@@ -1,4 +1,4 @@
-"""Updates as `update.c` takes them: the structs of that file, field by field, and what to put into them."""
+"""Updates as the C of this folder takes them: its structs, field by field, and what to put into them."""
 
 import ctypes
 from functools import cache

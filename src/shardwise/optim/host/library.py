@@ -1,4 +1,4 @@
-"""The C of `update.c` as a library: compiled by the system's compiler when it is first needed, kept for later runs.
+"""The C of this folder as a library: compiled by the system's compiler when it is first needed, kept for later runs.
 
 The file is named after all that it depends on (source, flags, compiler, processor), built under a name of its own and
 renamed, so that ranks, and machines with one home folder, may do so at the same time. Nothing is loaded that somebody
@@ -16,7 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("update.c")
+SOURCES = sorted(Path(__file__).with_name("c").iterdir())
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-O3",
@@ -62,14 +62,15 @@ def build(folder: Path) -> Path:
     if compiler is None:
         raise BuildError(f"no C compiler among {', '.join(COMPILERS)}")
     version = _output([compiler, "--version"])
-    named_after = (SOURCE.read_text(), *FLAGS, version, platform.machine(), _processor())
+    named_after = (*(source.read_text() for source in SOURCES), *FLAGS, version, platform.machine(), _processor())
     key = hashlib.sha256("\0".join(named_after).encode()).hexdigest()[:20]
-    file = folder / f"update-{key}.so"
+    file = folder / f"host-{key}.so"
     if not file.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             built = Path(own) / file.name
-            _output([compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"])
+            units = [str(source) for source in SOURCES if source.suffix == ".c"]
+            _output([compiler, *FLAGS, *units, "-o", str(built), "-lm"])
             built.chmod(0o600)
             built.rename(file)
     return file

@@ -1,0 +1,113 @@
+/* AdamW and Adam of host-resident state in one pass over memory.
+
+   Each thread's piece is cut into strips that stay in registers and the first cache: a strip's gradient is read and
+   widened, moments and weights are updated in place, and weights in the compute dtype leave by stores that bypass the
+   caches, for nobody here reads them again.
+
+   The order of operations is torch's, rounding by rounding: the compiler contracts nothing (-ffp-contract=off), and
+   fmaf stands where torch's kernels contract. Loops are plain C that compilers turn into vector instructions. */
+
+#define _GNU_SOURCE
+#include <math.h>
+
+#include "dtypes.h"
+#include "threads.h"
+
+enum { STRIP = 64 };
+
+typedef void (*roots_fn)(int32_t n, const float *values, float *roots, int64_t mode);
+typedef int32_t (*threads_fn)(int32_t num_threads);
+
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq;
+    const void *grad;
+    void *out;
+    roots_fn roots;         /* torch's own square root where it is not the processor's, or NULL */
+    threads_fn set_threads; /* of the library that has it: one, within a thread of ours */
+    int64_t last;           /* from here on squares are rounded as in the remainder of torch's fused loop */
+    float grad_scale;
+    float kept;                 /* what AdamW's decay leaves of a weight */
+    float into_gradient;        /* how much of a weight Adam's decay adds to its gradient */
+    float lerp_weight;          /* 1 - beta1 */
+    float beta2, square_weight; /* and 1 - beta2 */
+    float bias_root, eps, minus_step_size;
+    int32_t grad_dtype, out_dtype;
+} adamw_job;
+
+static inline void moments(const adamw_job *job, int is_last, const float *restrict grad, float *restrict exp_avg,
+                           float *restrict exp_avg_sq, int64_t n) {
+    const float weight = job->lerp_weight, beta2 = job->beta2, square_weight = job->square_weight;
+    if (fabsf(weight) < 0.5f)
+        for (int64_t i = 0; i < n; i++)
+            exp_avg[i] = fmaf(weight, grad[i] - exp_avg[i], exp_avg[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            exp_avg[i] = fmaf(weight - 1, grad[i] - exp_avg[i], grad[i]);
+    if (is_last)
+        for (int64_t i = 0; i < n; i++)
+            exp_avg_sq[i] = fmaf(exp_avg_sq[i], beta2, square_weight * grad[i] * grad[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            exp_avg_sq[i] = fmaf(square_weight * grad[i], grad[i], exp_avg_sq[i] * beta2);
+}
+
+static inline void adamw_strip(const adamw_job *job, int64_t at, int64_t n, int is_own_root) {
+    const float kept = job->kept, into_gradient = job->into_gradient;
+    const float bias_root = job->bias_root, eps = job->eps, minus_step_size = job->minus_step_size;
+    float *restrict master = job->master + at;
+    float *restrict exp_avg = job->exp_avg + at, *restrict exp_avg_sq = job->exp_avg_sq + at;
+    float grad[MOST_STRIP], root[MOST_STRIP];
+    read_grad(job->grad, (enum dtype)job->grad_dtype, at, job->grad_scale, grad, n);
+    if (into_gradient != 0)
+        for (int64_t i = 0; i < n; i++)
+            grad[i] = fmaf(master[i], into_gradient, grad[i]);
+    moments(job, at >= job->last, grad, exp_avg, exp_avg_sq, n);
+    if (is_own_root)
+        for (int64_t i = 0; i < n; i++)
+            root[i] = sqrtf(exp_avg_sq[i]);
+    else
+        job->roots((int32_t)n, exp_avg_sq, root, 0x140102); /* the mode in which torch calls it */
+    for (int64_t i = 0; i < n; i++)
+        master[i] = master[i] * kept + minus_step_size * exp_avg[i] / (root[i] / bias_root + eps);
+    write_out(job->out, (enum dtype)job->out_dtype, at, master, n);
+}
+
+static void adamw_piece(const void *argument, int64_t begin, int64_t end) {
+    const adamw_job *job = argument;
+    int64_t at = begin, last = job->last < end ? job->last : end;
+    if (job->roots) {
+        int32_t before = job->set_threads ? job->set_threads(1) : 0;
+        for (; at < last; at += MOST_STRIP)
+            adamw_strip(job, at, last - at < MOST_STRIP ? last - at : MOST_STRIP, 0);
+        if (job->set_threads)
+            job->set_threads(before);
+    } else {
+        for (; at + STRIP <= last; at += STRIP)
+            adamw_strip(job, at, STRIP, 1);
+        if (at < last)
+            adamw_strip(job, at, last - at, 1);
+        if (last < end)
+            adamw_strip(job, last, end - last, 1);
+    }
+}
+
+void shardwise_adamw(const adamw_job *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {
+    spread(adamw_piece, job, n, cpus, num_cpus);
+}
+
+typedef struct {
+    const float *master;
+    void *out;
+    int32_t out_dtype;
+} cast_job;
+
+static void cast_piece(const void *argument, int64_t begin, int64_t end) {
+    const cast_job *job = argument;
+    for (int64_t at = begin; at < end; at += MOST_STRIP)
+        write_out(job->out, (enum dtype)job->out_dtype, at, job->master + at,
+                  end - at < MOST_STRIP ? end - at : MOST_STRIP);
+}
+
+void shardwise_cast(const cast_job *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {
+    spread(cast_piece, job, n, cpus, num_cpus);
+}
