@@ -128,6 +128,9 @@ def test_the_last_override_wins() -> None:
         ("lora", "{r: 8, targets: [x, y]}", Lora(r=8, targets=("x", "y"))),
         ("shape", "{layers: 2, tied: true}", {"layers": 2, "tied": True}),
         ("strategy", "FSDP", "FSDP"),
+        ("offload", "grads=host, optimizer=host:0.6", ("grads=host", "optimizer=host:0.6")),
+        ("offload", "optimizer=disk:/nvme", ("optimizer=disk:/nvme",)),
+        ("offload", "none", ()),
     ],
 )
 def test_a_text_means_the_same_everywhere(tmp_path: Path, key: str, text: str, value: object) -> None:
@@ -226,6 +229,20 @@ def test_a_services_variables_are_not_ours() -> None:
         ("strategy: {'*': zero4}", "unknown strategy 'zero4'; did you mean 'zero3'?"),
         ("strategy: {'*': auto}", "strategy 'auto' chooses for the whole model"),
         ("strategy: [zero3]", "strategy: a list (file {file} line 1) is not a name or a mapping"),
+        ("offload: optimzer=host", "'optimzer' cannot be moved; did you mean 'optimizer'? known: activations, grads"),
+        ("offload: [optimizer=hots]", "'hots' is no place; did you mean 'host'? known: device, disk, host (file {file}"),
+        ("offload: optimizer=host:2", "'optimizer=host:2': a part, above 0 and at most 1, goes with the optimizer"),
+        ("offload: optimizer=host:/nvme", "'/nvme' is no part, as in optimizer=host:0.6, and only a disk has a folder"),
+        ("offload: disk", "offload 'disk' does not say what goes where; write optimizer=host or params=disk:/nvme"),
+        ("offload: {optimizer: host}", "offload: a mapping (file {file} line 1) is not a list of texts"),
+        ("offload: params=disk:/a,optimizer=disk:/b", "folders '/a' and '/b': all that rests on disk is in one"),
+        ("offload: optimizer=disk", "puts state on disk, and no folder is named for it: --offload disk:/nvme"),
+        ("strategy: zero3-nvme", "strategy 'zero3-nvme' puts state on disk, and no folder is named for it"),
+        ("strategy: zero2\noffload: disk:/nvme", "the folder '/nvme', but strategy 'zero2' puts nothing on disk"),
+        ("strategy: zero3+optimizer=host\noffload: optimizer=disk:/x", "optimizer is moved to 'host' already"),
+        ("strategy: ddp\noffload: params=host,optimizer=host", "parameters that are always gathered never leave the"),
+        ("offload: params=host", "strategy 'auto+params=host', with what is moved (offload): layout: params_on='host'"),
+        ("strategy: {'*': auto}\noffload: optimizer=host", "strategy 'auto' chooses for the whole model"),
         ("seed.x: 1", "unknown key 'seed.x' (file {file} line 1); seed has no parts"),
         ("nnodes: many", "nnodes: 'many' is no number of machines; write 2, or 1:4 for 1 to 4 (file {file} line 1)"),
         ("nnodes: 4:2", "nnodes: '4:2' is no number of machines"),
@@ -379,7 +396,8 @@ def test_presets_hold_settings() -> None:
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "auto", "fsdp", "shard-grad-op"])
 def test_every_strategy_can_be_named(name: str) -> None:
-    assert said(f"strategy={name}").settings.strategy == name
+    folder = ["offload=disk:/nvme"] if name in STRATEGIES and STRATEGIES[name].uses_disk else []
+    assert said(f"strategy={name}", *folder).settings.strategy == name
 
 
 def test_settings_need_neither_torch_nor_pydantic() -> None:

@@ -21,7 +21,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .errors import ConfigurationError, did_you_mean
-from .layout import AUTO, layout_of
+from .train.offload import check_strategy
 from .train.settings import Lora, Settings
 from .train.shapes import PRESETS, SHAPE_KEYS, TransformerShape
 
@@ -41,6 +41,7 @@ PARTS: dict[str, dict[str, Any]] = {
 WORDS: dict[str, dict[str, Any]] = {
     "gradient_checkpointing": {"true": "full", "false": "none"},
     "lora": {"true": {}, "false": None},
+    "offload": {"none": [], "false": []},
 }
 # A preset's value gives way when all of these are said, which say the same thing in another way.
 RIVALS = {
@@ -377,7 +378,7 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]]) -> Settings
 
     try:
         settings = _adapter().validate_python(values)
-        _refuse_unknown_strategies(settings.strategy)
+        check_strategy(settings.strategy, settings.offload)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         refused = first.get("ctx", {}).get("error")
@@ -390,12 +391,6 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]]) -> Settings
         if isinstance(part, bool) != (PARTS["shape"][name] is bool):
             raise _wrong(("shape", name), values["shape"][name], origins)
     return settings
-
-
-def _refuse_unknown_strategies(strategy: str | dict[str, str]) -> None:
-    for name in strategy.values() if isinstance(strategy, dict) else [strategy]:
-        if strategy != AUTO:
-            layout_of(name)
 
 
 # What is said about what cannot be

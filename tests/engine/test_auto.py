@@ -1,5 +1,8 @@
 """`strategy="auto"`: the planner chooses from what is free, all ranks take the same, and the training is unchanged."""
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +124,66 @@ def with_a_batch_for_nothing() -> None:
 
 def test_a_batch_is_for_auto_alone(run_ranks: Pool) -> None:
     run_ranks(1, with_a_batch_for_nothing)
+
+
+def moved(moves: str, disk_path: str | None = None) -> Any:
+    model, optimizer = build()
+    model, optimizer = sw.shard(model, optimizer, f"auto{moves}", precision="fp32", batch=BATCH, disk_path=disk_path)
+    chosen = engine_of(model).chosen
+    assert chosen is not None
+    layouts = {plan.layout for plan in engine_of(model).schedule.units}
+    return losses(model, optimizer), layouts, [entry.name for entry in chosen.found], chosen.why
+
+
+def test_what_was_moved_is_moved_under_whatever_is_chosen(run_ranks: Pool) -> None:
+    (seen, layouts, names, why), (_, others, *_) = run_ranks(2, moved, "+optimizer=host:0.5")
+    assert layouts == others
+    [layout] = layouts
+    assert (layout.optimizer_on, layout.kept, layout.params_on) == ("host", 0.5, "device")
+    assert "ddp+optimizer=host:0.5" in names
+    assert "zero3+optimizer=host:0.5" in names
+    assert "the fastest that fits with optimizer=host:0.5" in why
+    plain, *_ = run_ranks(2, trained, None, BATCH)[0]
+    assert seen == pytest.approx(plain, rel=1e-5)
+
+
+def test_presets_that_cannot_be_moved_so_are_left_out(run_ranks: Pool) -> None:
+    _, layouts, names, _ = run_ranks(2, moved, "+params=host+optimizer=host")[0]
+    assert names
+    assert not any(name.startswith(("ddp", "zero1", "zero2")) for name in names)
+    assert {layout.params_on for layout in layouts} == {"host"}
+
+
+def refused_moves(tmp_path: str) -> list[str]:
+    found = []
+    for moves, path in (("+params=host", None), ("+optimzer=host", None), ("+optimizer=disk", None), ("", "missing")):
+        model, optimizer = build()
+        disk_path = path and f"{tmp_path}/{path}"
+        with pytest.raises(ConfigurationError) as caught:
+            sw.shard(model, optimizer, f"auto{moves}", precision="fp32", batch=BATCH, disk_path=disk_path)
+        found.append(str(caught.value))
+    return found
+
+
+def test_moves_that_make_no_sense_are_refused(run_ranks: Pool, tmp_path: Path) -> None:
+    for alone, misspelt, homeless, missing in run_ranks(2, refused_moves, str(tmp_path)):
+        assert "move the optimizer first" in alone
+        assert "did you mean 'optimizer'?" in misspelt
+        assert "no folder is named for it" in homeless
+        assert f"{tmp_path}/missing is not a folder" in missing
+
+
+def test_a_folder_alone_lets_the_disk_be_used_and_need_not(run_ranks: Pool, tmp_path: Path) -> None:
+    _, layouts, names, _ = run_ranks(1, moved, "", str(tmp_path))[0]
+    assert "zero3_nvme" in names, "it was looked at"
+    assert not any(layout.uses_disk for layout in layouts), "there is memory enough"
+    _, _, names, _ = run_ranks(1, moved, "")[0]
+    assert "zero3_nvme" not in names
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_free_here(tmp_path: Path) -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 1 << 20 < auto.host_bytes_here() <= total
+    assert auto.free_bytes_on(tmp_path) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert auto.free_bytes_on(tmp_path / "missing") == 0

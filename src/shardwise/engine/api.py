@@ -36,7 +36,7 @@ from ..unit import FlatState, Unit
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
-from .auto import Asked, Batch, choose, layouts_in, machine_here
+from .auto import Asked, Batch, choose, layouts_in, machine_here, moves_behind_auto
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
@@ -65,7 +65,7 @@ def shard(
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
-        plan that fits into the memory that is free.
+        plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6".
     precision: fp32, bf16 (fp32 masters), fp16 (fp32 masters, loss scaling), pure-bf16, or a `Precision`.
     reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
     node_size: ranks per node; torchrun's local world size unless given.
@@ -76,21 +76,22 @@ def shard(
     seed: for weights of a model built on the meta device.
     batch: for "auto", what activations depend on: sequences of a micro-batch, tokens of each, and how many
         micro-batches make a step (one unless given). Without it a quarter of the memory is left to them.
-    disk_path: a folder on a local disk for what rests on disk; nothing is left in it afterwards.
+    disk_path: a folder on a local disk for what rests on disk; nothing is left in it afterwards. "auto" uses it where
+        the host is short, too.
     """
     world = everyone()
-    is_auto = isinstance(strategy, str) and strategy.lower() == AUTO
-    machine = _machine(world, node_size) if is_auto else None
+    path = None if disk_path is None else Path(disk_path)
+    machine = None if moves_behind_auto(strategy) is None else _machine(world, node_size, path)
     plan = all_or_none(
         world,
         lambda: _prepare(
             model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
-            memory_budget, early_update, seed, machine, batch, disk_path,
+            memory_budget, early_update, seed, machine, batch, path,
         ),
     )  # fmt: skip
     require_agreement(world, plan.facts)
     mesh = connect(plan.axes)
-    host = all_or_none(world, lambda: _host_memory(plan, mesh.device, disk_path))
+    host = all_or_none(world, lambda: _host_memory(plan, mesh.device, path))
     built, place_of = _build_units(model, plan, mesh.device, seed, host)
     scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
@@ -143,7 +144,7 @@ def _prepare(
     seed: int | None,
     machine: Machine | None,
     batch: Batch | None,
-    disk_path: str | Path | None,
+    disk_path: Path | None,
 ) -> _Plan:
     if any(find_engine(module) is not None for module in model.modules()):
         raise StateError(
@@ -157,7 +158,9 @@ def _prepare(
     chosen = None
     if machine is not None:
         training = _training(optimizer, precision, batch)
-        chosen = choose(model, found, Asked(training, batch, units, memory_budget, keep_fp32), machine)
+        moves = moves_behind_auto(strategy) or ()
+        asked = Asked(training, batch, units, memory_budget, keep_fp32, moves, disk_path)
+        chosen = choose(model, found, asked, machine)
     elif batch is not None:
         raise ConfigurationError(f"batch={batch} with strategy={strategy!r}: only 'auto' asks for it; leave it out")
     layouts = layouts_for(strategy, [unit.name for unit in found]) if chosen is None else layouts_in(chosen)
@@ -225,9 +228,9 @@ def num_cores() -> int:
     return len(cores_for(local_rank(), num_local_ranks()).ids)
 
 
-def _host_memory(plan: _Plan, where: torch.device, disk_path: str | Path | None) -> HostMemory:
+def _host_memory(plan: _Plan, where: torch.device, disk_path: Path | None) -> HostMemory:
     units = [unit.flats for unit in plan.schedule.units]
-    return HostMemory(units, plan.row_names, None if disk_path is None else Path(disk_path), where.type == "cuda")
+    return HostMemory(units, plan.row_names, disk_path, where.type == "cuda")
 
 
 @contextmanager
@@ -276,10 +279,10 @@ def describe(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _machine(world: Channel, node_size: int | None) -> Machine:
+def _machine(world: Channel, node_size: int | None, disk_path: Path | None) -> Machine:
     """What this rank's device can do, with the memory that is free on every rank and links as fast as they are."""
     axes = make_axes(node_size)
-    return machine_here(world, axes, min(exchange(world, free_bytes_here())))
+    return machine_here(world, axes, min(exchange(world, free_bytes_here())), disk_path)
 
 
 def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: Batch | None) -> Training:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,8 @@ PROCESSOR_TIE = 0.1
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
 MEMORY = Path("/proc/meminfo")
+# What is free where a file system does not tell.
+UNTOLD = 1 << 50
 
 logger = logging.getLogger("shardwise")
 
@@ -80,6 +83,11 @@ def moves_behind_auto(strategy: Strategy) -> list[str] | None:
 
 def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
     """The fastest that fits and that the engine can run; the layouts are those of the plan's `recommended`."""
+    if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
+        raise PlaceError(
+            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it: "
+            "give disk_path=, a folder on a local disk"
+        )
     if asked.disk_path is not None and not asked.disk_path.is_dir():
         raise PlaceError(
             f"{asked.disk_path} is not a folder, and state might rest there on disk: make it, or name one that is there"
@@ -92,7 +100,7 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
     training = asked.training
     choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
     tie = TIE if machine.has_reserve else PROCESSOR_TIE
-    settings = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
+    settings: dict[str, Any] = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
     if asked.moves:
         plan = _moved_plan(Assessor(subject, machine, **settings), choice, asked.moves, tie)
     else:
@@ -165,8 +173,9 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
     what is free on the machine that has least. All ranks call it and get the same."""
     gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
-    here = (host_bytes_here(), 0 if disk_path is None else free_bytes_on(disk_path))
-    host_bytes, disk_bytes = (min(sizes) // num_local_ranks() for sizes in zip(*exchange(world, here), strict=True))
+    on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
+    share = (host_bytes_here() // num_local_ranks(), on_disk // num_local_ranks())
+    host_bytes, disk_bytes = (min(sizes) for sizes in zip(*exchange(world, share), strict=True))
     cluster = Cluster(
         gpu=gpu,
         node_size=axes.node_size,
@@ -202,7 +211,7 @@ def free_bytes_on(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     seen = os.statvfs(folder)
-    return seen.f_bavail * seen.f_frsize
+    return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNTOLD
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
