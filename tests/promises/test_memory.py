@@ -2,10 +2,12 @@
 
 Shapes need no padding here, so the arithmetic is exact. A parameter under Adam in mixed precision costs 2 bytes as
 bf16, 2 as a bf16 gradient (4 where gradients are summed in fp32), and 12 for the fp32 master and two moments. Beside
-this state a rank holds gather slots and reduction slots, and nothing else.
+this state a rank holds gather slots and reduction slots, and nothing else. What rests off the device is pieces of one
+arena on the host and of one file on disk; on a CPU that is how it is told from the device's.
 """
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,16 +18,20 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
+from shardwise.engine.held import Memory
 from shardwise.engine.runtime import Engine
-from shardwise.layout import PRESETS, Strategy
+from shardwise.layout import PRESETS, Strategy, layout_of
 from shardwise.plan.memory import StateBytes, state_bytes
+from shardwise.plan.offload import NUM_STAGED, NUM_WINDOWS
 from shardwise.plan.schedule import NUM_REDUCTIONS
+from shardwise.unit import OnDisk
 from tests.harness import Pool
-from tests.support.strategies import ALL, NAMED, STRATEGIES
+from tests.support.strategies import ALL, NAMED, STRATEGIES, disk_for
 
 NUM_BLOCKS = 6
-HIDDEN = 32
-BLOCK_ELEMS = HIDDEN * HIDDEN  # divides into shards of whole quantisation blocks for up to four ranks
+HIDDEN = 128
+# Divides, for up to four ranks, into shards of whole quantisation blocks, and of whole pages in 16 bits.
+BLOCK_ELEMS = HIDDEN * HIDDEN
 PSI = NUM_BLOCKS * BLOCK_ELEMS
 
 
@@ -50,7 +56,8 @@ def sharded_rows(strategy: Strategy, **options: object) -> tuple[nn.Module, torc
     sw.init()
     torch.manual_seed(0)
     model = Rows()
-    model, optimizer = sw.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), strategy, **options)
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = sw.shard(model, given, strategy, **disk_for(strategy), **options)
     return model, optimizer, engine_of(model)
 
 
@@ -69,33 +76,55 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def held_state(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """What a rank really holds of parameters, gradients and optimizer, tensor by tensor."""
+    """What a rank really holds on its device of parameters, gradients and optimizer, tensor by tensor."""
+
+    def on_device(tensors: Iterable[Tensor]) -> int:
+        return num_bytes(t for t in tensors if not (isinstance(t, OnDisk) or engine.host.arena.owns(t)))
+
     params = grads = optimizer_bytes = 0
     for unit in engine.units:
         for state in unit.states:
             flat = state.flat
             if flat.depth_of_params == 0 and state.whole.data_ptr() != state.master.data_ptr():
-                params += num_bytes([state.whole])
+                params += on_device([state.whole])
             if state.rest is not None:
-                params += num_bytes([state.rest])
+                params += on_device([state.rest])
             if flat.master == flat.compute:
-                params += num_bytes([state.master])
+                params += on_device([state.master])
             else:
-                optimizer_bytes += num_bytes([state.master])
+                optimizer_bytes += on_device([state.master])
             if state.grads is not None:
-                grads += num_bytes([state.grads])
+                grads += on_device([state.grads])
     for moments in optimizer.state.values():
-        optimizer_bytes += num_bytes(moment for moment in moments.values() if moment.numel() > 1)
+        optimizer_bytes += on_device(moment for moment in moments.values() if moment.numel() > 1)
     return StateBytes(params, grads, optimizer_bytes)
 
 
-def state_after_step(strategy: Strategy, **options: object) -> tuple[StateBytes, StateBytes]:
-    """Planned and held, between the backward and the update of the second step."""
+@dataclass(frozen=True)
+class State:
+    """Between the backward and the update of the second step."""
+
+    planned: StateBytes
+    held: StateBytes
+    memory: Memory
+    file_bytes: int  # of the file on disk, where there is one
+
+
+def state_after_step(strategy: Strategy, **options: object) -> State:
     model, optimizer, engine = sharded_rows(strategy, **options)
     step(model, optimizer)
     backward(model)
     planned = state_bytes(flat for plan in engine.schedule.units for flat in plan.flats)
-    return planned, held_state(engine, optimizer)
+    disk = engine.host.disk
+    file_bytes = 0 if disk is None else os.fstat(disk._file).st_size
+    return State(planned, held_state(engine, optimizer), sw.memory(model, optimizer), file_bytes)
+
+
+def assert_held_as_planned(state: State) -> None:
+    assert state.held == state.planned
+    assert state.memory.seen == state.memory.planned == state.planned
+    assert state.memory.host == state.memory.planned_host
+    assert state.file_bytes == state.memory.disk == state.memory.planned_disk
 
 
 # precision -> options of sw.shard
@@ -118,6 +147,19 @@ IN_MIXED_PRECISION: dict[str, Form] = {
     # The optimizer is split further than the parameters: a 16-bit copy rests in the node.
     "hfsdp": lambda world, node: 2 / node + 2 / node + 12 / world,
     "hpz": lambda world, node: 2 / node + (2 + 12) / world,
+    "zero2_offload": lambda world, node: 2,
+    "zero3_offload": lambda world, node: 0,
+    "zero3_nvme": lambda world, node: 0,
+}
+
+# The same off the device, in mixed precision with bf16 gradients: on the host, and on disk.
+WINDOWS = NUM_WINDOWS * (12 + 2) / NUM_BLOCKS  # a unit's state, and the weights that come out of its update
+STAGED = NUM_STAGED * 2 / NUM_BLOCKS
+OFF_DEVICE: dict[str, tuple[Form, Form]] = {
+    # ZeRO-Offload: beside masters, moments and gradients, the new weights wait for the device.
+    "zero2_offload": (lambda world, node: (2 + 2 + 12) / world, lambda world, node: 0),
+    "zero3_offload": (lambda world, node: (2 + 2 + 12) / world, lambda world, node: 0),
+    "zero3_nvme": (lambda world, node: (2 + WINDOWS + STAGED) / world, lambda world, node: (2 + 12) / world),
 }
 
 WITH_FP32_GRADIENTS: dict[str, Form] = {
@@ -125,6 +167,7 @@ WITH_FP32_GRADIENTS: dict[str, Form] = {
     "zero2": lambda world, node: 2 + 16 / world,
     "zero3": lambda world, node: 16 / world,
     "hsdp": lambda world, node: 16 / node,
+    "zero2_offload": lambda world, node: 2,
 }
 
 PURE_BF16: dict[str, Form] = {
@@ -157,15 +200,24 @@ def test_every_preset_has_its_bytes() -> None:
     ids=[f"{precision}-{name}" for precision, _, name, _ in FORMS],
 )
 def test_bytes_per_parameter(run_ranks: Pool, options: dict[str, str], preset: str, form: Form) -> None:
-    for planned, held in run_ranks(4, state_after_step, preset, node_size=2, **options):
-        assert planned == held
-        assert held.total / PSI == form(4, 2)
+    for state in run_ranks(4, state_after_step, preset, node_size=2, **options):
+        assert_held_as_planned(state)
+        assert state.held.total / PSI == form(4, 2)
+
+
+@pytest.mark.parametrize("preset", [name for name in NAMED if layout_of(name).uses_host])
+def test_bytes_per_parameter_off_the_device(run_ranks: Pool, preset: str) -> None:
+    on_host, on_disk = OFF_DEVICE[preset]
+    for state in run_ranks(4, state_after_step, preset, node_size=2, **BF16_GRADS):
+        assert_held_as_planned(state)
+        assert state.memory.host == round(on_host(4, 2) * PSI)
+        assert state.memory.disk == round(on_disk(4, 2) * PSI)
 
 
 @pytest.mark.parametrize("strategy", [name for name in ALL if name not in NAMED])
 def test_what_is_held_is_what_was_planned(run_ranks: Pool, strategy: str) -> None:
-    for planned, held in run_ranks(4, state_after_step, STRATEGIES[strategy], node_size=2, precision="bf16"):
-        assert planned == held
+    for state in run_ranks(4, state_after_step, STRATEGIES[strategy], node_size=2, precision="bf16"):
+        assert_held_as_planned(state)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -179,6 +231,7 @@ class Beside:
     slots: int
     own: int
     reductions: int
+    host: int
     live: int  # all tensors of the process that came with the sharded model
 
 
@@ -210,22 +263,26 @@ def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Be
         num_bytes(engine.memory.slots),
         own,
         num_bytes(slot for slot in engine.reductions.memory.slots if slot is not None),
+        engine.host.arena.num_bytes,
         live_bytes() - before,
     )
     return planned, beside
 
 
-@pytest.mark.parametrize("strategy", [*NAMED, "whole-node-world", "node-world-world"])
+@pytest.mark.parametrize(
+    "strategy", [*NAMED, "whole-node-world", "node-world-world", "zero1, gradients and optimizer on host"]
+)
 def test_slots_are_all_there_is_beside_the_state(run_ranks: Pool, strategy: str) -> None:
     chosen = STRATEGIES[strategy]
-    layout = PRESETS[chosen] if isinstance(chosen, str) else chosen
+    layout = layout_of(chosen)
     is_ring = layout.gathered_until == "forward"
     for planned, beside in run_ranks(4, memory_beside, chosen, node_size=2, precision="bf16"):
         assert beside.slots == (2 * BLOCK_ELEMS * 2 if is_ring else 0)
         assert beside.own == 0  # given back with the backward
-        assert beside.reductions == (0 if layout.grads == "whole" else NUM_REDUCTIONS * BLOCK_ELEMS * 4)
-        expected = planned.total + beside.slots + beside.own + beside.reductions
-        # Step counters of the optimizer and a scalar here and there; a forgotten unit would be 2048 bytes or more.
+        in_slots = layout.grads != "whole" or layout.grads_on == "host"
+        assert beside.reductions == (NUM_REDUCTIONS * BLOCK_ELEMS * 4 if in_slots else 0)
+        expected = planned.total + beside.slots + beside.own + beside.reductions + beside.host
+        # Step counters of the optimizer and a scalar here and there; a forgotten unit would be twice this or more.
         assert expected <= beside.live < expected + BLOCK_ELEMS
 
 
@@ -274,7 +331,7 @@ def test_evaluation_holds_no_gradients(run_ranks: Pool) -> None:
 def gathered_until(strategy: Strategy) -> set[str]:
     if isinstance(strategy, Mapping):
         return set().union(*(gathered_until(part) for part in strategy.values()))
-    return {(PRESETS[strategy] if isinstance(strategy, str) else strategy).gathered_until}
+    return {layout_of(strategy).gathered_until}
 
 
 def addresses(strategy: Strategy) -> list[list[int]]:
