@@ -222,19 +222,19 @@ class Away:
         """Where the update writes weights in the compute dtype; None where it is the master itself, or the disk."""
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
 
-    def start_writing(self, values: Tensor, at: int) -> list[Pending]:
+    def start_writing(self, values: Tensor, at: int, moves: Moves) -> list[Pending]:
         """Weights of this rank in the compute dtype, from an element on, to where parameters rest on disk."""
         if self.region is None or not self.flat.rest_is_own:
             return []
         assert self.memory.disk is not None
-        self.memory.windows.moves.add("write", values.nbytes)
+        moves.add("write", values.nbytes)
         return [self.memory.disk.put(self.region, values, at * values.element_size())]
 
-    def publish(self, master: Tensor) -> None:
-        """Weights were set from outside: let what is made from them follow."""
+    def publish(self, master: Tensor, moves: Moves) -> None:
+        """Weights were set by somebody else than the host's updates: let what is made from them follow."""
         if self.updated is not None:
             self.updated.copy_(master)
-        for pending in self.start_writing(master.to(self.flat.compute.torch), 0):
+        for pending in self.start_writing(master.to(self.flat.compute.torch), 0, moves):
             pending.wait()
 
 

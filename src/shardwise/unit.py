@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .away import MASTER, Away, HostMemory
+from .away import MASTER, Away, HostMemory, Moves
 from .errors import ConfigurationError, StateError
 from .plan.flat import Flat, Hop
 from .plan.offload import LEAVING_NORM_ELEMS
@@ -230,10 +230,10 @@ class FlatState:
             rows.set_part(MASTER, slice(0, rows.num_elems), master)
         self.publish()
 
-    def publish(self) -> None:
-        """The master was changed from outside: let what is made from it off the device follow."""
+    def publish(self, moves: Moves | None = None) -> None:
+        """The master was changed: let what is made from it off the device follow. What a step moves so is counted."""
         if self.away is not None:
-            self.away.publish(self.read_master())
+            self.away.publish(self.read_master(), moves or Moves())
 
     def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
         """Fill this rank's part of one parameter, in place where that can be; `publish` once all are filled."""

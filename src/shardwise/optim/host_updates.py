@@ -264,7 +264,7 @@ class FlatUpdate:
                 room = torch.empty(size, dtype=torch.uint8) if record is None else windows.room_beside(record)[:size]
                 out = room.view(compute.torch)
             update(chunk.start, rows.views(number, record), grads[chunk.start : chunk.stop], out, factor)
-            put = away.start_writing(out, chunk.start) if to_disk and out is not None else []
+            put = away.start_writing(out, chunk.start, self.moves) if to_disk and out is not None else []
             writing += [(room, pending) for pending in put]
             rows.put(number, record, put)
         for _, pending in writing:

@@ -247,8 +247,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _publish(states: list[FlatState]) -> None:
         for state in states:
-            if state.flat.host_updates:
-                state.publish()
+            if state.away is not None and state.flat.host_updates:
+                state.publish(state.away.memory.moves)
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""

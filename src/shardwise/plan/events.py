@@ -159,7 +159,8 @@ def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
     """What comes to the device before the hops of a gather, and what goes from it after those that refresh a copy."""
     own, at_rest = (num * flat.compute.itemsize for num in (flat.num_master, flat.num_rest))
     if flat.rest_on is None or flat.rest_is_own:
-        resting_on = flat.master_on if flat.rest_on is None else flat.rest_on
+        newest_on = "host" if flat.has_out else flat.master_on
+        resting_on = newest_on if flat.rest_on is None else flat.rest_on
         if resting_on == "disk":
             yield Move("read", own)
         if resting_on != "device" or (is_stale and flat.host_updates):

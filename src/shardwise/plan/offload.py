@@ -98,4 +98,5 @@ def staged_bytes(flats: Iterable[Flat]) -> int:
 
 
 def is_staged(flat: Flat) -> bool:
-    return flat.rest_on == "disk" or (flat.rest_on is None and flat.master_on == "disk")
+    """Weights for the device come from disk; those that were just updated are on the host."""
+    return flat.rest_on == "disk" or (flat.rest_on is None and flat.master_on == "disk" and not flat.has_out)
