@@ -1,4 +1,5 @@
-"""Every byte that moves is known beforehand: the ledger equals the schedule's prediction, and both the closed forms.
+"""Every byte that moves is known beforehand: the ledger equals the schedule's prediction, and both the closed forms. So
+is every byte that moves between the memories of a rank.
 
 Closed forms count, per step and rank, for G micro-batches: g and p bytes per element of a gradient and of a compute
 parameter, psi elements (padding included), and (k - 1) / k of a buffer for each gather or reduce-scatter over k ranks.
@@ -21,7 +22,7 @@ from shardwise.shard import BLOCK_ELEMS, round_up
 from shardwise.wire.ledger import Call, Traffic, add_up
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import ALL, STRATEGIES
+from tests.support.strategies import ALL, OFFLOADED, STRATEGIES, disk_for
 from tests.support.training import adamw
 
 MICRO_BATCHES = (1, 2, 3)
@@ -37,6 +38,8 @@ class Step:
     planned_calls: Counter[Call]
     seen: Traffic
     planned: Traffic
+    seen_moves: dict[str, int]
+    planned_moves: dict[str, int]
 
 
 def measure(
@@ -59,14 +62,17 @@ def measure(
         precision=precision,
         node_size=node_size,
         memory_budget=memory_budget,
+        **disk_for(strategy),
     )
     engine = engine_of(model)
     steps = []
     for index, num_micro in enumerate((1, *MICRO_BATCHES, 1)):
         # Asked before the step runs: the prediction knows nothing of it.
-        planned = [
-            call for event in step_events(engine.schedule, num_micro, first_step=index == 0) for call in event.calls
-        ]
+        events = step_events(engine.schedule, num_micro, first_step=index == 0)
+        planned = [call for event in events for call in event.calls]
+        moves = Counter[str]()
+        for move in (move for event in events for move in event.moves):
+            moves[move.way] += move.num_bytes
         for micro in range(num_micro):
             waits = micro < num_micro - 1 or not sync_last
             with sw.accumulate(model) if waits else nullcontext():
@@ -77,8 +83,12 @@ def measure(
         optimizer.zero_grad()
         assert engine.mesh.ledger.last_step is not None
         calls = [call for call in engine.mesh.ledger.last_step if call.dtype != "float64"]
-        rows = tuple(row for row in sw.traffic(model).rows if row.dtype != "float64")
-        steps.append(Step(num_micro, Counter(calls), Counter(planned), Traffic(rows), add_up(planned)))
+        traffic = sw.traffic(model)
+        rows = tuple(row for row in traffic.rows if row.dtype != "float64")
+        seen = Traffic(rows)
+        steps.append(
+            Step(num_micro, Counter(calls), Counter(planned), seen, add_up(planned), traffic.moves, dict(moves))
+        )
     return steps
 
 
@@ -86,6 +96,7 @@ def assert_as_planned(steps: list[Step]) -> None:
     for step in steps:
         assert step.seen_calls == step.planned_calls, step.num_micro
         assert step.seen.rows == step.planned.rows, step.num_micro
+        assert step.seen_moves == step.planned_moves, step.num_micro
 
 
 @pytest.mark.parametrize(
@@ -93,12 +104,19 @@ def assert_as_planned(steps: list[Step]) -> None:
     [
         *((4, 2, strategy) for strategy in ALL),
         *((*world, strategy) for world in OTHER_WORLDS for strategy in ("hpz", "mapping")),
+        *((1, 1, strategy) for strategy in OFFLOADED),
     ],
 )
 def test_ledger_equals_prediction(run_ranks: Pool, world: int, node_size: int, strategy: str) -> None:
     for steps in run_ranks(world, measure, IN_TREE, STRATEGIES[strategy], node_size, "bf16"):
         assert_as_planned(steps)
         assert world > 1 or not any(step.seen_calls for step in steps)
+        assert all(bool(step.seen_moves) == moves_between_memories(strategy) for step in steps)
+
+
+def moves_between_memories(strategy: str) -> bool:
+    """What its updates, gathers and reductions do; activations have a ledger of their own."""
+    return strategy in OFFLOADED and strategy != "zero3, activations on host"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid_shard_zero2"])
@@ -251,15 +269,41 @@ CLOSED_FORMS: dict[str, Callable[[Terms], Bytes]] = {
 }
 
 
+CLOSED_FORMS |= {
+    "zero2_offload": CLOSED_FORMS["zero2"],
+    "zero3_offload": CLOSED_FORMS["zero3"],
+    "zero3_nvme": CLOSED_FORMS["zero3"],
+}
+
+# What a rank moves between its memories: gradients leave after every micro-batch, come back to be added to, and weights
+# come as they are gathered. From disk come parameters, and master and moments (12 bytes) for the update.
+MOVES: dict[str, Callable[[Terms], dict[str, float]]] = {
+    "zero2_offload": lambda t: {
+        "to_device": (t.p + (t.num_micro - 1) * t.g) * t.psi / t.world,
+        "to_host": t.num_micro * t.g * t.psi / t.world,
+    },
+    "zero3_offload": lambda t: {
+        "to_device": (t.p * t.psi_by_slots + (t.num_micro - 1) * t.g * t.psi) / t.world,
+        "to_host": t.num_micro * t.g * t.psi / t.world,
+    },
+    "zero3_nvme": lambda t: {
+        **MOVES["zero3_offload"](t),
+        "read": (t.p * t.psi_by_slots + 12 * t.psi) / t.world,
+        "write": (t.p + 12) * t.psi / t.world,
+    },
+}
+
+
 def test_every_preset_has_a_closed_form() -> None:
     assert set(CLOSED_FORMS) == set(PRESETS)
+    assert set(MOVES) == {name for name, layout in PRESETS.items() if layout.uses_host}
 
 
 @pytest.mark.parametrize(
     ("world", "node_size", "precision", "preset"),
     [
         *((4, 2, "bf16", preset) for preset in CLOSED_FORMS),
-        *((2, 2, "fp32", preset) for preset in ("ddp", "zero1", "zero2", "zero3")),
+        *((2, 2, "fp32", preset) for preset in ("ddp", "zero1", "zero2", "zero3", "zero3_nvme")),
     ],
 )
 def test_closed_forms(run_ranks: Pool, world: int, node_size: int, precision: str, preset: str) -> None:
@@ -277,3 +321,4 @@ def test_closed_forms(run_ranks: Pool, world: int, node_size: int, precision: st
                 key = (row.axis, direction)
                 seen[key] = seen.get(key, 0.0) + row.wire_bytes
             assert seen == expected
+            assert step.seen_moves == (MOVES[preset](terms) if preset in MOVES else {})
