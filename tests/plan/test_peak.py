@@ -184,6 +184,17 @@ def test_activations_on_the_host_are_on_the_device_for_two_units(mode: str, num:
     assert last["activations"] == WORKSPACE_BYTES
 
 
+def test_of_selective_checkpointing_inputs_go() -> None:
+    """What it keeps of a unit besides never passes autograd's hooks."""
+    full, selective = (
+        assessed("zero3+activations=host", checkpointing=mode, micro_batch=4, shape=MANY)
+        for mode in ("full", "selective")
+    )
+    assert selective.memory.host_bytes == full.memory.host_bytes > 0
+    assert at_most(selective, "activations") > 5 * at_most(full, "activations")
+    assert selective.memory.instants[-1].by_class()["activations"] == WORKSPACE_BYTES
+
+
 def test_an_eight_bit_optimizer_is_smaller_by_what_its_moments_are() -> None:
     wide, narrow = (assessed("zero3", optimizer=name).memory.instants[-1] for name in ("adamw", "adamw8bit"))
     assert narrow.by_class()["optimizer"] / wide.by_class()["optimizer"] == pytest.approx((4 + 2.03) / 12, rel=0.01)

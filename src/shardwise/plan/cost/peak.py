@@ -161,7 +161,7 @@ class _Walk:
         if name in self.stowed:
             if len(self.there) == NUM_THERE:
                 self.held[ACTIVATIONS] -= self.there.popleft()
-            self.there.append(work.saved_bytes)
+            self.there.append(self.stowed[name])
         # Its input is the output of the unit before, and lives until that is saved or let go.
         self.note(f"forward {name}", kind, self.input_bytes + work.forward_peak_bytes)
         self.held[kind] += work.saved_bytes

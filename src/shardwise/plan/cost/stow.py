@@ -2,7 +2,8 @@
 
 What a unit saves goes to the host while the next unit computes. In the backward it comes back one unit ahead. The last
 two units of a forward are still on the device when the backward begins: what they saved went to the host for nothing,
-and stays.
+and stays. Of a checkpointed unit its input goes; what selective checkpointing keeps besides is the checkpoint's own and
+stays on the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,16 @@ def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int
     """By name of the unit, in the order of the forward. A loss, whose backward comes first, keeps what it saved."""
     leaves = [schedule.units[unit] for unit in schedule.leaves]
     saved = {
-        unit.name: works[unit.name].saved_bytes
+        unit.name: _leaving(works[unit.name])
         for unit in leaves
         if unit.layout.activations_on == "host" and works[unit.name].kind == "activations"
     }
     return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= LEAST_BYTES}
+
+
+def _leaving(work: Work) -> int:
+    """A block's input has the size of its output."""
+    return min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
 
 
 def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Sequence[Event]:
