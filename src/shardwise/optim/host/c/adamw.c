@@ -74,20 +74,20 @@ static inline void adamw_strip(const adamw_job *job, int64_t at, int64_t n, int 
 
 static void adamw_piece(const void *argument, int64_t begin, int64_t end) {
     const adamw_job *job = argument;
-    int64_t at = begin, last = job->last < end ? job->last : end;
+    int64_t last = least(job->last, end);
+    int64_t at = least(begin + until_line(job->out, (enum dtype)job->out_dtype, begin), last);
     if (job->roots) {
-        int32_t before = job->set_threads ? job->set_threads(1) : 0;
+        int32_t before = job->set_threads(1);
+        adamw_strip(job, begin, at - begin, 0);
         for (; at < last; at += MOST_STRIP)
-            adamw_strip(job, at, last - at < MOST_STRIP ? last - at : MOST_STRIP, 0);
-        if (job->set_threads)
-            job->set_threads(before);
+            adamw_strip(job, at, least(last - at, MOST_STRIP), 0);
+        job->set_threads(before);
     } else {
+        adamw_strip(job, begin, at - begin, 1);
         for (; at + STRIP <= last; at += STRIP)
             adamw_strip(job, at, STRIP, 1);
-        if (at < last)
-            adamw_strip(job, at, last - at, 1);
-        if (last < end)
-            adamw_strip(job, last, end - last, 1);
+        adamw_strip(job, at, last - at, 1);
+        adamw_strip(job, last, end - last, 1);
     }
 }
 
@@ -103,9 +103,11 @@ typedef struct {
 
 static void cast_piece(const void *argument, int64_t begin, int64_t end) {
     const cast_job *job = argument;
-    for (int64_t at = begin; at < end; at += MOST_STRIP)
-        write_out(job->out, (enum dtype)job->out_dtype, at, job->master + at,
-                  end - at < MOST_STRIP ? end - at : MOST_STRIP);
+    enum dtype dtype = (enum dtype)job->out_dtype;
+    int64_t at = least(begin + until_line(job->out, dtype, begin), end);
+    write_out(job->out, dtype, begin, job->master + begin, at - begin);
+    for (; at < end; at += MOST_STRIP)
+        write_out(job->out, dtype, at, job->master + at, least(end - at, MOST_STRIP));
 }
 
 void shardwise_cast(const cast_job *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {

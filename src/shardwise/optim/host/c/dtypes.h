@@ -97,6 +97,15 @@ static inline void stream(void *to, const void *from, int64_t num_bytes) {
     memcpy(to, from, (size_t)num_bytes);
 }
 
+/* How many elements from `at` on lie before the next line of the cache: what begins there can be streamed. */
+static inline int64_t until_line(const void *out, enum dtype dtype, int64_t at) {
+    int64_t elem_bytes = dtype == FP32 ? 4 : 2;
+    uintptr_t address = (uintptr_t)out + (uintptr_t)(at * elem_bytes);
+    return out ? (int64_t)(-address % 64) / elem_bytes : 0;
+}
+
+static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+
 static inline void write_out(void *out, enum dtype dtype, int64_t at, const float *restrict from, int64_t n) {
     uint16_t narrow[MOST_STRIP];
     if (dtype == FP32) {

@@ -1,0 +1,207 @@
+"""The one-pass host AdamW beside torch's fused AdamW with casts, in one run.
+
+    python -m benchmarks.host_adamw [--elems 4,64] [--threads 1,2] [--rounds 9] [--torchao] [--out benchmarks/results]
+
+A bf16 gradient comes in, fp32 weights and moments are updated, bf16 weights go out. torch does it in three passes (cast
+into a buffer, update, cast), the host update in one. A round runs every contender once, on the same arrays; ratios are
+taken within a round. GB/s are of what a contender has to read and write at least. `copy` is a plain copy, as torch does
+it: what the memory gives.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+from shardwise.bench.machine import commit, processor
+from shardwise.optim.host.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
+from shardwise.optim.host.cores import Cores, cores_for
+
+SETTINGS = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=10)
+LOOP = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=10)
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    bytes_per_elem: int
+    run: Callable[[], object]
+    peer: str | None = None  # whose time is divided by this one's
+
+
+class Arrays:
+    """What all contenders work on, turn by turn."""
+
+    def __init__(self, num_elems: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.master = torch.randn(num_elems, generator=generator)
+        self.grad = torch.randn(num_elems, generator=generator).bfloat16()
+        self.exp_avg, self.exp_avg_sq = torch.zeros(num_elems), torch.zeros(num_elems)
+        self.out = torch.zeros(num_elems, dtype=torch.bfloat16)
+        self.wide_grad = torch.zeros(num_elems)
+        self.codes = [torch.zeros(num_elems, dtype=torch.uint8) for _ in range(2)]
+        self.scales = [torch.zeros(num_elems // 256) for _ in range(2)]
+        # Of an even spacing: what lies in a map changes no time.
+        self.maps = [(torch.arange(256) - 127) / 128, torch.arange(256) / 255]
+
+    def torch_passes(self, settings: AdamSettings) -> None:
+        self.wide_grad.copy_(self.grad)
+        adam(
+            [self.master],
+            [self.wide_grad],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [torch.tensor(float(settings.step - 1))],
+            foreach=False,
+            fused=settings.fused,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            maximize=False,
+            decoupled_weight_decay=True,
+        )
+        self.out.copy_(self.master)
+
+    def one_pass(self, settings: AdamSettings, cores: Cores) -> None:
+        adamw(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0, cores)
+
+    def one_pass8(self, cores: Cores) -> None:
+        state = (self.codes[0], self.scales[0], self.codes[1], self.scales[1])
+        adamw8(self.master, *state, *self.maps, self.grad, self.out, SETTINGS, 1.0, cores)
+
+    def torchao(self) -> Callable[[], object]:
+        """Its own state; compiled at the first call."""
+        from torchao.optim import AdamW8bit
+
+        param = torch.nn.Parameter(self.master)
+        param.grad = self.wide_grad
+        optimizer = AdamW8bit([param], lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay)
+
+        def run() -> None:
+            self.wide_grad.copy_(self.grad)
+            optimizer.step()
+            self.out.copy_(self.master)
+
+        return run
+
+    def contenders(self, cores: Cores, has_torchao: bool) -> list[Contender]:
+        fused, loop, torchao, cast_peer = (
+            "torch fused, casts",
+            "torch loop, casts",
+            "torchao 8-bit, casts",
+            "torch cast",
+        )
+        return [
+            Contender("copy", 8, partial(self.wide_grad.copy_, self.master)),
+            Contender(fused, 40, partial(self.torch_passes, SETTINGS)),
+            Contender("one pass, order of fused", 28, partial(self.one_pass, SETTINGS, cores), fused),
+            Contender(loop, 92, partial(self.torch_passes, LOOP)),
+            Contender("one pass, order of loop", 28, partial(self.one_pass, LOOP, cores), loop),
+            *([Contender(torchao, 28, self.torchao())] if has_torchao else []),
+            Contender("one pass, 8-bit", 16, partial(self.one_pass8, cores), torchao if has_torchao else fused),
+            Contender(cast_peer, 6, partial(self.out.copy_, self.master)),
+            Contender("cast", 6, partial(cast, self.master, self.out, cores), cast_peer),
+        ]
+
+
+def rows(millions: int, num_threads: int, rounds: int, has_torchao: bool) -> list[dict[str, Any]]:
+    """One for each contender; the first round is not counted."""
+    num_elems = millions << 20
+    torch.set_num_threads(num_threads)
+    cores = Cores(cores_for(0, 1).ids[:num_threads])
+    contenders = Arrays(num_elems).contenders(cores, has_torchao)
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(rounds + 1):
+        for contender in contenders:
+            began = time.perf_counter()
+            contender.run()
+            if turn:
+                seconds[contender.name].append(time.perf_counter() - began)
+    return [
+        {
+            "elems": num_elems,
+            "threads": num_threads,
+            "contender": contender.name,
+            "seconds": statistics.median(seconds[contender.name]),
+            "giga_elems_per_s": num_elems / statistics.median(seconds[contender.name]) / 1e9,
+            "gigabytes_per_s": contender.bytes_per_elem * num_elems / statistics.median(seconds[contender.name]) / 1e9,
+            "peer": contender.peer,
+            "ratios": [peer / own for peer, own in zip(seconds[contender.peer], seconds[contender.name], strict=True)]
+            if contender.peer
+            else [],
+        }
+        for contender in contenders
+    ]
+
+
+def table(measured: list[dict[str, Any]]) -> str:
+    lines = ["| Mi elements | threads | contender | G/s | GB/s | its peer / it |", "|---|---|---|---|---|---|"]
+    for row in measured:
+        ratios = row["ratios"]
+        spread = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
+        name = f"{row['contender']} / {row['peer']}" if ratios else row["contender"]
+        cells = (row["elems"] >> 20, row["threads"], name, f"{row['giga_elems_per_s']:.3f}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['gigabytes_per_s']:.1f} | {spread} |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elems", default="16,64", help="sizes in Mi, which should exceed the caches")
+    parser.add_argument("--threads", default=str(len(os.sched_getaffinity(0))))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--torchao", action="store_true", help="its 8-bit AdamW as well, which has to be compiled")
+    parser.add_argument("--out", type=Path, help="a folder for the dated results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    now = datetime.datetime.now()
+    settings = [
+        (int(size), int(threads)) for size in options.elems.split(",") for threads in options.threads.split(",")
+    ]
+    measured = [row for size, threads in settings for row in rows(size, threads, options.rounds, options.torchao)]
+    command = f"python -m benchmarks.host_adamw {shlex.join(sys.argv[1:])}".strip()
+    machine = {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "compiled": is_compiled(),
+        "load": os.getloadavg()[0],
+        "commit": commit(),
+    }
+    parts = [
+        f"# Host AdamW beside torch's, {now:%Y-%m-%d %H:%M}",
+        " ".join((__doc__ or "").split("\n\n")[-1].split()),
+        f"    {command}",
+        ", ".join(f"{key} {value}" for key, value in machine.items()),
+        table(measured),
+    ]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if options.out:
+        stem = options.out / f"{now:%Y-%m-%d-%H%M}-host-adamw"
+        stem.with_suffix(".md").write_text(text)
+        document = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "rows": measured}
+        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
