@@ -30,11 +30,13 @@ class Blocks:
         bounce = self._bounces.get()
         try:
             block = bounce[: round_up(stop - start, ALIGNMENT)]
-            if len(memory) < stop - start and region.sums[start // CHECK_BYTES] is not None:
-                self._read(region, start, block)
-            else:
-                block[:] = bytes(len(block))
+            if len(memory) < stop - start:
+                if region.sums[start // CHECK_BYTES] is not None:
+                    self._read(region, start, block)
+                else:
+                    block[:] = bytes(len(block))
             block[part.start - start : part.stop - start] = memory
+            block[stop - start :] = bytes(len(block) - (stop - start))  # behind the region's end
             self._write(region, start, block)
         finally:
             self._bounces.put(bounce)

@@ -9,7 +9,7 @@ from ..shard import round_up
 from .sums import CHECK_BYTES
 
 # What a thread reads or writes at once.
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 16 << 20
 
 
 class Pending:
