@@ -120,7 +120,7 @@ class Engine:
         self._staged_flats = [[(state.flat, state.away) for state in unit.states] for unit in units]
         self._is_staged = [any(is_staged(flat) for flat, _ in flats) for flats in self._staged_flats]
         self.reductions = Reductions(
-            schedule, units, self._reduce_channels, self.scale, mesh.device, self._await_update_of
+            schedule, units, self._reduce_channels, self.scale, mesh.device, self.await_update_of
         )
         self._clips: dict[Tensor, Later] = {}
         self._in_backward = False
@@ -180,9 +180,9 @@ class Engine:
 
     def _await_updates(self, index: int) -> None:
         for state in self.units[index].trainable_states if self.jobs else ():
-            self._await_update_of(state)
+            self.await_update_of(state)
 
-    def _await_update_of(self, state: FlatState) -> None:
+    def await_update_of(self, state: FlatState) -> None:
         self.host_lane.wait_for(self.jobs.pop(state, None))
 
     def _read_ahead(self, ahead: Iterable[int]) -> None:
@@ -530,7 +530,6 @@ class Engine:
             if state.clipped_by is not None:
                 clip = self._clips.get(state.clipped_by) or Later(state.clipped_by)
                 self._clips[state.clipped_by] = clip
-            self._await_update_of(state)
             run = partial(_run_update, update, self.reductions.arrived.get(state), clip)
             name = f"host update {state.unit_name}"
             self.jobs[state] = self.host_lane.give(Job(urgency[state], name, run, update.ask))
@@ -549,7 +548,7 @@ class Engine:
             is_zero = not set_to_none and state.grad_state != "empty"
             state.square = state.clipped_by = None
             if is_zero and state.grads is not None:
-                self._await_update_of(state)
+                self.await_update_of(state)
                 host_waits_for(self.reductions.arrived.get(state))
                 state.fetch_grads()
                 state.grads.zero_()

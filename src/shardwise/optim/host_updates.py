@@ -6,7 +6,7 @@ its `state` as ever: as views of rows on the host, and as tensors that say so wh
 """
 
 from collections.abc import Callable, Iterable
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..away import MASTER, Moves, Rows
+from ..dtypes import FP32
+from ..plan.flat import Flat
 from ..shard import Interval
 from ..store.disk import Pending
 from ..unit import FlatState, OnDisk
@@ -38,6 +40,11 @@ class Held:
 ChunkUpdate = Callable[[int, dict[str, Tensor], Tensor, Tensor | None, float], None]
 
 
+def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torchao's with moments of 8 bits."""
+    return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
+
+
 def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps nothing but the state of each parameter, and can be given one after the other."""
     return type(optimizer).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES))
@@ -50,17 +57,15 @@ class HostUpdates:
         self._optimizer = optimizer
         self._row_names = row_names
         self._cores = cores
-        self._update = self._way_to_update()
 
-    def _way_to_update(self) -> Callable[[FlatState, list[Held]], ChunkUpdate]:
+    def _way_to_update(self, flat: Flat) -> Callable[[FlatState, list[Held]], ChunkUpdate]:
         optimizer = self._optimizer
-        if type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit"):
+        if is_eight_bit(optimizer):
             return self._eight_bit
-        is_plain = all(
-            not (group.get("amsgrad") or group.get("differentiable")) and isinstance(group["lr"], (float, int, Tensor))
-            for group in optimizer.param_groups
+        is_plain = type(optimizer) in ADAMS and not any(
+            group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups
         )
-        return self._one_pass if type(optimizer) in ADAMS and is_plain else self._its_own
+        return self._one_pass if is_plain and flat.master == FP32 else self._its_own
 
     def take_over(self, states: Iterable[FlatState]) -> None:
         """State that the optimizer was given from outside becomes rows; what has none starts from zero again."""
@@ -98,17 +103,18 @@ class HostUpdates:
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
         """An update of a flat with the gradients and the settings of this moment."""
         held = [
-            Held(index, resting, Interval(where.start, where.stop), copy(groups[resting]))
+            Held(index, resting, Interval(where.start, where.stop), groups[resting])
             for index, where in sorted(state.held.items())
             if state.used[index] and (resting := state.resting_params[index]) in groups
         ]
         assert state.away is not None
-        return FlatUpdate(state, self._update(state, held) if held else None, state.away.memory.moves)
+        update = self._way_to_update(state.flat)(state, held) if held else None
+        return FlatUpdate(state, update, state.away.memory.moves)
 
     # AdamW and Adam in one pass.
 
     def _one_pass(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
-        runs = _joined([(each.where, self._adam_settings(state, each)) for each in held])
+        runs = _joined([(each, self._adam_settings(state, each)) for each in held])
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             for where, settings in runs:
@@ -176,6 +182,8 @@ class HostUpdates:
 
     def _its_own(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
         before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
+        # Also while the first chunks of the first update are through, and the others are not.
+        known = {each.index: self._row_names_in(self.show(state, each.index)) for each in held}
         is_whole = state.flat.depth_of_master == 0 and state.away is not None and not _rows_of(state).on_disk
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
@@ -189,10 +197,8 @@ class HostUpdates:
                 shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
                 param.grad = grad[cut].to(param.dtype).mul(factor).view(shape)
-                is_known = self._row_names and self._row_names[0] in self.show(state, each.index)
                 shadow.state[param] = deepcopy(before[each.index])
-                if is_known:
-                    shadow.state[param] |= {key: rows[key][cut].view(shape) for key in self._row_names}
+                shadow.state[param] |= {key: rows[key][cut].view(shape) for key in known[each.index]}
                 groups.append({**each.group, "params": [param]})
                 each_of[param] = (each, cut)
             shadow.param_groups = groups
@@ -203,6 +209,9 @@ class HostUpdates:
                     out[cut].copy_(param.detach().reshape(-1))
 
         return update
+
+    def _row_names_in(self, kept: dict[str, Any]) -> list[str]:
+        return [name for name in self._row_names if name in kept]
 
     def _beside_rows(self, kept: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in kept.items() if key not in self._row_names}
@@ -301,14 +310,17 @@ def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSet
     )
 
 
-def _joined(runs: list[tuple[Interval, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
-    """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one."""
+def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
+    """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one. Those with a
+    parameter between them that is not updated are none."""
     found: list[tuple[Interval, AdamSettings]] = []
-    for where, settings in runs:
-        if found and found[-1][1] == settings:
-            found[-1] = (Interval(found[-1][0].start, where.stop), settings)
+    last = -1
+    for held, settings in runs:
+        if found and found[-1][1] == settings and held.index == last + 1:
+            found[-1] = (Interval(found[-1][0].start, held.where.stop), settings)
         else:
-            found.append((where, settings))
+            found.append((held.where, settings))
+        last = held.index
     return found
 
 

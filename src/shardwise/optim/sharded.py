@@ -32,6 +32,7 @@ class Stepper(Protocol):
     def finish_gradients(self) -> None: ...
     def await_gradients(self) -> None: ...
     def await_host(self) -> None: ...
+    def await_update_of(self, state: FlatState) -> None: ...
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
     def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
     def forget_gradients(self, set_to_none: bool) -> None: ...
@@ -178,12 +179,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._given.clear()
 
     def _update_on_host(self, states: Iterable[FlatState]) -> None:
-        settings = {
-            param: {key: value for key, value in group.items() if key != "params"}
-            for group in self._inner.param_groups
-            for param in group["params"]
-        }
+        settings: dict[Tensor, dict[str, Any]] = {}
+        for group in self._inner.param_groups:
+            # A scheduler may change a tensor in place before the update runs.
+            now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            del now["params"]
+            settings |= dict.fromkeys(group["params"], now)
         ready = [state for state in states if state.flat.host_updates and state.grad_state == "final"]
+        for state in ready:
+            # Of the last step, if nothing has asked for its weights since.
+            self._stepper.await_update_of(state)
         self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
         self._given.update(ready)
 
