@@ -11,7 +11,9 @@ from shardwise.bench import report
 from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
+from shardwise.bench.overlap import Overlap
 from shardwise.bench.rows import Row
+from shardwise.errors import ConfigurationError
 from shardwise.plan.hardware.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
@@ -85,6 +87,34 @@ def test_without_one_process_the_first_contender_is_the_measure() -> None:
     assert "compared with those of fsdp2." in report.document(findings, [])["note"]
 
 
+def test_one_process_may_be_left_out() -> None:
+    _, rows, launched = compare({PEER: outcome(0.3), OURS: outcome(0.2)}, with_reference=False)
+    assert [case.contender for case in launched] == [PEER, OURS]
+    assert rows[OURS].compared_with == PEER
+
+
+def test_what_rests_on_disk_wants_a_folder() -> None:
+    for names in (
+        {"strategies": ["shardwise:zero3_nvme"], "peers": []},
+        {"strategies": [], "peers": ["deepspeed:3+nvme"]},
+    ):
+        with pytest.raises(ConfigurationError, match="rests on disk: say in which folder, with --disk-path"):
+            Session([SMOKE], **names).refuse_what_cannot_run()
+        Session([replace(SMOKE, disk_path="/nvme")], **names).refuse_what_cannot_run()
+
+
+def test_overlaps_are_on_the_page(tmp_path: Path) -> None:
+    traced = Overlap(2.0, {"compute": 1.5, "host update": 1.0}, {"host update": 0.75}, 0.25)
+    ours = Outcome(answers=(answer(0.2, overlap=asdict(traced)), answer(0.2)))
+    findings, rows, _ = compare({"plain": outcome(9), PEER: outcome(0.3), OURS: ours})
+    assert rows[OURS].overlap == asdict(traced)
+    every = report.rows_of(findings)
+    page = report.write(report.document(findings, every), every, tmp_path, "overlap").read_text()
+    assert "`shardwise:zero3`, smoke, 16 tokens, one step under the profiler:\n\n    step" in page
+    assert "host update         1.0000 s   50.0% of the step,  75.0% of it beside compute" in page
+    assert page.count("under the profiler") == 1
+
+
 def test_bf16_is_compared_as_bf16() -> None:
     off = outcome(0.2, losses=(3.0, 2.01, 1.0))
     _, rows, _ = compare({"plain": outcome(9), OURS: off}, settings=[replace(SMOKE, precision="bf16")])
@@ -118,7 +148,7 @@ def test_on_a_fabric_floors_stand_beside_and_only_first_losses_count() -> None:
 
 def test_rates_of_a_known_gpu() -> None:
     shape = SHAPES["blocks-202m"]
-    memory = {"allocated_gb": 11.0, "active_gb": 12.0, "reserved_gb": 15.0}
+    memory = {"allocated_gb": 11.0, "active_gb": 12.0, "reserved_gb": 15.0, "host_gb": 65.0}
     less = {**memory, "reserved_gb": 14.0}
     seen = [answer(0.1, memory=each, device="NVIDIA H200") for each in (less, memory)]
     _, rows, _ = compare(
@@ -129,6 +159,7 @@ def test_rates_of_a_known_gpu() -> None:
     flops = 6 * blocks + 12 * 16 * 4096 * 2048
     assert rows[OURS].mfu == pytest.approx(2048 / 0.1 * flops / 989.5e12)
     assert rows[OURS].memory == memory
+    assert report.columns([rows[OURS]])["host GB"] == ["65.0"]
 
 
 def test_calls_of_a_unit_are_told_from_those_of_a_step() -> None:

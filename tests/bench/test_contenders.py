@@ -11,7 +11,14 @@ from shardwise.bench.model import batches_of
 from tests.bench.cases import smoke
 from tests.harness import Pool
 
-CONTENDERS = ("fsdp2", "fsdp1", "ddp", "shardwise:zero3", 'shardwise:{"blocks.0":"shard_grad_op","*":"zero2"}')
+CONTENDERS = (
+    "fsdp2",
+    "fsdp2+offload",
+    "fsdp1",
+    "ddp",
+    "shardwise:zero3",
+    'shardwise:{"blocks.0":"shard_grad_op","*":"zero2"}',
+)
 NUM_STEPS = 3
 
 

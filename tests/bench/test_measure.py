@@ -13,7 +13,7 @@ import torch
 
 from shardwise.bench.calls import count_calls
 from shardwise.bench.launch import environment, launch
-from shardwise.bench.measure import failure
+from shardwise.bench.measure import failure, host_memory
 from shardwise.errors import ConfigurationError
 from tests.bench.cases import smoke
 
@@ -44,6 +44,27 @@ def test_the_environment_describes_the_world_that_is_played() -> None:
     assert (played["WORLD_SIZE"], played["LOCAL_WORLD_SIZE"], played["RANK"]) == ("16", "8", "0")
     alone = environment(smoke("compute", world_size=16, node_size=8, fabric="2x8"), 0, 29500)
     assert (alone["WORLD_SIZE"], alone["LOCAL_WORLD_SIZE"]) == ("1", "1")
+
+
+def test_who_works_on_the_host_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(**changes: object) -> str:
+        return environment(smoke("fsdp2+offload", **changes), 0, 29500)["OMP_NUM_THREADS"]
+
+    assert threads() == "1", "ranks that play GPUs"
+    assert threads(device="cuda", world_size=2) == "8"
+    assert threads(device="cuda", world_size=8, fabric="8") == "16"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(device="cuda") == "3"
+
+
+def test_the_peak_of_the_host_is_seen() -> None:
+    before = host_memory()["host_gb"]
+    torch.ones(int(0.5e9) // 4)
+    assert host_memory()["host_gb"] > before
+    assert host_memory()["host_gb"] > 0.5
 
 
 def test_calls_are_counted_by_function() -> None:

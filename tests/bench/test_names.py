@@ -3,7 +3,15 @@
 import pytest
 
 from shardwise.bench.case import case_from_json
-from shardwise.bench.names import label, peers_in, read_strategy, strategies_in
+from shardwise.bench.names import (
+    DeepSpeed,
+    label,
+    peers_in,
+    read_deepspeed,
+    read_strategy,
+    rests_on_disk,
+    strategies_in,
+)
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, Layout
 from tests.bench.cases import smoke
@@ -46,6 +54,30 @@ def test_wrong_strategies(text: str, message: str) -> None:
 def test_peers() -> None:
     assert peers_in("fsdp2, deepspeed:3,") == ["fsdp2", "deepspeed:3"]
     assert peers_in("") == []
+    offloaded = ["fsdp2+offload", "deepspeed:2+offload", "deepspeed:3+offload:0.6", "deepspeed:3+nvme"]
+    assert peers_in(",".join(offloaded)) == offloaded
+
+
+def test_what_leaves_the_device_of_deepspeed() -> None:
+    assert read_deepspeed("2") == DeepSpeed(2)
+    assert read_deepspeed("2+offload") == DeepSpeed(2, "offload", 1.0)
+    assert read_deepspeed("3+offload_optimizer:0.6") == DeepSpeed(3, "offload_optimizer", 0.6)
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3-offload", "zero3+optimizer=host:0.6", "ddp+optimizer=host"])
+def test_strategies_may_rest_elsewhere(name: str) -> None:
+    (contender,) = strategies_in(name)
+    assert contender == label(contender) == f"shardwise:{name}"
+    assert read_strategy(name) == (name, set())
+    assert read_strategy(f"{name}@early") == (name, {"early"})
+    assert not rests_on_disk(contender)
+
+
+def test_who_needs_a_folder() -> None:
+    mixed = '{"blocks.0":"zero3+optimizer=disk","*":"zero3"}'
+    names = [*strategies_in(f"zero3_nvme,zero3+params=disk+optimizer=host,{mixed}"), "deepspeed:3+nvme"]
+    assert all(map(rests_on_disk, names))
+    assert not any(map(rests_on_disk, [*strategies_in("auto,zero3"), "fsdp2+offload", "deepspeed:3", "plain"]))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +86,13 @@ def test_peers() -> None:
         ("fsdp3", "unknown peer 'fsdp3'; did you mean 'fsdp"),
         ("deepspeed", "say which ZeRO stage"),
         ("deepspeed:4", "say which ZeRO stage"),
+        ("deepspeed:2+nvme", "DeepSpeed has 'nvme' at stage 3 only"),
+        ("deepspeed:0+offload", "DeepSpeed has 'offload' at stage 1 or 2 or 3 only"),
+        ("deepspeed:3+ofload", "asks for 'ofload'; did you mean 'offload'?"),
+        ("deepspeed:2+offload:0.5", "a part of the optimizer to the host only, at stage 3"),
+        ("deepspeed:3+offload:60", "'60' is no part of the optimizer"),
+        ("deepspeed:3+offload:half", "'half' is no part of the optimizer"),
+        ("fsdp2+ofload", r"did you mean 'fsdp2\+offload'"),
         ("fsdp2:1", "fsdp2 takes no '1'"),
     ],
 )

@@ -73,14 +73,10 @@ def launch(case: Case, timeout_s: float) -> Outcome:
 
 
 def environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in.
-
-    Processes share the cores of this machine, which is what those with work for the host need; torchrun would give
-    them one thread. The user's own value counts.
-    """
+    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in."""
     world_size = 1 if case.contender in SOLO else case.world_size
     return {
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_processes(case))),
+        "OMP_NUM_THREADS": str(num_threads(case)),  # the user's own value counts
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -93,9 +89,15 @@ def environment(case: Case, rank: int, port: int) -> dict[str, str]:
     }
 
 
-def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def num_threads(case: Case) -> int:
+    """Of one process: one where ranks play GPUs, as torchrun says, and beside GPUs its share of the cores.
+
+    Who updates weights on the host has work for all of them.
+    """
+    if case.device == "cpu":
+        return 1
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, num_cores // num_processes(case))
 
 
 def _free_port() -> int:

@@ -2,7 +2,7 @@
 
 Pure: from the events of a chrome trace to figures and text. The trace has three steps, and the second is the one that
 counts: from its first kernel to the first of the third, so that whatever the first left behind is counted too, and
-what it leaves to the third is not.
+what it leaves to the third is not. Where there are no kernels, torch's operations on the CPU are what computes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from typing import Any
 Interval = tuple[float, float]  # begin and end
 Event = dict[str, Any]
 
-COMPUTE = "compute"
-KINDS = (COMPUTE, "collectives", "host to device", "device to host", "host update")
+COMPUTE, HOST_UPDATE = "compute", "host update"
+KINDS = (COMPUTE, "collectives", "host to device", "device to host", HOST_UPDATE)
 # NCCL's kernels, and those that occupy the wires of an emulated fabric.
 _COLLECTIVES = ("nccl", "occupy", "begin_carrying", "carry")
 
@@ -53,6 +53,12 @@ def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interva
     return found
 
 
+def without(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What a merged list has that another has not."""
+    ends = [float("-inf"), *chain.from_iterable(others), float("inf")]
+    return common(some, list(zip(ends[::2], ends[1::2], strict=True)))
+
+
 def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
@@ -80,9 +86,25 @@ def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
     for event in whole:
         kind = _kind_of(event, host_updates)
         if kind:
-            begin_s = event["ts"] * 1e-6
-            by_kind[kind].append((begin_s, begin_s + event["dur"] * 1e-6))
+            by_kind[kind].append(_interval(event))
+    if not by_kind[COMPUTE]:
+        by_kind[COMPUTE] = _computed_by_host(whole, host_updates)
     return overlap_of(by_kind, _window_of(whole))
+
+
+def _interval(event: Event) -> Interval:
+    begin_s = event["ts"] * 1e-6
+    return begin_s, begin_s + event["dur"] * 1e-6
+
+
+def _computed_by_host(events: Sequence[Event], host_updates: str) -> list[Interval]:
+    """Operations, but those of updates."""
+    found = []
+    for thread in {event["tid"] for event in events}:
+        own = [event for event in events if event["tid"] == thread]
+        updates = merged(_interval(event) for event in own if _kind_of(event, host_updates) == HOST_UPDATE)
+        found += without(merged(_interval(event) for event in own if event.get("cat") == "cpu_op"), updates)
+    return found
 
 
 def _kind_of(event: Event, host_updates: str) -> str | None:
@@ -92,7 +114,7 @@ def _kind_of(event: Event, host_updates: str) -> str | None:
     if category == "gpu_memcpy":
         return "host to device" if "HtoD" in name else "device to host" if "DtoH" in name else None
     if category == "user_annotation" and host_updates and name.startswith(host_updates):
-        return "host update"
+        return HOST_UPDATE
     return None
 
 

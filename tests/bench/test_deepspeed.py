@@ -1,0 +1,86 @@
+"""DeepSpeed as it is asked for: what it is told, that it understands it, and that it computes the same."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.bench.case import one_process
+from shardwise.bench.compare import TOLERANCES
+from shardwise.bench.deepspeed_config import config_of
+from shardwise.bench.names import read_deepspeed
+from tests.bench.cases import smoke
+from tests.bench.test_contenders import losses
+from tests.support.deepspeed import DeepSpeed
+
+CASE = smoke(precision="bf16", reduce="bf16", clip=1.0, disk_path="/nvme")
+OFFLOADED = ("2+offload", "3+offload", "3+offload_optimizer:0.5")
+
+
+def zero(argument: str) -> dict[str, Any]:
+    return config_of(CASE, read_deepspeed(argument))["zero_optimization"]
+
+
+def test_what_stays_on_the_device_keeps_torchs_optimizer() -> None:
+    config = config_of(CASE, read_deepspeed("3"))
+    assert "optimizer" not in config
+    assert not {"offload_optimizer", "offload_param"} & set(config["zero_optimization"])
+
+
+def test_the_optimizer_on_the_host_is_deepspeeds_own() -> None:
+    config = config_of(CASE, read_deepspeed("2+offload"))
+    assert config["optimizer"]["type"] == "AdamW"
+    assert config["gradient_clipping"] == 1.0
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 1.0}
+    assert "offload_param" not in config["zero_optimization"]
+
+
+def test_stage_3_moves_parameters_too_unless_told_otherwise() -> None:
+    assert zero("3+offload")["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert "offload_param" not in zero("3+offload_optimizer:0.6")
+    assert zero("3+offload_optimizer:0.6")["offload_optimizer"]["ratio"] == 0.6
+    assert zero("3+super_offload")["offload_optimizer"]["super_offload"]
+
+
+def test_what_rests_on_disk_is_in_the_folder_of_the_case() -> None:
+    for what in ("offload_optimizer", "offload_param"):
+        assert (zero("3+nvme")[what]["device"], zero("3+nvme")[what]["nvme_path"]) == ("nvme", "/nvme")
+
+
+def understood() -> list[dict[str, Any]]:
+    """What DeepSpeed makes of it. It refuses unknown keys here, but ignores those of the disk."""
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = config_of(CASE, read_deepspeed("3+nvme"))
+    assert set(config["aio"]) <= set(AIO_DEFAULT_DICT)
+    arguments = ("2", "2+offload", "3+offload:0.6", "3+super_offload", "3+nvme")
+    return [DeepSpeedZeroConfig(**zero(argument)).model_dump(mode="json") for argument in arguments]
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's
+def test_deepspeed_understands_it(on_deepspeed: DeepSpeed) -> None:
+    plain, two, three, superfast, disk = on_deepspeed(understood)
+    assert plain["offload_optimizer"] is None
+    assert (two["offload_optimizer"]["device"], two["offload_param"]) == ("cpu", None)
+    assert (three["offload_optimizer"]["ratio"], three["offload_param"]["device"]) == (0.6, "cpu")
+    assert superfast["offload_optimizer"]["super_offload"]
+    assert disk["offload_optimizer"]["pipeline_read"]
+    assert {each["overlap_comm"] for each in (plain, two, three, disk)} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's
+@pytest.mark.parametrize("argument", OFFLOADED)
+def test_deepspeed_on_the_host_computes_the_same(on_deepspeed: DeepSpeed, argument: str) -> None:
+    """Its optimizer is compiled when it is first asked for, which takes a minute."""
+    expected = on_deepspeed(losses, "plain", "bf16", "bf16", "blocks-smoke")
+    seen = on_deepspeed(losses, f"deepspeed:{argument}", "bf16", "bf16", "blocks-smoke")
+    assert seen == pytest.approx(expected, rel=TOLERANCES["bf16"])
+    assert expected[-1] < expected[0], "something is learned"
+
+
+def test_one_process_has_nothing_on_disk() -> None:
+    assert not one_process(CASE).disk_path
