@@ -165,7 +165,7 @@ def test_dtypes_in_and_out(grad_dtype: torch.dtype, out_dtype: torch.dtype | Non
     for step in range(1, 4):
         grad = gradients(num_elems).to(grad_dtype)
         ours.update(grad, replace(FIRST, step=step), out, scale=0.37)
-        ours.assert_same(peer.step(grad.float() * 0.37))
+        ours.assert_same(peer.step((grad * 0.37).float()))
     if out is not None:
         assert bits(out).equal(bits(ours.master.to(out.dtype)))
 

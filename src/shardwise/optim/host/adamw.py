@@ -34,7 +34,7 @@ def adamw(
     grad_scale: float,
     cores: Cores,
 ) -> None:
-    """One update of flat tensors of one length. The gradient counts as float32(grad) * grad_scale.
+    """One update of flat tensors of one length. The gradient counts as grad * grad_scale, rounded to its dtype.
 
     master, exp_avg, exp_avg_sq: fp32, updated in place. grad: fp32, bf16 or fp16. out: the same, or None; it gets the
     new weights, rounded to nearest even.

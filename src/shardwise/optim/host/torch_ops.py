@@ -24,7 +24,7 @@ def adamw(
         part = slice(begin, begin + CHUNK_ELEMS)
         adam(
             [master[part]],
-            [grad[part].float() * grad_scale],
+            [(grad[part] * grad_scale).float()],
             [exp_avg[part]],
             [exp_avg_sq[part]],
             [],
@@ -64,7 +64,7 @@ def adamw8(
     for begin in range(0, master.numel(), CHUNK_ELEMS):
         part = slice(begin, begin + CHUNK_ELEMS)
         blocks = slice(begin // BLOCK_ELEMS, (begin + CHUNK_ELEMS) // BLOCK_ELEMS)
-        weight, gradient = master[part], grad[part].float() * (sign * grad_scale)
+        weight, gradient = master[part], (grad[part] * (sign * grad_scale)).float()
         if settings.decoupled:
             weight.sub_(lr * settings.weight_decay * weight)
         else:

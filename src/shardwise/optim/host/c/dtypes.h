@@ -62,7 +62,7 @@ static inline void narrow_fp16(const float *restrict from, uint16_t *restrict to
 #endif
 }
 
-/* The gradient as float32(grad) * scale. */
+/* The gradient times scale, rounded to its own dtype, as it would be where it came from. */
 static inline void read_grad(const void *grad, enum dtype dtype, int64_t at, float scale, float *restrict to, int64_t n) {
     if (dtype == FP32) {
         const float *restrict from = (const float *)grad + at;
@@ -71,11 +71,17 @@ static inline void read_grad(const void *grad, enum dtype dtype, int64_t at, flo
     } else if (dtype == BF16) {
         const uint16_t *restrict from = (const uint16_t *)grad + at;
         for (int64_t i = 0; i < n; i++)
-            to[i] = from_bits((uint32_t)from[i] << 16) * scale;
+            to[i] = from_bits((uint32_t)to_bf16(from_bits((uint32_t)from[i] << 16) * scale) << 16);
     } else {
         widen_fp16((const uint16_t *)grad + at, to, n);
-        for (int64_t i = 0; i < n; i++)
-            to[i] *= scale;
+        uint16_t rounded[64];
+        for (int64_t i = 0; i < n; i += 64) {
+            int64_t some = n - i < 64 ? n - i : 64;
+            for (int64_t k = i; k < i + some; k++)
+                to[k] *= scale;
+            narrow_fp16(to + i, rounded, some);
+            widen_fp16(rounded, to + i, some);
+        }
     }
 }
 
