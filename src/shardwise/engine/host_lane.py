@@ -1,4 +1,4 @@
-"""The lane of the host: work that runs in a thread beside the computation, the most urgent first.
+"""The lane of the host: work that runs in a thread beside the computation, of what is ready the most urgent first.
 
 Its work releases the interpreter while it runs, so that the thread which feeds the device goes on. A failure is kept:
 whoever waits for a job, or gives another one, is told of it, because what the job should have updated is in between.
@@ -21,6 +21,7 @@ class Job:
     name: str
     run: Callable[["Job | None"], None]
     ask: Callable[[], None] = lambda: None  # read ahead what it needs
+    is_ready: Callable[[], bool] = lambda: True  # what it works on has arrived
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -40,7 +41,6 @@ class HostLane:
         self.raise_failure()
         with self._changed:
             self._waiting.append(job)
-            self._waiting.sort(key=lambda job: job.urgency)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="shardwise host updates", daemon=True)
                 self._thread.start()
@@ -52,7 +52,8 @@ class HostLane:
             with self._changed:
                 while not self._waiting:
                     self._changed.wait()
-                self._running = job = self._waiting.pop(0)
+                self._running = job = self._first()
+                self._waiting.remove(job)
             try:
                 if self._error is None:
                     with record_function(f"shardwise::{job.name}"):
@@ -63,9 +64,14 @@ class HostLane:
                 self._running = None
             job.done.set()
 
+    def _first(self) -> Job:
+        """The most urgent that is ready; if none is, what was given first is ready first."""
+        ready = [job for job in self._waiting if job.is_ready()]
+        return min(ready, key=lambda job: job.urgency) if ready else self._waiting[0]
+
     def _next(self) -> Job | None:
         with self._changed:
-            return self._waiting[0] if self._waiting else None
+            return self._first() if self._waiting else None
 
     def wait_for(self, job: Job | None) -> None:
         if job is not None:

@@ -39,7 +39,7 @@ from .activations import HostActivations
 from .host_lane import HostLane, Job
 from .memory import GatherMemory
 from .reductions import Reductions
-from .streams import Lane, Later, Mark, host_waits_for
+from .streams import Lane, Later, Mark, has_passed, host_waits_for
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -530,9 +530,10 @@ class Engine:
             if state.clipped_by is not None:
                 clip = self._clips.get(state.clipped_by) or Later(state.clipped_by)
                 self._clips[state.clipped_by] = clip
-            run = partial(_run_update, update, self.reductions.arrived.get(state), clip)
+            arrived = self.reductions.arrived.get(state)
+            run, is_ready = partial(_run_update, update, arrived, clip), partial(has_passed, arrived)
             name = f"host update {state.unit_name}"
-            self.jobs[state] = self.host_lane.give(Job(urgency[state], name, run, update.ask))
+            self.jobs[state] = self.host_lane.give(Job(urgency[state], name, run, update.ask, is_ready))
 
     def await_host(self) -> None:
         """Let the caller wait for all gradients that go to the host."""

@@ -102,6 +102,10 @@ def host_waits_for(mark: Mark) -> None:
         mark.synchronize()
 
 
+def has_passed(mark: Mark) -> bool:
+    return mark is None or mark.query()
+
+
 class Later:
     """The numbers of a small tensor on their way to the host, to be read when they have long arrived.
 
