@@ -346,17 +346,17 @@ def moves_of_a_step(build: Callable[[], nn.Module], num_micro: int = 1) -> tuple
     ],
 )
 def test_what_a_block_saves_moves_once_and_no_weights_do(run_ranks: Pool, build: Any, block_bytes: int) -> None:
-    """The last two blocks are still there when the backward begins."""
+    """The last block's stays, and that of the one before it is still there when the backward begins."""
     for num_micro in (1, 3):
         seen = run_ranks(1, moves_of_a_step, build, num_micro)[0]
-        assert seen == (num_micro * NUM_BLOCKS * block_bytes, num_micro * (NUM_BLOCKS - 2) * block_bytes)
+        assert seen == (num_micro * (NUM_BLOCKS - 1) * block_bytes, num_micro * (NUM_BLOCKS - 2) * block_bytes)
 
 
 def test_inputs_of_blocks_that_are_checkpointed_from_outside(run_ranks: Pool) -> None:
     """With them goes what the model saved before the first block: the batch."""
     assert run_ranks(1, moves_of_a_step, CheckpointedOutside)[0] == (
-        (NUM_BLOCKS + 1) * INPUT_BYTES,
-        (NUM_BLOCKS - 1) * INPUT_BYTES,
+        (1 + NUM_BLOCKS - 1) * INPUT_BYTES,
+        (1 + NUM_BLOCKS - 2) * INPUT_BYTES,
     )
 
 
@@ -367,7 +367,7 @@ def moves_of_some_blocks() -> tuple[int, int]:
 
 
 def test_a_unit_may_differ_from_others(run_ranks: Pool) -> None:
-    assert run_ranks(1, moves_of_some_blocks)[0] == (3 * INPUT_BYTES, INPUT_BYTES)
+    assert run_ranks(1, moves_of_some_blocks)[0] == (2 * INPUT_BYTES, INPUT_BYTES)
 
 
 def what_is_held(build: Callable[[], Stack]) -> list[list[bool]]:
@@ -402,7 +402,7 @@ def bytes_while_it_goes_back() -> list[int]:
 
     def look(grad: Tensor) -> None:
         memories = {memory for stretch in run.host._stretches.values() for memory in stretch.live()}
-        found.append(sum(memory.num_bytes for memory in memories if memory.there is not None))
+        found.append(sum(memory.num_bytes for memory in memories if memory.here is not None))
 
     for layer in run.model.layers:
         layer.register_forward_hook(lambda module, args, output: output.register_hook(look) and None)
@@ -413,10 +413,12 @@ def bytes_while_it_goes_back() -> list[int]:
 
 
 def test_a_backward_has_two_blocks_on_the_device(run_ranks: Pool) -> None:
-    """Also where the graph is kept, and nothing goes by itself."""
+    """Where the graph is kept, and nothing goes by itself, also the last one's, which is nowhere else."""
     found = run_ranks(1, bytes_while_it_goes_back)[0]
-    assert len(found) == 2 * NUM_BLOCKS
-    assert max(found) == 2 * INPUT_BYTES
+    first, second = found[:NUM_BLOCKS], found[NUM_BLOCKS:]
+    assert [num // INPUT_BYTES for num in first] == [2, 2, 3, 3, 3]
+    # In the last one a block's goes with its backward, and the next one's has come.
+    assert [num // INPUT_BYTES for num in second] == [2, 1, 1, 1, 1]
 
 
 def shared_by_all_blocks() -> tuple[int, int, int, int]:
@@ -436,8 +438,30 @@ def shared_by_all_blocks() -> tuple[int, int, int, int]:
 
 def test_what_all_blocks_save_moves_once(run_ranks: Pool) -> None:
     to_host, to_device, of_block, of_all = run_ranks(1, shared_by_all_blocks)[0]
-    assert to_host == 4 * of_block + of_all
+    assert to_host == 3 * of_block + of_all
     assert to_device == 2 * of_block, "it is still there with the last block, and serves the others"
+
+
+def loss_in_a_unit() -> tuple[list[str], int, int]:
+    """The head is a unit of its own, and computes the loss and gradients of its weight in the forward."""
+    shape = TransformerShape(vocab=16384, hidden=64, layers=4, heads=2, kv_heads=2, ffn=128, max_seq=512)
+
+    def build() -> nn.Module:
+        model = Transformer(shape)
+        checkpoint_blocks(model, "full")
+        return model
+
+    run = Run(build)
+    batch = torch.randint(0, shape.vocab, (8, 513), generator=torch.Generator().manual_seed(0))
+    run.model(batch[:, :-1], batch[:, 1:]).backward()
+    return [unit.name for unit in run.engine.units], moved(run.engine)[0], 8 * 512 * 64 * 4
+
+
+def test_the_loss_stays(run_ranks: Pool) -> None:
+    names, to_host, of_block = run_ranks(1, loss_in_a_unit)[0]
+    assert names[-1] == "head"
+    # With the blocks' inputs, the table of positions goes.
+    assert 4 * of_block < to_host < 4.5 * of_block
 
 
 def buffers_of(lengths: list[int], build: Callable[[], nn.Module]) -> list[tuple[int, int, int]]:
@@ -457,13 +481,13 @@ def buffers_of(lengths: list[int], build: Callable[[], nn.Module]) -> list[tuple
 @pytest.mark.parametrize(("build", "block_bytes"), [(full, INPUT_BYTES), (Stack, BLOCK_BYTES)])
 def test_host_memory_is_the_same_from_the_first_step_on(run_ranks: Pool, build: Any, block_bytes: int) -> None:
     found = run_ranks(1, buffers_of, [NUM_ROWS] * 3, build)[0]
-    assert found == [(NUM_BLOCKS * block_bytes, NUM_BLOCKS * block_bytes, 0)] * 3
+    assert found == [((NUM_BLOCKS - 1) * block_bytes, (NUM_BLOCKS - 1) * block_bytes, 0)] * 3
 
 
 def test_sequences_of_other_lengths_share_host_memory(run_ranks: Pool) -> None:
     lengths = [NUM_ROWS, NUM_ROWS // 2, 2 * NUM_ROWS, NUM_ROWS]
     held = [held for held, _, _ in run_ranks(1, buffers_of, lengths, full)[0]]
-    assert held == [NUM_BLOCKS * most * ROW_BYTES for most in (NUM_ROWS, NUM_ROWS, 2 * NUM_ROWS, 2 * NUM_ROWS)]
+    assert held == [(NUM_BLOCKS - 1) * most * ROW_BYTES for most in (NUM_ROWS, NUM_ROWS, 2 * NUM_ROWS, 2 * NUM_ROWS)]
 
 
 def unused_graphs() -> list[int]:
@@ -478,7 +502,7 @@ def unused_graphs() -> list[int]:
 
 
 def test_a_backward_that_never_runs_gives_its_memory_back(run_ranks: Pool) -> None:
-    lent = NUM_BLOCKS * INPUT_BYTES
+    lent = (NUM_BLOCKS - 1) * INPUT_BYTES
     assert run_ranks(1, unused_graphs)[0] == [lent, 0] * 3 + [lent]
 
 

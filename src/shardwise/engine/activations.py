@@ -4,27 +4,27 @@ While a model runs forward, autograd hands what it saves to hooks. What a unit s
 is copied there. With full checkpointing that is the unit's inputs alone: inside a checkpointed region the checkpoint's
 own hooks come first, and save nothing.
 
-What moves is a storage, whole, because that is what autograd would have held. It moves once however many views of it
-are saved, and they are the same views of it afterwards. Its life:
+A stretch is the part of a forward between two unit boundaries: what is saved in it moves together, while the next
+stretch runs. What moves is a storage, whole, because that is what autograd would have held. It moves once however many
+views of it are saved, and they are the same views of it afterwards. Its life:
 
-    leaving   its copy to the host is queued on the lane; its device memory is held here until the computation has
-              waited for the copy, which it does when the stretch after the next begins
+    here      until the next stretch begins
+    leaving   its copy to the host is queued on the lane; its device memory is held until the computation has waited for
+              the copy, which it does when the stretch after the next begins
     away      on the host only
-    arriving  its copy back is queued, while the backward of the stretch behind it runs; held here likewise
-    there     the computation has waited for the copy; it goes with the graph, or with the backward's moving on
+    arriving  its copy back is queued, while the backward of the stretch behind it runs; held likewise
+    here      the computation has waited for the copy; it goes with the graph, or with the backward's moving on
 
-A stretch is the part of a forward between two unit boundaries: what is saved in it moves together. The last ones of a
-forward are still there when the backward begins, and are never copied back. Everything is queued and nothing waits on
-the host, so what moves does not depend on how fast it does. Both directions and all host buffers are on one lane, so a
-buffer may be lent again as soon as the graph lets go of it.
+The last stretch of a forward never leaves, and the one before it is still here when the backward begins. Everything is
+queued and nothing waits on the host, so what moves does not depend on how fast it does. Both directions and all host
+buffers are on one lane, so a buffer may be lent again as soon as the graph lets go of it.
 
-What a unit saves that holds others stays: the loss, for one, whose backward comes first. But where a checkpoint lies
-around the call of a unit and not inside (as Hugging Face does it), the unit's inputs were saved before it began. What
-was saved last before such a call goes with the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
+What a unit saves that holds others stays. But where a checkpoint lies around the call of a unit and not inside (as
+Hugging Face does it), the unit's inputs were saved before it began. What was saved last before such a call goes with
+the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
 """
 
 import weakref
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..away import HostMemory
 from ..errors import StateError
-from ..plan.cost.stow import LEAST_BYTES, NUM_THERE
+from ..plan.cost.stow import LEAST_BYTES
 from ..unit import Unit
 from .host_buffers import HostBuffer, HostBuffers
 from .streams import Lane, Mark, host_waits_for
@@ -46,27 +46,35 @@ MIN_PART = 1 / 16
 
 
 class _Memory:
-    """A storage of which autograd saved something. `there` is a tensor in it while it is on the device."""
+    """A storage of which autograd saved something. `here` is a tensor in it while it is on the device."""
 
-    def __init__(self, buffers: HostBuffers, buffer: HostBuffer, there: Tensor) -> None:
+    def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
         self._buffers = buffers
-        self._buffer = buffer
-        self.num_bytes = there.untyped_storage().nbytes()
-        self.there: Tensor | None = there
-        self.version = there._version
+        self._buffer: HostBuffer | None = None
+        self.num_bytes = here.untyped_storage().nbytes()
+        self.here: Tensor | None = here
+        self.version = here._version
         self.is_overwritten = False
 
     @property
+    def is_copied(self) -> bool:
+        return self._buffer is not None
+
+    @property
     def host(self) -> Tensor:
+        """Where it lies there, from the first time that this is asked for."""
+        if self._buffer is None:
+            self._buffer = self._buffers.lend(self.num_bytes)
         return self._buffer.row[: self.num_bytes]
 
     def let_go(self) -> None:
-        if self.there is not None:
-            self.is_overwritten |= self.there._version != self.version
-            self.there = None
+        if self.here is not None and self.is_copied:
+            self.is_overwritten |= self.here._version != self.version
+            self.here = None
 
     def __del__(self) -> None:
-        self._buffers.bring_back(self._buffer)
+        if self._buffer is not None:
+            self._buffers.bring_back(self._buffer)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -81,13 +89,13 @@ class _Stretch:
         return [memory for memory in [ref() for ref in self.memories] if memory is not None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class _Flight:
     """Copies that are queued up to `mark`, and the device memory that they read or write."""
 
     stretch: _Stretch
-    tensors: list[Tensor] = field(default_factory=list)
-    mark: Mark = None
+    tensors: list[Tensor]
+    mark: Mark
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,16 +143,18 @@ class HostActivations:
         self.buffers = HostBuffers(device.type == "cuda", lambda: host_waits_for(self._lane.mark_for_host()))
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._open: list[_Open] = []
-        # Of the forward under way: its storages that were copied, and what may go with the unit that begins next.
+        # Of the forward under way: the storages that go, and what may go with the unit that begins next.
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
         self._undecided: list[weakref.ref[_Saved]] = []
         self._num_stretches = 0
         self._stretches: weakref.WeakValueDictionary[int, _Stretch] = weakref.WeakValueDictionary()
-        self._running: _Flight | None = None
-        self._leaving: deque[_Flight] = deque()
+        # The stretch that runs, and the last one that is over.
+        self._running: _Stretch | None = None
+        self._last: _Stretch | None = None
+        self._leaving: list[_Flight] = []
         self._arriving: list[_Flight] = []
-        # Stretches of which something may be on the device, and the one that the backward has come to.
-        self._there: list[_Stretch] = []
+        # Stretches that are copied and may be on the device as well, and the one that the backward has come to.
+        self._here: list[_Stretch] = []
         self._reached: _Stretch | None = None
 
     # What the engine reports.
@@ -162,7 +172,7 @@ class HostActivations:
         if index in self._hosted and _top_pack() != self._pack:
             for saved in [ref() for ref in undecided]:
                 if saved is not None:
-                    self._send(saved)
+                    self._take(saved)
 
     def after(self, index: int) -> None:
         """It ended, or failed, perhaps before `before` was called."""
@@ -182,12 +192,15 @@ class HostActivations:
 
     def join(self) -> None:
         """Let the computation wait for everything under way."""
-        self._finish_leaving(0)
-        self._finish_arriving()
+        for flight in (*self._leaving, *self._arriving):
+            self._lane.compute_waits_for(flight.mark)
+        self._here += [flight.stretch for flight in self._leaving]
+        self._leaving.clear()
+        self._arriving.clear()
 
     def _begin_forward(self) -> None:
         self.join()
-        self._let_go_of_all_but()
+        self._let_go_of_all_but(self._last)
         self._reached = None
         # Inside somebody's own hooks, such as a checkpoint around the whole model, theirs decide.
         if _top_pack() is None:
@@ -195,9 +208,7 @@ class HostActivations:
 
     def _pass_boundary(self) -> list[weakref.ref[_Saved]]:
         if self._running is not None:
-            self._running.mark = self._lane.mark()
-            self._leaving.append(self._running)
-            self._running = None
+            self._last, self._running = self._running, None
         undecided, self._undecided = self._undecided, []
         return undecided
 
@@ -209,7 +220,7 @@ class HostActivations:
         saved = _Saved(self._units[self._open[-1].index].name, held, tensor._version)
         if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
             if self._open[-1].index in self._hosted:
-                self._send(saved)
+                self._take(saved)
             else:
                 self._undecided.append(weakref.ref(saved))
         return saved
@@ -230,42 +241,46 @@ class HostActivations:
             return False
         return all(address not in unit.weights for unit in self._open)
 
-    def _send(self, saved: _Saved) -> None:
-        """Start its copy to the host, unless that of another part of the same storage is on its way."""
+    def _take(self, saved: _Saved) -> None:
+        """Let it go with the stretch that runs, with other parts of the same storage."""
         tensor = saved.found
         assert isinstance(tensor, Tensor)
         if tensor._version != saved.version:
             return  # overwritten since, as its backward will say
         if self._running is None:
-            self._finish_leaving(NUM_THERE - 1)
-            self._let_go_of_all_but(*(flight.stretch for flight in self._leaving))
-            self._num_stretches += 1
-            stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
-            self._stretches[stretch.serial] = stretch
-            self._running = _Flight(stretch)
-        stretch = self._running.stretch
-        storage = tensor.untyped_storage()
-        key = (StorageWeakRef(storage), saved.version)
+            self._running = self._begin_stretch()
+        key = (StorageWeakRef(tensor.untyped_storage()), saved.version)
         ref = self._known.get(key)
         memory = None if ref is None else ref()
         if memory is None:
-            memory = _Memory(self.buffers, self.buffers.lend(storage.nbytes()), tensor)
+            memory = _Memory(self.buffers, tensor)
             self._known[key] = weakref.ref(memory)
-            with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
-                memory.host.copy_(_bytes_in(tensor), non_blocking=True)
-            self._host.moves.add("to_host", memory.num_bytes)
-        memory.there = memory.there if memory.there is not None else tensor
-        stretch.memories[weakref.ref(memory)] = None
-        self._running.tensors.append(tensor)
+        elif memory.here is None:
+            memory.here = tensor
+        self._running.memories[weakref.ref(memory)] = None
         offset = int(tensor.storage_offset())
-        saved.found = _Part(memory, stretch, tensor.dtype, offset, tensor.shape, tensor.stride())
+        saved.found = _Part(memory, self._running, tensor.dtype, offset, tensor.shape, tensor.stride())
 
-    def _finish_leaving(self, num_left: int) -> None:
-        """Let the computation wait for the copies of all stretches but the newest."""
-        while len(self._leaving) > num_left:
-            flight = self._leaving.popleft()
-            self._lane.compute_waits_for(flight.mark)
-            self._there.append(flight.stretch)
+    def _begin_stretch(self) -> _Stretch:
+        """The one before the last is away by now, and the last one leaves."""
+        self.join()
+        self._let_go_of_all_but(self._last)
+        if self._last is not None and self._last.live():
+            self._start_sending(self._last)
+        self._num_stretches += 1
+        stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
+        self._stretches[stretch.serial] = stretch
+        return stretch
+
+    def _start_sending(self, stretch: _Stretch) -> None:
+        tensors = []
+        with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
+            for memory in stretch.live():
+                if memory.here is not None and not memory.is_copied:
+                    memory.host.copy_(_bytes_in(memory.here), non_blocking=True)
+                    tensors.append(memory.here)
+                    self._host.moves.add("to_host", memory.num_bytes)
+        self._leaving.append(_Flight(stretch, tensors, self._lane.mark()))
 
     # Backward: to the device.
 
@@ -282,60 +297,56 @@ class HostActivations:
         memory, stretch = found.memory, found.stretch
         if stretch is not self._reached:
             self._reach(stretch)
-        if memory.there is None:
-            self._start_fetch(stretch)
-            self._finish_arriving()
-        assert memory.there is not None
-        is_overwritten = memory.is_overwritten or memory.there._version != memory.version
+        if memory.here is None:
+            self._start_fetching(stretch)
+            self.join()
+        assert memory.here is not None
+        is_overwritten = memory.is_overwritten or memory.here._version != memory.version
         _refuse_overwritten(is_overwritten, saved.unit, found.shape)
         view = torch.empty(0, dtype=found.dtype, device=self._device)
-        return view.set_(memory.there.untyped_storage(), found.offset, found.shape, found.stride)
+        return view.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
 
     def _reach(self, stretch: _Stretch) -> None:
         """The backward has come to a stretch: let go of those it has left, fetch the one before ahead of it."""
         self._reached = stretch
         self.join()
         ahead = self._last_before(stretch)
-        self._let_go_of_all_but(stretch, *ahead)
-        self._there = [stretch, *ahead]
-        self._start_fetch(stretch)
-        self._finish_arriving()
-        for other in ahead:
-            self._start_fetch(other)
+        self._let_go_of_all_but(stretch, ahead)
+        self._here.append(stretch)
+        self._start_fetching(stretch)
+        self.join()
+        if ahead is not None:
+            self._here.append(ahead)
+            self._start_fetching(ahead)
 
-    def _last_before(self, stretch: _Stretch) -> list[_Stretch]:
-        """The one before it that has something left, if any."""
+    def _last_before(self, stretch: _Stretch) -> _Stretch | None:
+        """The one before it that has something left."""
         for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
             found = self._stretches.get(serial)
             if found is not None and found.live():
-                return [found]
-        return []
+                return found
+        return None
 
-    def _let_go_of_all_but(self, *stretches: _Stretch) -> None:
-        kept = {memory for stretch in stretches for memory in stretch.live()}
-        for stretch in self._there:
+    def _let_go_of_all_but(self, *stretches: _Stretch | None) -> None:
+        kept = {memory for stretch in stretches if stretch is not None for memory in stretch.live()}
+        for stretch in self._here:
             for memory in stretch.live():
                 if memory not in kept:
                     memory.let_go()
-        self._there.clear()
+        self._here.clear()
 
-    def _start_fetch(self, stretch: _Stretch) -> None:
-        away = [memory for memory in stretch.live() if memory.there is None]
+    def _start_fetching(self, stretch: _Stretch) -> None:
+        away = [memory for memory in stretch.live() if memory.here is None]
         if not away:
             return
         # Allocated among the computation's own memory, which may still be in use by what was queued before.
-        there = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
+        here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
         with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
-            for memory, tensor in zip(away, there, strict=True):
+            for memory, tensor in zip(away, here, strict=True):
                 tensor.copy_(memory.host, non_blocking=True)
-                memory.there, memory.version = tensor, tensor._version
+                memory.here, memory.version = tensor, tensor._version
                 self._host.moves.add("to_device", memory.num_bytes)
-        self._arriving.append(_Flight(stretch, there, self._lane.mark()))
-
-    def _finish_arriving(self) -> None:
-        for flight in self._arriving:
-            self._lane.compute_waits_for(flight.mark)
-        self._arriving.clear()
+        self._arriving.append(_Flight(stretch, here, self._lane.mark()))
 
 
 def _top_pack() -> Any:
