@@ -358,7 +358,7 @@ class Engine:
         self._pass_over_in_backward(self._position_of.get(index, len(self._leaves)))
         for other in self.schedule.before_backward[index]:
             self._start_gather(other, needed_now=other == index)
-        self._read_ahead(self._after(index, -1))
+        self._read_ahead(other for other in self._after(index, -1) if self.schedule.units[other].backward_reads)
         self._start_ready_reductions()
         if plan.backward_reads:
             if index in self._gathers:
