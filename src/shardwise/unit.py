@@ -151,7 +151,7 @@ class FlatState:
         # On the device, or on the host if that is where they rest; then `final` is there, too.
         self.grads: Tensor | None = None
         self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
-        # Of a final gradient that the host reads: the sum of its squares, and what it was clipped by since.
+        # Of a final gradient on its way to the host: the sum of its squares, and what it was clipped by since.
         self.square: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
@@ -398,6 +398,12 @@ class FlatState:
             return self.away.grads
         return self.final
 
+    def apply_clip(self) -> None:
+        """Let a gradient that has arrived on the host, and that nobody reads now, be what it was clipped to."""
+        if self.clipped_by is not None:
+            self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
+            self.square = self.clipped_by = None
+
     def give_back_grads(self) -> None:
         """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""
         if self.grads is not None and not self.flat.grads_on_host:
@@ -410,6 +416,7 @@ class FlatState:
         contents mean nothing.
         """
         if self.grad_state == "final":
+            self.apply_clip()
             self._make_local(scale)
         self.fetch_grads()
         self.square = self.clipped_by = None

@@ -16,7 +16,7 @@ The engine never asks which preset runs: the schedule, the flats' depths and `Oc
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -112,6 +112,8 @@ class Engine:
         self._gather_channels = channels_of(mesh, "gather")
         self._reduce_channels = channels_of(mesh, "reduce")
         self._gathers: dict[int, GatherInFlight] = {}
+        # Units to gather before any other: put off while the host updates them.
+        self._owed: deque[int] = deque()
         self.host = host
         self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
         self.host_lane = HostLane()
@@ -158,7 +160,7 @@ class Engine:
 
     # Phases 1 and 3: gather.
 
-    def make_ready(self, index: int, ahead: Iterable[int] = ()) -> None:
+    def make_ready(self, index: int, ahead: Sequence[int] = ()) -> None:
         """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
         self._start_gather(index, needed_now=True)
         self._gather_ahead(ahead)
@@ -166,11 +168,12 @@ class Engine:
             self._finish_gather(index)
         self.units[index].show_compute()
 
-    def _gather_ahead(self, ahead: Iterable[int]) -> None:
-        """As far as the host is through with its updates: whether it is, is no reason to wait for it now, and none to
-        change the order of collectives."""
-        for other in ahead:
+    def _gather_ahead(self, ahead: Sequence[int]) -> None:
+        """As far as the host is through with its updates: whether it is, is no reason to wait for it now. On another
+        rank it may be, so what is put off comes before every other gather, and before anybody waits for all of them."""
+        for position, other in enumerate(ahead):
             if not self._is_updated(other):
+                self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
                 return
             self._start_gather(other, needed_now=False)
 
@@ -196,9 +199,21 @@ class Engine:
                 return
 
     def _start_gather(self, index: int, needed_now: bool) -> None:
-        occupancy = self._occupancy
-        if occupancy.is_ready(index):
+        if self._occupancy.is_ready(index):
             return
+        self._start_owed(before=index)
+        self._start_in_turn(index, needed_now)
+
+    def _start_owed(self, before: int | None = None) -> None:
+        while self._owed:
+            index = self._owed.popleft()
+            if index == before:
+                return
+            if not self._occupancy.is_ready(index):
+                self._start_in_turn(index, needed_now=False)
+
+    def _start_in_turn(self, index: int, needed_now: bool) -> None:
+        occupancy = self._occupancy
         self._await_updates(index)
         slot = self.schedule.slot_of[index]
         holder = None if slot is None else occupancy.holder.get(slot)
@@ -535,10 +550,10 @@ class Engine:
             name = f"host update {state.unit_name}"
             self.jobs[state] = self.host_lane.give(Job(urgency[state], name, run, update.ask, is_ready))
 
-    def await_host(self) -> None:
-        """Let the caller wait for all gradients that go to the host."""
-        for mark in self.reductions.arrived.values():
-            host_waits_for(mark)
+    def await_host_of(self, state: FlatState) -> None:
+        """Until the gradient of a flat is on the host, and no update reads it."""
+        self.await_update_of(state)
+        host_waits_for(self.reductions.arrived.get(state))
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
@@ -549,8 +564,7 @@ class Engine:
             is_zero = not set_to_none and state.grad_state != "empty"
             state.square = state.clipped_by = None
             if is_zero and state.grads is not None:
-                self.await_update_of(state)
-                host_waits_for(self.reductions.arrived.get(state))
+                self.await_host_of(state)
                 state.fetch_grads()
                 state.grads.zero_()
                 state.final_at_hand.zero_()
@@ -616,6 +630,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for every gather under way."""
+        self._start_owed()
         for index in list(self._gathers):
             self._finish_gather(index)
 

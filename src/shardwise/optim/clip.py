@@ -1,7 +1,8 @@
 """The norm of all gradients, from whatever each rank holds of them.
 
 Squares are summed in fp64, so that the result does not depend on how the gradients are split: every layout and
-every rank gets the same fp32 number. Of gradients that have left the device the sum was taken on their way.
+every rank gets the same fp32 number. Of gradients that have left the device the sum was taken on their way, unless they
+were changed on the host.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,8 @@ def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.d
             continue
         # Axes behind the optimizer's depth hold equal copies, which must be counted once.
         axes = flat.layout.chain[: flat.depth_of_master]
-        square = sum_of_squares(state.final.split(NORM_ELEMS)) if state.square is None else state.square
+        square = sum_of_squares(state.final_at_hand.split(NORM_ELEMS)) if state.square is None else state.square
+        square = square.to(device)
         sums[axes] = sums[axes] + square if axes in sums else square
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes in sorted(sums):

@@ -196,7 +196,7 @@ class HostUpdates:
                     continue
                 shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
-                param.grad = grad[cut].to(param.dtype).mul(factor).view(shape)
+                param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
                 shadow.state[param] = deepcopy(before[each.index])
                 shadow.state[param] |= {key: rows[key][cut].view(shape) for key in known[each.index]}
                 groups.append({**each.group, "params": [param]})

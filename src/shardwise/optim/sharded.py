@@ -31,8 +31,8 @@ class Stepper(Protocol):
     def begin_step(self) -> None: ...
     def finish_gradients(self) -> None: ...
     def await_gradients(self) -> None: ...
-    def await_host(self) -> None: ...
     def await_update_of(self, state: FlatState) -> None: ...
+    def await_host_of(self, state: FlatState) -> None: ...
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
     def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
     def forget_gradients(self, set_to_none: bool) -> None: ...
@@ -127,20 +127,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "is known; clip without early_update"
             )
         self._stepper.finish_gradients()
+        final = [state for state in self._stepper.trainable_states if state.grad_state == "final"]
+        for state in final:
+            if state.clipped_by is not None:
+                self._stepper.await_host_of(state)
+                state.apply_clip()
         norm = self._norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        final = [state for state in self._stepper.trainable_states if state.grad_state == "final"]
         on_device = [state.final for state in final if not state.flat.host_updates]
         if on_device:
             torch._foreach_mul_(on_device, factor)
-        clipped: dict[Tensor | None, Tensor] = {None: factor}
         for state in final:
-            if state.square is not None:
+            if state.flat.host_updates:
                 # What has left the device is multiplied where it is read.
-                before = state.clipped_by
-                clipped.setdefault(before, factor if before is None else before * factor)
-                state.clipped_by = clipped[before]
-                state.square = state.square * factor.double().square()
+                state.clipped_by = factor
         return norm
 
     @overload
@@ -246,8 +246,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
                 "on the host"
             )
-        if any(state.flat.host_updates for state in states):
-            self._stepper.await_host()
+        for state in states:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
 
     @staticmethod
     def _publish(states: list[FlatState]) -> None:
@@ -330,9 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
-            if state.clipped_by is not None:
-                state.final_at_hand.mul_(state.clipped_by.to(state.final_at_hand.device))
-                state.clipped_by = None
+            state.apply_clip()
             grads = state.final_gradients() if state.grad_state == "final" else {}
             for index in state.held:
                 state.resting_params[index].grad = grads[index] if grads and state.used[index] else None
