@@ -154,6 +154,35 @@ def test_saves_in_the_background_are_told() -> None:
     assert shown.endswith("every 10 steps, 20.1 MB, in the background from a copy of 10.1 MB a rank on the host")
 
 
+def test_what_rests_on_host_and_disk_is_told() -> None:
+    there = replace(
+        START, planned_host=96_000_000_000, free_host_bytes=230_000_000_000, is_pinned=True, num_cores=8,
+        planned_disk=48_000_000_000, disk_folder="/nvme/state", strategy_asked="zero3 with params=host,optimizer=host",
+    )  # fmt: skip
+    lines = banner(there).splitlines()
+    assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, cpu, fp32" in lines
+    assert "  host        96.0 GB a rank, pinned, of 230 GB free; updates by 8 cores a rank" in lines
+    assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
+    pageable = " ".join(banner(replace(there, is_pinned=False, updates_early=True)).split())
+    assert "96.0 GB a rank, not pinned, of 230 GB free; updates by 8 cores a rank inside the backward, so" in pageable
+    activations = replace(START, planned_host=5_000_000, free_host_bytes=10_000_000)
+    assert "  host        5.00 MB a rank, of 10.0 MB free" in banner(activations).splitlines()
+    assert "host" not in banner(START)
+
+
+def test_why_a_save_is_not_in_the_background_is_told() -> None:
+    shown = " ".join(banner(replace(START, save_steps=10, why_not_async="it rests on disk")).split())
+    assert shown.endswith("checkpoint every 10 steps, not in the background: it rests on disk")
+
+
+def test_the_summary_has_host_and_disk() -> None:
+    there = replace(END, planned_host=96_000_000, seen_host=95_000_000, planned_disk=48_000_000, seen_disk=48_000_000)
+    rows = [line.split() for line in summary(there).splitlines()]
+    assert next(row for row in rows if row[:1] == ["memory"])[-2:] == ["host", "disk"]
+    assert next(row for row in rows if row[:1] == ["planned"])[-4:] == ["96.0", "MB", "48.0", "MB"]
+    assert next(row for row in rows if row[:1] == ["seen"])[-4:] == ["95.0", "MB", "48.0", "MB"]
+
+
 def test_summary() -> None:
     assert (
         summary(END)

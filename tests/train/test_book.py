@@ -38,6 +38,15 @@ def test_a_row_is_the_mean_over_the_targets_of_its_steps() -> None:
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 7.0 / 1e6)
 
 
+def test_a_norm_that_nobody_took_is_left_out() -> None:
+    written: list[Row] = []
+    kept = book(written, logging_steps=1)
+    kept.note(StepResult(1, 4.0, 2, None, 0.5))
+    assert "grad_norm" not in written[0]
+    kept.note(StepResult(2, math.nan, 2, None, 0.5))
+    assert kept.complaint == "step 2: the loss is nan"
+
+
 def test_the_last_step_has_a_row_whatever_the_interval() -> None:
     written: list[Row] = []
     kept = book(written, logging_steps=8)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,14 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_flat_keys() -> None:
     on_cpu = Memory(
         params=1, grads=2, optimizer=3, buffers=4, activations=None, peak_grads=2, peak_buffers=7,
-        peak_activations=None, now=5, peak=6, reserved=None, planned=StateBytes(1, 2, 3), planned_buffers=4,
+        peak_activations=None, now=5, peak=6, reserved=None, host=0, disk=0, planned=StateBytes(1, 2, 3),
+        planned_buffers=4, planned_host=0, planned_disk=0,
     )  # fmt: skip
     assert memory_row(on_cpu) == {
         "memory_params": 1, "memory_grads": 2, "memory_optimizer": 3, "memory_buffers": 4, "memory_peak_grads": 2,
         "memory_peak_buffers": 7, "memory_now": 5, "memory_peak": 6, "memory_planned": 6,
+    }  # fmt: skip
+    off_device = {"host": 8, "disk": 10, "planned_host": 9, "planned_disk": 11}
+    assert memory_row(replace(on_cpu, **off_device)) == {
+        **memory_row(on_cpu), **{f"memory_{name}": value for name, value in off_device.items()}
     }  # fmt: skip

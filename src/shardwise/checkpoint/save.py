@@ -24,7 +24,7 @@ from torch import nn
 from ..engine.agree import Facts, require_agreement
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
-from ..errors import CheckpointError, SaveError
+from ..errors import CheckpointError, SaveError, StateError
 from ..optim.sharded import ShardedOptimizer
 from ..version import VERSION
 from ..wire.collectives import Channel, collect, exchange
@@ -68,10 +68,17 @@ def start_save(
     """As `save`, but training goes on while a thread writes: it returns when everything is copied to the host.
 
     The copies stay for the next time. The next save, of either kind and of any model, waits for this one. If it fails,
-    the next `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned.
+    the next `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned. State that
+    rests on disk has no room on the host, and is refused.
     """
-    content = _content("start_save", path, model, optimizer, extra, whole)
     engine = engine_of(model)
+    on_disk = next((unit for unit in engine.schedule.units if unit.layout.uses_disk), None)
+    if on_disk is not None:
+        raise StateError(
+            f"sw.start_save of unit {on_disk.name!r}, which rests on disk ({on_disk.layout.name}): a save in the "
+            "background copies everything to the host first; use sw.save, which reads it as it is written"
+        )
+    content = _content("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
     copied = together(world, lambda: host_copy_of(engine).take(content.share), SaveError)
     channel = patient_hosts()

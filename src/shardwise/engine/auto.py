@@ -85,8 +85,8 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
     """The fastest that fits and that the engine can run; the layouts are those of the plan's `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
-            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it: "
-            "give disk_path=, a folder on a local disk"
+            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it:"
+            " give disk_path=, a folder on a local disk"
         )
     if asked.disk_path is not None and not asked.disk_path.is_dir():
         raise PlaceError(

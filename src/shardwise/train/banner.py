@@ -49,10 +49,18 @@ class Start:
     peak_is: str = ""  # its instant, in words
     plan_note: str = ""  # why it is not known
     free_bytes: int | None = None  # of a rank, before the run
+    planned_host: int = 0  # of a rank; 0: nothing rests there
+    planned_disk: int = 0
+    free_host_bytes: int = 0
+    is_pinned: bool | None = None  # None: the device is the host
+    num_cores: int = 0  # that update for this rank; 0: the device does
+    updates_early: bool = False
+    disk_folder: str = ""
     checkpoint_bytes: int | None = None  # of one checkpoint, all ranks together
     expected_save_s: float | None = None
     save_steps: int = 0  # 0: at the end only
     async_save: bool = False
+    why_not_async: str = ""  # although it was asked for
     first_step: int = 0
     resumed_from: str = ""
 
@@ -78,6 +86,10 @@ class End:
     seen_buffers: int
     planned_activations: int | None = None
     planned_peak: int | None = None
+    planned_host: int = 0  # 0: nothing rests there
+    seen_host: int = 0
+    planned_disk: int = 0
+    seen_disk: int = 0
     seen_activations: int | None = None  # None: not known on this device
     peak_bytes: int | None = None  # of a rank, everything included
     checkpoint: str = ""
@@ -113,6 +125,8 @@ def banner(facts: Start) -> str:
         f"{plural(facts.num_samples, 'sample')} of {facts.seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {facts.optimizer}",
         "memory": _planned(facts),
+        "host": _on_host(facts),
+        "disk": _on_disk(facts),
         "checkpoint": _saving(facts),
         "resumes": together(facts.resumed_from),
     }
@@ -162,6 +176,23 @@ def _planned(facts: Start) -> str:
     return f"planned peak {size(peak)} a rank{free}: {shown}, {activations} at {facts.peak_is}{note}"
 
 
+def _on_host(facts: Start) -> str:
+    words = []
+    if facts.planned_host:
+        pinned = {True: ", pinned", False: ", not pinned", None: ""}[facts.is_pinned]
+        words.append(f"{size(facts.planned_host)} a rank{pinned}, of {size(facts.free_host_bytes)} free")
+    if facts.num_cores:
+        when = " inside the backward, so that no norm of gradients is known" if facts.updates_early else ""
+        words.append(f"updates by {plural(facts.num_cores, 'core')} a rank{when}")
+    return "; ".join(words)
+
+
+def _on_disk(facts: Start) -> str:
+    if not facts.planned_disk:
+        return ""
+    return f"{size(facts.planned_disk)} a rank in {together(facts.disk_folder)}, gone when the run ends"
+
+
 def together(text: str) -> str:
     """On one line, however long: paths are copied from there."""
     return text.replace(" ", "\xa0")
@@ -177,6 +208,8 @@ def _saving(facts: Start) -> str:
             "" if facts.checkpoint_bytes is None else f" of {size(facts.checkpoint_bytes / facts.world_size)} a rank"
         )
         beside = f", in the background from a copy{copied} on the host"
+    if facts.why_not_async:
+        beside = f", not in the background: {facts.why_not_async}"
     return when + large + time_s + beside
 
 
@@ -198,6 +231,8 @@ def _memory_table(facts: End) -> list[str]:
         "activations": (facts.planned_activations, facts.seen_activations),
         "peak": (facts.planned_peak, None if is_process else facts.peak_bytes),
         "process": (None, facts.peak_bytes if is_process else None),
+        "host": (facts.planned_host or None, facts.seen_host or None),
+        "disk": (facts.planned_disk or None, facts.seen_disk or None),
     }
     shown = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     rows = [

@@ -27,6 +27,7 @@ from .models.sample import sample
 from .planned import RunPlan, write_traffic
 from .progress import Progress
 from .rounds import Rounds
+from .saves import Saves
 from .settings import Settings
 
 DEFAULT_PROMPT = "The "
@@ -52,6 +53,8 @@ class Run:
     free_bytes: int
     progress: Progress
     planned: RunPlan
+    saves: Saves
+    free_host_bytes: int
     book: Book = field(init=False)
     rounds: Rounds = field(init=False)
     between: Between = field(init=False)
@@ -107,7 +110,7 @@ class Run:
         self.doing = "the save"
         path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.job.model, self.job.optimizer
         began = time.perf_counter()
-        if self.settings.async_save:
+        if self.saves.in_background:
             self.saving = start_save(path, model, optimizer, extra=self.extra(step))
             self.saved_step = step
         else:
@@ -130,7 +133,7 @@ class Run:
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
         if self.num_steady == STEADY and self.is_first:
-            write_traffic(self.folder, self.job.model, self.job.batching.num_micro)
+            write_traffic(self.folder, self.job.model, self.planned)
 
     def finish_saving(self) -> None:
         """Wait for the save in the background, if there is one."""

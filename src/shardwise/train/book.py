@@ -25,7 +25,7 @@ class StepResult:
     step: int
     loss_sum: float
     num_targets: int
-    grad_norm: float
+    grad_norm: float | None  # None: nobody has taken it
     learning_rate: float
 
     @property
@@ -86,7 +86,7 @@ class Book:
             "step": result.step,
             "time": time.time(),
             "loss": self.last_loss,
-            "grad_norm": result.grad_norm,
+            **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
             "learning_rate": result.learning_rate,
             "tokens": self.num_tokens_after(result.step),
         }

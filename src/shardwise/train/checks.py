@@ -11,7 +11,6 @@ import torch
 
 from ..checkpoint.opened import open_checkpoint
 from ..errors import CheckpointError, ConfigurationError
-from ..layout import AUTO, layout_of
 from ..mesh import require_nodes
 from .batching import Batching, batching_of
 from .data.prepare import prepare
@@ -24,6 +23,7 @@ from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
 from .models.forms import names_of
 from .models.restore import is_model
+from .offload import check_strategy, offload_of
 from .optimizers import check_optimizer
 from .settings import Settings
 
@@ -109,10 +109,10 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Everything about a run of so many ranks that its settings and its files tell."""
-    rows = settings.strategy.values() if isinstance(settings.strategy, dict) else [settings.strategy]
-    for row in rows:
-        if isinstance(settings.strategy, dict) or row.lower() != AUTO:
-            layout_of(row)
+    check_strategy(settings.strategy, settings.offload)
+    folder = offload_of(settings.offload).folder
+    if folder is not None and not folder.is_dir():
+        raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
     if settings.node_size is not None:
         require_nodes(num_ranks, settings.node_size)
     check_reporters(settings.report_to)

@@ -18,17 +18,18 @@ class Divergence:
     lowest: float = math.inf
     num_skipped: int = 0
 
-    def complaint(self, step: int, loss: float, norm: float, may_overflow: bool) -> str:
+    def complaint(self, step: int, loss: float, norm: float | None, may_overflow: bool) -> str:
         """What is wrong after this step, in a sentence; nothing if all is well.
 
         With loss scaling (`may_overflow`) a norm that is not finite is a step that was left out; many in a row are not.
         """
         if not self.ratio:
             return ""
-        self.num_skipped = 0 if math.isfinite(norm) else self.num_skipped + 1
+        self.num_skipped = 0 if norm is None or math.isfinite(norm) else self.num_skipped + 1
         most_skipped = MOST_SKIPPED if may_overflow else 0
         if not math.isfinite(loss) or self.num_skipped > most_skipped:
-            return f"step {step}: the loss is {loss:g} and the gradient's norm {norm:g}"
+            of_norm = "" if norm is None else f" and the gradient's norm {norm:g}"
+            return f"step {step}: the loss is {loss:g}{of_norm}"
         self.losses.append(loss)
         mean = sum(self.losses) / len(self.losses)
         if len(self.losses) < WINDOW:

@@ -1,12 +1,14 @@
 """What would help a run that does not fit: every change is planned, and told with what it saves and what it costs.
 
-Those that fit come first, the least costly of them before the others; then those that save most.
+Those that fit come first, the least costly of them before the others; then those that save most. What moves to the host
+has to fit there, too.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..plan.assess import Assessment, Machine
+from ..layout import MOVABLE, Layout
+from ..plan.assess import Assessment, Assessor, Machine
 from ..plan.plan import plan_for
 from ..plan.remedies import (
     can_reduce_in_bf16,
@@ -58,7 +60,7 @@ def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
     found = []
     for words, changed in _changes(planned):
         saved = entry.needed_bytes - changed.needed_bytes
-        if saved > LEAST_SHARE * entry.needed_bytes:
+        if saved > LEAST_SHARE * entry.needed_bytes and not _lacks_host(changed):
             # Without activations neither time nor what is needed is known.
             times = None if planned.note else entry.tokens_per_s / changed.tokens_per_s
             found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
@@ -86,9 +88,37 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
             yield flags_for(entry.training, training, FLAGS), assess(entry.name, entry.layouts, training)
         except Exception:  # noqa: BLE001  the model's own code runs there, or it has no blocks to checkpoint
             continue
-    if assess.machine.cluster.world_size > 1 and (other := _other_strategy(planned)) is not None:
+    yield from _offloads(entry, assess)
+    if (other := _other_strategy(planned)) is not None:
         is_preset = len(set(other.layouts)) == 1
-        yield f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}", other
+        words = f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}"
+        yield words if entry.is_on_device else f"{words} --offload none", other
+
+
+def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assessment]]:
+    """The same strategy with more and more on the host. A part of the optimizer is for the planner to find."""
+    layout = entry.layouts[0]
+    if len(set(entry.layouts)) > 1 or layout.uses_disk:
+        return
+    more = [replace(layout, grads_on="host", optimizer_on="host", kept=0.0)]
+    if layout.gathered_until != "always":
+        more.append(replace(more[0], params_on="host"))
+    more += [replace(other, activations_on="host") for other in (layout, more[-1])]
+    for moved in dict.fromkeys(more):
+        if moved != layout:
+            instead = "" if entry.is_on_device else " in place of what is moved now"
+            found = assess(moved.name, [moved] * len(entry.layouts), entry.training)
+            yield f"--offload {_moves(moved)}{instead}", found
+
+
+def _moves(layout: Layout) -> str:
+    part = {"optimizer": f":{round(1 - layout.kept, 4):g}"} if layout.kept else {}
+    places = {what: getattr(layout, f"{what}_on") for what in MOVABLE}
+    return ",".join(f"{what}={place}{part.get(what, '')}" for what, place in places.items() if place != "device")
+
+
+def _lacks_host(entry: Assessment) -> bool:
+    return bool(entry.machine.lacks(0, entry.host_bytes, entry.disk_bytes))
 
 
 def _other_trainings(training: Training) -> Iterator[Training]:

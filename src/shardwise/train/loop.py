@@ -39,6 +39,8 @@ class Job:
     rank: int
     device: torch.device
     num_steps: int
+    # Units are updated inside the backward, so that nobody knows the norm of all gradients before.
+    updates_early: bool = False
     # Where this start of the run began: so many steps, and so many samples of the endless order.
     first_step: int = 0
     first_sample: int = 0
@@ -124,7 +126,7 @@ def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A step whose numbers are on their way: this rank's sum of losses, and the norm."""
+    """A step whose numbers are on their way: this rank's sum of losses, and the norm if it was taken."""
 
     step: int
     num_targets: int
@@ -135,7 +137,8 @@ class _Queued:
         return self.numbers.read()[0]
 
     def result(self, loss_sum_of_all: float) -> StepResult:
-        norm = self.numbers.read()[1]
+        _, *norms = self.numbers.read()
+        norm = norms[0] if norms else None
         return StepResult(self.step + 1, loss_sum_of_all, self.num_targets, norm, self.learning_rate)
 
 
@@ -164,10 +167,12 @@ def take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int)
             loss = loss_sum(job.model, batch.to(job.device))
             (loss * scale).backward()
         total += loss.detach()
-    norm: Tensor = job.optimizer.clip_grad_norm(job.settings.max_grad_norm or float("inf"))
+    numbers: list[Tensor] = [total]
+    if not job.updates_early:
+        numbers.append(job.optimizer.clip_grad_norm(job.settings.max_grad_norm or float("inf")))
     job.optimizer.step()
     job.optimizer.zero_grad()
-    return _Queued(step, num_targets, rate, Later(torch.stack((total, norm))))
+    return _Queued(step, num_targets, rate, Later(torch.stack(numbers)))
 
 
 def num_targets(batches: list[Batch]) -> int:

@@ -30,7 +30,7 @@ def check_reporters(report_to: Sequence[str]) -> None:
 
 
 def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
-    """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak.
+    """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak, memory_host, memory_disk.
 
     `memory_planned` is the planned peak, or that of the state alone where none is known. On a CPU, `memory_now` and
     `memory_peak` are of the whole process.
@@ -44,6 +44,9 @@ def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int
         "reserved": memory.reserved,
         "planned": memory.planned.total if planned_peak is None else planned_peak,
     }
+    # Where nothing rests there, nothing is said of it.
+    others |= {"host": memory.host, "planned_host": memory.planned_host} if memory.planned_host or memory.host else {}
+    others |= {"disk": memory.disk, "planned_disk": memory.planned_disk} if memory.planned_disk else {}
     known = {name: num_bytes for name, num_bytes in others.items() if num_bytes is not None}
     return {f"memory_{name}": num_bytes for name, num_bytes in (memory.by_class() | known).items()}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..layout import AUTO, MOST_SPLIT, Layout, layout_of
+from .settings import Settings
 
 Named = str | dict[str, str]
 A_PART = re.compile(r"[\d.]+(e-?\d+)?")
@@ -74,11 +75,10 @@ def is_auto(strategy: Named) -> bool:
 def check_strategy(strategy: Named, words: Sequence[str]) -> None:
     """Refuse what cannot be, whatever the model and the ranks are."""
     offload = offload_of(words)
-    asked = offload.applied_to(strategy)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
-    names = list(asked.values()) if isinstance(asked, dict) else [asked]
-    layouts = {name: _layout(name, is_auto(asked)) for name in names}
+    asked = offload.applied_to(strategy)
+    layouts = _layouts(asked)
     on_disk = [name for name, layout in layouts.items() if layout.uses_disk]
     if on_disk and offload.folder is None:
         raise ConfigurationError(
@@ -90,6 +90,20 @@ def check_strategy(strategy: Named, words: Sequence[str]) -> None:
             f"offload names the folder {str(offload.folder)!r}, but strategy {next(iter(layouts))!r} puts nothing on "
             "disk: say what goes there, as in params=disk, or leave it out (--offload none)"
         )
+
+
+def updates_early(settings: Settings) -> bool:
+    """Whether units are updated inside the backward: where the host or a disk is what updates wait for, and nothing has
+    to be known of all gradients before. What `auto` will choose by itself is not known here."""
+    if settings.max_grad_norm or settings.precision == "fp16":
+        return False
+    layouts = _layouts(offload_of(settings.offload).applied_to(settings.strategy))
+    return any(layout.optimizer_on != "device" for layout in layouts.values())
+
+
+def _layouts(asked: Named) -> dict[str, Layout]:
+    names = list(asked.values()) if isinstance(asked, dict) else [asked]
+    return {name: _layout(name, is_auto(asked)) for name in names}
 
 
 def _layout(name: str, is_open: bool) -> Layout:

@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
-from ..engine.api import traffic
+from ..engine.api import num_cores, traffic
 from ..engine.guards import engine_of
 from ..engine.held import memory
 from ..engine.moments import num_moments
@@ -21,7 +21,7 @@ from ..engine.runtime import Engine
 from ..layout import layouts_for
 from ..plan.as_json import plan_as_json
 from ..plan.assess import Assessment, Assessor, Machine, Subject, Works
-from ..plan.events import step_events
+from ..plan.events import Way, step_events
 from ..plan.memory import state_bytes
 from ..plan.plan import Plan
 from ..plan.search import Choice
@@ -32,17 +32,15 @@ from ..plan.work.activations import works_of
 from ..plan.work.probe import on_meta, probe_works
 from ..plan.work.work import Work
 from ..precision import precision_of
-from ..wire.ledger import add_up
+from ..wire.ledger import Traffic, add_up
 from .batching import Batching
 from .checkpointing import checkpoint_blocks
 from .folder import PLAN, TRAFFIC
 from .model import Transformer
 from .models.build import Built
 from .models.headloss import path_of
+from .offload import offload_of, updates_early
 from .settings import Settings
-
-# Clipped or not, every step takes the norm of its gradients, which is told.
-CLIPS = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,8 @@ class RunPlan:
     why: str = ""  # it was chosen, by `auto`
     note: str = ""
     rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step, of what runs
+    # On the host and on disk: bytes of a rank, and how.
+    off_device: Mapping[str, object] = field(default_factory=dict)
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by class at the instant of the peak."""
@@ -83,9 +83,10 @@ class Draft:
     machine: Machine | None  # None: `auto` will look at it
     training: Training
     note: str
+    clips: bool  # or takes the norm of its gradients at least, to tell it
 
     def assessor(self, machine: Machine) -> Assessor:
-        return Assessor(self.subject, machine, clips=CLIPS)
+        return Assessor(self.subject, machine, clips=self.clips)
 
 
 def draft(
@@ -107,7 +108,8 @@ def draft(
     found = tuple(find_units(built.model, "auto"))
     facts = {"name": settings.model, "num_params": built.num_params}
     works, note = _known_or_nothing(built, settings, training, [unit.name for unit in found])
-    return Draft(Subject(settings.model, found, works, built.flops_per_token(seq), facts), machine, training, note)
+    subject = Subject(settings.model, found, works, built.flops_per_token(seq), facts)
+    return Draft(subject, machine, training, note, clips=not updates_early(settings))
 
 
 def _known_or_nothing(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
@@ -150,25 +152,26 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
     if draft.machine is None:
         return None
     assess = draft.assessor(draft.machine)
-    layouts = layouts_for(settings.strategy, assess.unit_names)
+    layouts = layouts_for(offload_of(settings.offload).applied_to(settings.strategy), assess.unit_names)
     return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
 
 
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     """Of what runs."""
     engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
+    off_device = _off_device(engine)
     layouts = [unit.layout for unit in engine.schedule.units]
     if draft.machine is not None:
         assess = draft.assessor(draft.machine)
-        entry = _as_it_runs(assess(_name(settings), layouts, training), engine)
-        return RunPlan(entry, assess, note=draft.note, rests=rests)
+        entry = _as_it_runs(assess(_name(settings), layouts, training), engine, draft.clips)
+        return RunPlan(entry, assess, note=draft.note, rests=rests, off_device=off_device)
     chosen = engine.chosen
     assert chosen is not None
     assert chosen.recommended is not None
     assess, name = draft.assessor(chosen.machine), chosen.recommended.name
     others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
-    entry = _as_it_runs(assess(name, layouts, training), engine)
-    return RunPlan(entry, assess, others, chosen.why, draft.note, rests)
+    entry = _as_it_runs(assess(name, layouts, training), engine, draft.clips)
+    return RunPlan(entry, assess, others, chosen.why, draft.note, rests, off_device)
 
 
 def _rests(model: nn.Module, training: Training) -> dict[str, int]:
@@ -178,14 +181,27 @@ def _rests(model: nn.Module, training: Training) -> dict[str, int]:
     return {**asdict(state), "buffers": memory(model).planned_buffers}
 
 
+def _off_device(engine: Engine) -> dict[str, object]:
+    """What of a rank rests elsewhere, and how; nothing where nothing does."""
+    host = engine.host
+    found: dict[str, object] = {}
+    if host.size.host:
+        found |= {"host_bytes": host.size.host, "pinned": host.arena.is_pinned, "cores": num_cores()}
+    if host.disk is not None:
+        found |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
+    return found
+
+
 def _name(settings: Settings) -> str:
-    return settings.strategy if isinstance(settings.strategy, str) else "mixed"
+    """What was asked for, with what was moved."""
+    strategy = offload_of(settings.offload).applied_to(settings.strategy)
+    return strategy if isinstance(strategy, str) else "mixed"
 
 
-def _as_it_runs(entry: Assessment, engine: Engine) -> Assessment:
+def _as_it_runs(entry: Assessment, engine: Engine, clips: bool) -> Assessment:
     """With the engine's own schedule, which may follow another order after the first step."""
     num_played = entry.training.num_micro_batches - entry.num_left_out
-    events = step_events(engine.schedule, num_played, clips=CLIPS, num_moments=entry.training.num_moments)
+    events = step_events(engine.schedule, num_played, clips=clips, num_moments=entry.training.num_moments)
     return replace(entry, schedule=engine.schedule, events=events)
 
 
@@ -201,7 +217,7 @@ def as_json(planned: RunPlan) -> dict[str, Any]:
     found = (entry, *planned.others)
     plan = Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice)
     text = plan_as_json(plan)
-    text["strategies"][0]["rests"] = dict(planned.rests)
+    text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
     if planned.note:
         text["why"] = planned.note
         for row in text["strategies"]:
@@ -214,12 +230,25 @@ def write_plan(folder: Path, planned: RunPlan) -> None:
     _write(folder / PLAN, as_json(planned))
 
 
-def write_traffic(folder: Path, model: nn.Module, num_micro_batches: int) -> None:
-    """Of the last step, which was like those before and after it."""
-    events = step_events(engine_of(model).schedule, num_micro_batches, clips=CLIPS)
-    planned = add_up(call for event in events for call in event.calls)
-    sides = {"seen": traffic(model), "planned": planned}
-    _write(folder / TRAFFIC, {side: [asdict(row) for row in moved.rows] for side, moved in sides.items()})
+def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
+    """Of the last step, which was like those before and after it: between ranks, and between a rank's memories."""
+    engine, entry = engine_of(model), run_plan.entry
+    clips = any(event.verb == "norm" for event in entry.events)
+    events = step_events(engine.schedule, entry.training.num_micro_batches, clips=clips)
+    planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
+    told: dict[str, Any] = {"seen": _rows(seen), "planned": _rows(planned)}
+    if seen.moves:
+        moved = _as_it_runs(entry, engine, clips).moved
+        ways = {way: getattr(moved, way) for way in sorted(get_args(Way))}
+        told["moves"] = {
+            "seen": dict(seen.moves),
+            "planned": {way: num_bytes for way, num_bytes in ways.items() if num_bytes},
+        }
+    _write(folder / TRAFFIC, told)
+
+
+def _rows(moved: Traffic) -> list[dict[str, Any]]:
+    return [asdict(row) for row in moved.rows]
 
 
 def _write(file: Path, value: Any) -> None:

@@ -42,7 +42,7 @@ def write_postmortem(
 def _json_numbers(result: StepResult) -> dict[str, float | None]:
     """JSON has no word for what is not a number."""
     values = dataclasses.asdict(result).items()
-    return {name: value if math.isfinite(value) else None for name, value in values}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in values}
 
 
 def _not_finite(job: Job) -> list[str]:

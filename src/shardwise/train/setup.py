@@ -17,11 +17,10 @@ from .. import mesh
 from ..checkpoint.steps import CHECKPOINTS, go_on_from
 from ..engine.agree import all_or_none, require_agreement
 from ..engine.api import free_bytes_here, shard
-from ..engine.auto import machine_here
+from ..engine.auto import host_bytes_here, machine_here
 from ..engine.guards import engine_of
 from ..engine.whole import load_full_state_dict
 from ..errors import ConfigurationError
-from ..layout import AUTO
 from ..plan.assess import Machine
 from ..plan.hardware.flops import peak_flops
 from ..plan.units import find_blocks
@@ -39,12 +38,14 @@ from .folder import DATA, choose, claim, forget_oom, run_folder, to_try
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
+from .offload import is_auto, offload_of, updates_early
 from .optimizers import optimizer_for
 from .out_of_memory import Scene
 from .planned import RunPlan, draft, plan_before, plan_of, write_plan
 from .progress import Progress
 from .resume import Resumed, resume
 from .rounds import Rounds
+from .saves import saves_of
 from .settings import Settings
 from .signals import Requests, has_launcher
 from .told import device_name
@@ -68,7 +69,7 @@ def set_up(settings: Settings, scene: Scene) -> Run:
     scene.rank = rank
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
     prepared, samples, eval_samples = _data(settings, checked, say)
-    free_bytes = free_bytes_here()
+    free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
     built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
     all_or_none(world, lambda: _require_isolation(built, samples))
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, scene)
@@ -85,15 +86,19 @@ def set_up(settings: Settings, scene: Scene) -> Run:
         tell(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
     elif settings.warmup_steps >= num_steps:
         tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}")
-    job = Job(settings, model, optimizer, samples, checked.batching, rank, device, num_steps, first_step, first_sample)
+    job = Job(
+        settings, model, optimizer, samples, checked.batching, rank, device, num_steps, updates_early(settings),
+        first_step, first_sample,
+    )  # fmt: skip
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
     all_or_none(world, lambda: _take_folder(settings, begun, planned) if rank == 0 else None)
     metrics.truncate_after(first_step)
     hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
+    saves = saves_of(engine_of(model), settings.async_save, free_host_bytes, hosts)
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress,
-        planned,
+        planned, saves, free_host_bytes,
     )  # fmt: skip
     if _is_own(folder, begun):
         run.saved_step = first_step
@@ -182,9 +187,11 @@ def _sharded(
     built: Built, settings: Settings, checked: Checked, free_bytes: int, scene: Scene
 ) -> tuple[nn.Module, Any, RunPlan]:
     model, batching, seq_length = built.model, checked.batching, checked.seq_length
-    is_auto = isinstance(settings.strategy, str) and settings.strategy.lower() == AUTO
+    offload = offload_of(settings.offload)
+    strategy = offload.applied_to(settings.strategy)
+    is_open = is_auto(strategy)
     optimizer = optimizer_for(model, settings)
-    machine = None if is_auto else _machine(settings, free_bytes)
+    machine = None if is_open else _machine(settings, free_bytes, offload.folder)
     sketch = draft(built, settings, batching, seq_length, optimizer, machine)
     scene.planned = plan_before(sketch, settings)
     checkpoint_blocks(model, settings.gradient_checkpointing)
@@ -197,12 +204,14 @@ def _sharded(
     model, optimizer = shard(
         model,
         optimizer,
-        settings.strategy,
+        strategy,
         precision=precision_of(settings.precision or "bf16", None),
         reduce_dtype=settings.reduce_dtype,
         node_size=settings.node_size,
         seed=settings.seed,
-        batch=(batching.micro_size, seq_length, batching.num_micro) if is_auto else None,
+        early_update=updates_early(settings),
+        batch=(batching.micro_size, seq_length, batching.num_micro) if is_open else None,
+        disk_path=offload.folder,
     )
     scene.model, scene.optimizer = model, optimizer
     scene.planned = planned = plan_of(sketch, model, settings)
@@ -211,10 +220,10 @@ def _sharded(
     return model, optimizer, planned
 
 
-def _machine(settings: Settings, free_bytes: int) -> Machine:
+def _machine(settings: Settings, free_bytes: int, disk_path: Path | None) -> Machine:
     """What the ranks run on, with the least memory that is free on any."""
     world = mesh.everyone()
-    return machine_here(world, mesh.make_axes(settings.node_size), min(exchange(world, free_bytes)))
+    return machine_here(world, mesh.make_axes(settings.node_size), min(exchange(world, free_bytes)), disk_path)
 
 
 def _book(run: Run, num_ranks: int) -> Book:

@@ -1,13 +1,11 @@
 """What the user is told of a run: the facts of its first and of its last screen."""
 
 import math
-import os
-import time
-from pathlib import Path
 
 import torch
 
 from ..checkpoint.steps import CHECKPOINTS, step_folder
+from ..engine.api import num_cores
 from ..engine.guards import engine_of
 from ..engine.held import memory
 from ..plan.explain import at
@@ -16,23 +14,19 @@ from .banner import End, Start
 from .beside import Run
 from .data.samples import unigram_entropy
 from .loop import Ending
+from .saves import expected_s
 from .settings import Settings
-
-PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
 
 
 def start_of(run: Run) -> Start:
     settings, job, built, batching = run.settings, run.job, run.built, run.job.batching
     engine = engine_of(job.model)
     planned = memory(job.model, job.optimizer)
-    flats = [flat for plan in engine.schedule.units for flat in plan.flats]
-    # Masters, and two moments of what is trained.
-    num_bytes = sum(
-        param.num_elems * flat.master.itemsize * (3 if flat.trainable else 1) for flat in flats for param in flat.params
-    )
+    host = engine.host
     layouts = list(dict.fromkeys(unit.layout.name for unit in engine.schedule.units))
     plan, is_known = run.planned, not run.planned.note
     asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
+    asked += f" with {','.join(settings.offload)}" if settings.offload else ""
     warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
     num_samples = job.num_samples_before(job.num_steps)
     return Start(
@@ -64,10 +58,18 @@ def start_of(run: Run) -> Start:
         peak_is=at(plan.entry.memory.peak.name) if is_known else "",
         plan_note=plan.note,
         free_bytes=run.free_bytes,
-        checkpoint_bytes=num_bytes,
-        expected_save_s=_expected_save_s(run.folder, num_bytes),
+        planned_host=planned.planned_host,
+        planned_disk=planned.planned_disk,
+        free_host_bytes=run.free_host_bytes,
+        is_pinned=host.arena.is_pinned if job.device.type == "cuda" else None,
+        num_cores=num_cores() if any(unit.layout.optimizer_on != "device" for unit in engine.schedule.units) else 0,
+        updates_early=job.updates_early,
+        disk_folder="" if host.disk is None else str(host.disk.folder),
+        checkpoint_bytes=run.saves.num_bytes,
+        expected_save_s=expected_s(run.folder, run.saves, engine),
         save_steps=settings.save_steps,
-        async_save=settings.async_save,
+        async_save=run.saves.in_background,
+        why_not_async=run.saves.why_not,
         first_step=run.first_step,
         resumed_from=settings.resume_from_checkpoint or "",
     )
@@ -102,6 +104,10 @@ def end_of(run: Run, ending: Ending, seconds: float) -> End:
         seen_buffers=seen.peak_buffers,
         planned_activations=None if peak is None else run.planned.left_at_peak(),
         planned_peak=peak,
+        planned_host=seen.planned_host,
+        seen_host=seen.host,
+        planned_disk=seen.planned_disk,
+        seen_disk=seen.disk,
         seen_activations=seen.peak_activations,
         peak_bytes=seen.peak,
         checkpoint="" if run.saved_step is None else str(step_folder(run.folder / CHECKPOINTS, run.saved_step)),
@@ -117,19 +123,3 @@ def _source(settings: Settings) -> str:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _expected_save_s(folder: Path, num_bytes: int) -> float | None:
-    probe = folder / ".probe"
-    began = time.perf_counter()
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-    except OSError:  # a full disk is told when something is lost by it
-        return None
-    finally:
-        probe.unlink(missing_ok=True)
-    return num_bytes * seconds / PROBE_BYTES
