@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import background, save
 from shardwise.engine.guards import engine_of
-from shardwise.errors import SaveError
+from shardwise.errors import SaveError, StateError
 from tests.checkpoint.test_refusals import built, step
 from tests.harness import Pool
 
@@ -250,3 +250,24 @@ def copy_fails(path: Path) -> None:
 
 def test_a_copy_that_fails_is_an_error_at_once(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, copy_fails, tmp_path / "here")
+
+
+def save_from_disk(path: Path) -> None:
+    model, optimizer = built("zero3+optimizer=disk", disk_path=path.parent)
+    step(model, optimizer)
+    with pytest.raises(StateError, match=r"which rests on disk .*use sw.save, which reads it as it is written"):
+        sw.start_save(path, model, optimizer)
+    assert not path.exists()
+    sw.save(path, model, optimizer)
+    step(model, optimizer)
+
+
+def test_what_rests_on_disk_is_not_copied_to_the_host(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, save_from_disk, tmp_path / "here")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("strategy", ["zero3_offload", "ddp+optimizer=host:0.5"])
+def test_what_rests_on_the_host_is_saved_both_ways(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
+    run_ranks(2, save_both_ways, tmp_path, strategy, False)
+    assert digests(tmp_path / "now") == digests(tmp_path / "beside")
