@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from shardwise.bench.calls import count_calls
+from shardwise.bench.case import SHAPES
 from shardwise.bench.launch import environment, launch
 from shardwise.bench.measure import failure, host_memory
 from shardwise.errors import ConfigurationError
@@ -28,6 +30,13 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert not any(
         "shardwise.bench.measure" in Path(f"/proc/{child}/cmdline").read_text() for child in children_of(os.getpid())
     )
+
+
+def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
+    case = smoke("shardwise:zero3_nvme", shape=SHAPES["blocks-smoke"], world_size=1, node_size=1)
+    seen = launch(replace(case, disk_path=str(tmp_path)), timeout_s=60)
+    assert (seen.status, seen.error) == ("ok", "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_failures_in_words() -> None:

@@ -41,6 +41,7 @@ def test_a_mix_may_write_a_row_of_the_table_out() -> None:
     ("text", "message"),
     [
         ("zero4", "unknown strategy 'zero4'; did you mean 'zero"),
+        ("auto+optimizer=hots", "'hots' is no place; did you mean 'host'?"),
         ('{"*": "zero3"', "is no JSON"),
         ('{"*": 3}', "a strategy is a preset's name or a Layout, not int 3"),
         ('{"*": {"param": "node"}}', "a layout has no 'param'; did you mean 'params'?"),
@@ -64,7 +65,7 @@ def test_what_leaves_the_device_of_deepspeed() -> None:
     assert read_deepspeed("3+offload_optimizer:0.6") == DeepSpeed(3, "offload_optimizer", 0.6)
 
 
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3-offload", "zero3+optimizer=host:0.6", "ddp+optimizer=host"])
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3-offload", "zero3+optimizer=host:0.6", "auto+optimizer=host"])
 def test_strategies_may_rest_elsewhere(name: str) -> None:
     (contender,) = strategies_in(name)
     assert contender == label(contender) == f"shardwise:{name}"
@@ -75,7 +76,10 @@ def test_strategies_may_rest_elsewhere(name: str) -> None:
 
 def test_who_needs_a_folder() -> None:
     mixed = '{"blocks.0":"zero3+optimizer=disk","*":"zero3"}'
-    names = [*strategies_in(f"zero3_nvme,zero3+params=disk+optimizer=host,{mixed}"), "deepspeed:3+nvme"]
+    names = [
+        *strategies_in(f"zero3_nvme,zero3+params=disk+optimizer=host,auto+optimizer=disk,{mixed}"),
+        "deepspeed:3+nvme",
+    ]
     assert all(map(rests_on_disk, names))
     assert not any(map(rests_on_disk, [*strategies_in("auto,zero3"), "fsdp2+offload", "deepspeed:3", "plain"]))
 

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,7 +45,7 @@ from ..train.checkpointing import Mode, checkpoint_blocks
 from .case import Case
 from .deepspeed_config import ADAMW, config_of
 from .model import build, loss_of
-from .names import OFFLOADED_FSDP2, read_deepspeed, read_strategy, rests_on_disk
+from .names import OFFLOADED_FSDP2, is_auto, read_deepspeed, read_strategy, rests_on_disk
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
@@ -273,7 +272,7 @@ def deepspeed(case: Case, argument: str) -> Run:
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
     layouts, ways = read_strategy(strategy)
-    on_disk: dict[str, Any] = {"disk_path": Path(case.disk_path)} if rests_on_disk(case.contender) else {}
+    is_chosen = is_auto(layouts)
     is_meta = "meta" in ways
     model = _model(case, device=torch.device("meta") if is_meta else None)
     model, optimizer = sw.shard(
@@ -284,7 +283,8 @@ def shardwise(case: Case, strategy: str) -> Run:
         reduce_dtype=case.reduce,
         early_update="early" in ways,
         seed=case.seed if is_meta else None,
-        **on_disk,
+        batch=(case.batch, case.shape.tokens, case.micro_batches) if is_chosen else None,
+        disk_path=case.disk_path or None if is_chosen or rests_on_disk(case.contender) else None,
     )
     step = _step(
         model,

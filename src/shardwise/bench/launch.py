@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ def num_processes(case: Case) -> int:
 
 
 def launch(case: Case, timeout_s: float) -> Outcome:
+    """What rests on disk does so in a folder of its own, of which nothing is left: some leave all of it behind."""
+    if not case.disk_path:
+        return _launch(case, timeout_s)
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=case.disk_path) as own:
+        return _launch(replace(case, disk_path=own), timeout_s)
+
+
+def _launch(case: Case, timeout_s: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         ranks = range(num_processes(case))
         files = [Path(folder) / f"rank{rank}.json" for rank in ranks]

@@ -37,6 +37,7 @@ from .overlap import from_trace, in_words
 
 SETTLE = 2  # steps in which the allocator takes again what the reset gave back
 STEPS_BEFORE_CALLS = 4
+LONGEST = 300  # characters of an error; a compiler's first line may be a page
 
 Answer = dict[str, Any]
 
@@ -66,7 +67,7 @@ def failure(error: Exception) -> Answer:
         return {"status": "oom", "error": said}
     if isinstance(error, ConfigurationError):
         return {"status": "refused", "error": said}
-    return {"status": "failed", "error": f"{type(error).__name__}: {said}"}
+    return {"status": "failed", "error": f"{type(error).__name__}: {said[:LONGEST]}"}
 
 
 def measure(case: Case, rank: int) -> Answer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigurationError, did_you_mean
-from ..layout import AUTO, MOVABLE, Layout, layout_of
+from ..layout import AUTO, MOST_SPLIT, Layout, layout_of
 
 OURS = "shardwise"
 OFFLOADED_FSDP2 = "fsdp2+offload"
@@ -54,9 +54,17 @@ def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
     if end:
         rows = json.loads(text[:end]).items()
         return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(ways)
-    if name.lower() != AUTO:
-        layout_of(name)
+    _layout_by(name)
     return name, set(ways)
+
+
+def is_auto(strategy: str | dict[str, Layout]) -> bool:
+    return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
+
+
+def _layout_by(name: str) -> Layout:
+    """For the planner's choice, what would rest where if it took the preset that splits most."""
+    return layout_of(MOST_SPLIT + name[len(AUTO) :] if is_auto(name) else name)
 
 
 def _row(value: Any) -> str | Layout:
@@ -132,18 +140,15 @@ def peers_in(text: str) -> list[str]:
 
 
 def rests_on_disk(contender: str) -> bool:
-    """Whether it needs a folder. `auto` may use one, and does without where none is given."""
+    """Whether it needs a folder. The planner's choice may use one, and does without where none is given."""
     family, _, argument = contender.partition(":")
     if family == DEEPSPEED:
         return read_deepspeed(argument).away == "nvme"
     if family != OURS:
         return False
     strategy, _ = read_strategy(argument)
-    if isinstance(strategy, str):
-        layouts = [] if strategy.lower() == AUTO else [layout_of(strategy)]
-    else:
-        layouts = list(strategy.values())
-    return any(getattr(layout, f"{what}_on") == "disk" for layout in layouts for what in MOVABLE)
+    layouts = [_layout_by(strategy)] if isinstance(strategy, str) else strategy.values()
+    return any(layout.uses_disk for layout in layouts)
 
 
 def label(contender: str) -> str:

@@ -62,7 +62,7 @@ def bench(
     links: Annotated[str | None, WHERE(help="GB/s inside a node, in place of the fabric's: 1000,400.")] = None,
     disk_path: Annotated[
         Path | None,
-        WHERE(help="Folder for what rests on disk, of strategies and of deepspeed:3+nvme.", file_okay=False),
+        WHERE(help="Folder for what rests on disk, strategies' and deepspeed:3+nvme's.", exists=True, file_okay=False),
     ] = None,
     micro_batches: Annotated[int, STEP(help="Accumulated in a step.", min=1)] = 1,
     clip: Annotated[float, STEP("--clip", "--max-grad-norm", help="Largest gradient norm; 0: no clipping.", min=0)] = 0,
