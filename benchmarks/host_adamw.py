@@ -1,16 +1,18 @@
 """The one-pass host AdamW beside torch's fused AdamW with casts, in one run.
 
-    python -m benchmarks.host_adamw [--elems 4,64] [--threads 1,2] [--rounds 9] [--torchao] [--out benchmarks/results]
+    python -m benchmarks.host_adamw [--elems 16,64] [--threads 1,2] [--rounds 9] [--pages small,huge] [--torchao]
+                                    [--out benchmarks/results]
 
 A bf16 gradient comes in, fp32 weights and moments are updated, bf16 weights go out. torch does it in three passes (cast
 into a buffer, update, cast), the host update in one. A round runs every contender once, on the same arrays; ratios are
 taken within a round. GB/s are of what a contender has to read and write at least. `copy` is a plain copy, as torch does
-it: what the memory gives.
+it: what the memory gives. Processor time is that of all threads, and says more where others use the machine, too.
 """
 
 import argparse
 import datetime
 import json
+import mmap
 import os
 import shlex
 import statistics
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adam import adam
 
 from shardwise.bench.machine import commit, processor
@@ -30,6 +33,7 @@ from shardwise.optim.host.adamw import AdamSettings, adamw, adamw8, cast, is_com
 from shardwise.optim.host.cores import Cores, cores_for
 
 SETTINGS = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=10)
+HUGE_PAGE = 2 << 20
 LOOP = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=10)
 
 
@@ -41,17 +45,27 @@ class Contender:
     peer: str | None = None  # whose time is divided by this one's
 
 
+def zeros(num_elems: int, dtype: torch.dtype, pages: str) -> Tensor:
+    """`small` is what torch gives; `huge` asks the kernel for pages of 2 MiB."""
+    if pages == "small":
+        return torch.zeros(num_elems, dtype=dtype)
+    memory = mmap.mmap(-1, num_elems * dtype.itemsize + HUGE_PAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE
+    return whole[begin : begin + num_elems * dtype.itemsize].view(dtype).zero_()
+
+
 class Arrays:
     """What all contenders work on, turn by turn."""
 
-    def __init__(self, num_elems: int) -> None:
+    def __init__(self, num_elems: int, pages: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.master = torch.randn(num_elems, generator=generator)
-        self.grad = torch.randn(num_elems, generator=generator).bfloat16()
-        self.exp_avg, self.exp_avg_sq = torch.zeros(num_elems), torch.zeros(num_elems)
-        self.out = torch.zeros(num_elems, dtype=torch.bfloat16)
-        self.wide_grad = torch.zeros(num_elems)
-        self.codes = [torch.zeros(num_elems, dtype=torch.uint8) for _ in range(2)]
+        self.master = zeros(num_elems, torch.float32, pages).normal_(generator=generator)
+        self.grad = zeros(num_elems, torch.bfloat16, pages).normal_(generator=generator)
+        self.exp_avg, self.exp_avg_sq, self.wide_grad = (zeros(num_elems, torch.float32, pages) for _ in range(3))
+        self.out = zeros(num_elems, torch.bfloat16, pages)
+        self.codes = [zeros(num_elems, torch.uint8, pages) for _ in range(2)]
         self.scales = [torch.zeros(num_elems // 256) for _ in range(2)]
         # Of an even spacing: what lies in a map changes no time.
         self.maps = [(torch.arange(256) - 127) / 128, torch.arange(256) / 255]
@@ -82,8 +96,20 @@ class Arrays:
         adamw(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0, cores)
 
     def one_pass8(self, cores: Cores) -> None:
-        state = (self.codes[0], self.scales[0], self.codes[1], self.scales[1])
-        adamw8(self.master, *state, *self.maps, self.grad, self.out, SETTINGS, 1.0, cores)
+        adamw8(
+            self.master,
+            self.codes[0],
+            self.scales[0],
+            self.codes[1],
+            self.scales[1],
+            self.maps[0],
+            self.maps[1],
+            self.grad,
+            self.out,
+            SETTINGS,
+            1.0,
+            cores,
+        )
 
     def torchao(self) -> Callable[[], object]:
         """Its own state; compiled at the first call."""
@@ -120,51 +146,65 @@ class Arrays:
         ]
 
 
-def rows(millions: int, num_threads: int, rounds: int, has_torchao: bool) -> list[dict[str, Any]]:
+def rows(millions: int, num_threads: int, pages: str, rounds: int, has_torchao: bool) -> list[dict[str, Any]]:
     """One for each contender; the first round is not counted."""
     num_elems = millions << 20
     torch.set_num_threads(num_threads)
     cores = Cores(cores_for(0, 1).ids[:num_threads])
-    contenders = Arrays(num_elems).contenders(cores, has_torchao)
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    contenders = Arrays(num_elems, pages).contenders(cores, has_torchao)
+    names = [contender.name for contender in contenders]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    busy: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for contender in contenders:
-            began = time.perf_counter()
+            began, began_busy = time.perf_counter(), time.process_time()
             contender.run()
             if turn:
                 seconds[contender.name].append(time.perf_counter() - began)
-    return [
-        {
+                busy[contender.name].append(time.process_time() - began_busy)
+
+    def row(contender: Contender) -> dict[str, Any]:
+        name, peer, median = contender.name, contender.peer, statistics.median(seconds[contender.name])
+        return {
             "elems": num_elems,
             "threads": num_threads,
-            "contender": contender.name,
-            "seconds": statistics.median(seconds[contender.name]),
-            "giga_elems_per_s": num_elems / statistics.median(seconds[contender.name]) / 1e9,
-            "gigabytes_per_s": contender.bytes_per_elem * num_elems / statistics.median(seconds[contender.name]) / 1e9,
-            "peer": contender.peer,
-            "ratios": [peer / own for peer, own in zip(seconds[contender.peer], seconds[contender.name], strict=True)]
-            if contender.peer
-            else [],
+            "pages": pages,
+            "contender": name,
+            "seconds": median,
+            "giga_elems_per_s": num_elems / median / 1e9,
+            "gigabytes_per_s": contender.bytes_per_elem * num_elems / median / 1e9,
+            "peer": peer,
+            "ratios": quotients(seconds[peer], seconds[name]) if peer else [],
+            "busy_ratios": quotients(busy[peer], busy[name]) if peer else [],
         }
-        for contender in contenders
-    ]
+
+    return [row(contender) for contender in contenders]
+
+
+def quotients(above: list[float], below: list[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    lines = ["| Mi elements | threads | contender | G/s | GB/s | its peer / it |", "|---|---|---|---|---|---|"]
+    heads = ("Mi elements", "threads", "pages", "contender", "G/s", "GB/s", "its peer / it", "in processor time")
+    lines = [heads, ("---",) * len(heads)]
     for row in measured:
-        ratios = row["ratios"]
-        spread = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
-        name = f"{row['contender']} / {row['peer']}" if ratios else row["contender"]
-        cells = (row["elems"] >> 20, row["threads"], name, f"{row['giga_elems_per_s']:.3f}")
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['gigabytes_per_s']:.1f} | {spread} |")
-    return "\n".join(lines)
+        name = f"{row['contender']} / {row['peer']}" if row["peer"] else row["contender"]
+        speeds = f"{row['giga_elems_per_s']:.3f}", f"{row['gigabytes_per_s']:.1f}"
+        ratios = spread(row["ratios"]), spread(row["busy_ratios"])
+        lines.append((str(row["elems"] >> 20), str(row["threads"]), row["pages"], name, *speeds, *ratios))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(ratios: list[float]) -> str:
+    return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elems", default="16,64", help="sizes in Mi, which should exceed the caches")
     parser.add_argument("--threads", default=str(len(os.sched_getaffinity(0))))
+    parser.add_argument("--pages", default="small", help="small, huge or both")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--torchao", action="store_true", help="its 8-bit AdamW as well, which has to be compiled")
     parser.add_argument("--out", type=Path, help="a folder for the dated results")
@@ -174,10 +214,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     now = datetime.datetime.now()
-    settings = [
-        (int(size), int(threads)) for size in options.elems.split(",") for threads in options.threads.split(",")
+    measured = [
+        row
+        for size in options.elems.split(",")
+        for threads in options.threads.split(",")
+        for pages in options.pages.split(",")
+        for row in rows(int(size), int(threads), pages, options.rounds, options.torchao)
     ]
-    measured = [row for size, threads in settings for row in rows(size, threads, options.rounds, options.torchao)]
     command = f"python -m benchmarks.host_adamw {shlex.join(sys.argv[1:])}".strip()
     machine = {
         "processor": processor(),
