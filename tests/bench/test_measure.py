@@ -39,6 +39,20 @@ def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_trace_lies_beside_what_it_says(tmp_path: Path) -> None:
+    seen = launch(
+        smoke("shardwise:zero2+optimizer=host:0.6", world_size=1, node_size=1, trace=str(tmp_path)), timeout_s=60
+    )
+    assert (seen.status, seen.error) == ("ok", "")
+    names = ["overlap.txt", "trace.json.gz"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"shardwise-zero2-optimizer-host-0.6-smoke-16-fp32.{name}" for name in names
+    ]
+    overlap = seen.answers[0]["overlap"]
+    assert 0 < overlap["busy_s"]["compute"] <= overlap["step_s"]
+    assert seen.answers[0]["memory"]["host_gb"] > 0.1
+
+
 def test_failures_in_words() -> None:
     oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     assert failure(oom) == {"status": "oom", "error": "CUDA out of memory. Tried to allocate 2.00 GiB."}
