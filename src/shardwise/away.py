@@ -33,7 +33,7 @@ from .plan.offload import (
     window_bytes,
 )
 from .shard import Interval
-from .store.arena import Arena
+from .store.arena import Arena, passing
 from .store.disk import Disk, Pending, Region
 
 MASTER = "master"
@@ -168,7 +168,7 @@ class Rows:
         """Elements of a row: a view of it on the host, a copy of what is on disk."""
         if not self.on_disk:
             return self.tensors[name][where]
-        found = torch.zeros(where.stop - where.start, dtype=self.dtype)
+        found = passing(where.stop - where.start, self.dtype)
         for number, here, inside in self._places(name, where):
             if self._is_written[number]:
                 assert self._memory.disk is not None
@@ -186,10 +186,11 @@ class Rows:
             if self._is_written[number]:
                 self._memory.disk.put(self.regions[number], values[here], inside).wait()
                 continue
-            record = torch.zeros(self.record_bytes(number), dtype=torch.uint8)
-            part = values[here].contiguous().view(torch.uint8)
+            windows, part = self._memory.windows, values[here].contiguous().view(torch.uint8)
+            record = windows.take_empty(self.record_bytes(number)).zero_()
             record[inside : inside + part.numel()].copy_(part)
             self._memory.disk.put(self.regions[number], record).wait()
+            windows.give_back(record)
             self._is_written[number] = True
 
     def _places(self, name: str, where: slice) -> Iterator[tuple[int, slice, int]]:
@@ -234,8 +235,10 @@ class Away:
         """Weights were set by somebody else than the host's updates: let what is made from them follow."""
         if self.updated is not None:
             self.updated.copy_(master)
-        for pending in self.start_writing(master.to(self.flat.compute.torch), 0, moves):
-            pending.wait()
+        if self.region is not None and self.flat.rest_is_own:
+            weights = passing(master.numel(), self.flat.compute.torch).copy_(master)
+            for pending in self.start_writing(weights, 0, moves):
+                pending.wait()
 
 
 class Windows:

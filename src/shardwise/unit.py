@@ -224,11 +224,11 @@ class FlatState:
         self._draft = master = self.read_master()
         try:
             yield master
+            if rows is not None and rows.on_disk:
+                rows.set_part(MASTER, slice(0, rows.num_elems), master)
+            self.publish()
         finally:
             self._draft = None
-        if rows is not None and rows.on_disk:
-            rows.set_part(MASTER, slice(0, rows.num_elems), master)
-        self.publish()
 
     def publish(self, moves: Moves | None = None) -> None:
         """The master was changed: let what is made from it off the device follow. What a step moves so is counted."""

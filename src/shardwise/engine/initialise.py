@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from ..plan.model import FoundUnit
+from ..store.arena import passing
 
 
 class MetaModel:
@@ -90,4 +91,6 @@ class MetaModel:
 def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:
     """NaN, so that a reset that forgets a tensor is seen at the first loss instead of training on old memory."""
     fill = float("nan") if tensor.is_floating_point() else 0
+    if device.type == "cpu":
+        return passing(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)
     return torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)
