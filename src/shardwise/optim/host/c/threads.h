@@ -48,7 +48,8 @@ static int start_pinned(pthread_t *thread, piece *mine, int32_t cpu) {
 }
 
 /* Pieces begin at whole pages of elements and depend on n and the number of threads alone: a page is always updated
-   by the same processor, and stays in its memory. Threads live as long as the call, which costs some 20 us each. */
+   by the same processor, and stays in its memory. Threads live as long as the call: there is no pool that would have to
+   outlive a fork. */
 static void spread(work_fn work, const void *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {
     int64_t num_pages = (n + PAGE_ELEMS - 1) / PAGE_ELEMS;
     int64_t num_threads = num_pages / LEAST_PAGES < num_cpus ? num_pages / LEAST_PAGES : num_cpus;
