@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.capture import NUM_EAGER_CALLS
 from shardwise.engine.guards import engine_of
+from shardwise.errors import ConfigurationError
 from shardwise.train.checkpointing import Mode, checkpoint_blocks
 from tests.harness import Pool
 
@@ -139,16 +139,12 @@ def no_group_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_group_is_left")
-def test_a_captured_step_is_the_same() -> None:
-    """A world of one: gloo cannot be captured."""
+def test_a_captured_step_is_refused() -> None:
+    """A recording has no place for what the host lends."""
     sw.init()
-
-    def train(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
-        run = Run(SMALL, "full", strategy, torch.optim.AdamW, capturable=True, fused=True)
-        captured = sw.capture(run.model, run.optimizer, run.step)
-        return [float(captured(run.batch(step))) for step in range(NUM_EAGER_CALLS + 5)], run.weights()
-
-    assert_same_training(train, "zero3")
+    run = Run(SMALL, "full", "zero3+activations=host", torch.optim.AdamW, capturable=True, fused=True)
+    with pytest.raises(ConfigurationError, match="keep everything on the device"):
+        sw.capture(run.model, run.optimizer, run.step)
 
 
 # ---------------------------------------------------------------------------------------------------------

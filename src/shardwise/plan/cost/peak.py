@@ -99,7 +99,7 @@ def memory_of(
         elif event.verb == "agree":
             walk.update(clips=any(event.verb == "norm" for event in events))
     flats = tuple(unit.flats for unit in schedule.units)
-    return Memory(tuple(walk.found), flats, training.num_moments, sum(walk.stowed.values()))
+    return Memory(tuple(walk.found), flats, training.num_moments, sum(list(walk.stowed.values())[:-1]))
 
 
 class _Walk:

@@ -1,8 +1,8 @@
 """Activations that rest on the host: when they go there and when they come back, among the events of a step.
 
-What a unit saves goes to the host while the next unit computes. In the backward it comes back one unit ahead. The last
-two units of a forward are still on the device when the backward begins: what they saved went to the host for nothing,
-and stays. Of a checkpointed unit its input goes; what selective checkpointing keeps besides is the checkpoint's own and
+What a unit saves goes to the host while the next unit computes, so what the last one saves never goes. In the backward
+it comes back one unit ahead. The last two units of a forward are still on the device when the backward begins: what the
+first of them saved went to the host for nothing. Of a checkpointed unit its input goes; what selective checkpointing keeps besides is the checkpoint's own and
 stays on the device.
 """
 
@@ -19,12 +19,12 @@ NUM_THERE = 2
 
 
 def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
-    """By name of the unit, in the order of the forward. A loss, whose backward comes first, keeps what it saved."""
+    """By name of the unit, in the order of the forward: what may go. The last one's stays."""
     leaves = [schedule.units[unit] for unit in schedule.leaves]
     saved = {
         unit.name: _leaving(works[unit.name])
         for unit in leaves
-        if unit.layout.activations_on == "host" and works[unit.name].kind == "activations"
+        if unit.layout.activations_on == "host"
     }
     return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= LEAST_BYTES}
 
@@ -48,5 +48,5 @@ def _told(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]
         if ahead is not None:
             yield Event("fetch", ahead, moves=(Move("to_device", stowed[ahead]),))
         yield event
-        if event.verb == "forward" and event.unit in stowed:
+        if event.verb == "forward" and event.unit in names[:-1]:
             yield Event("stow", event.unit, moves=(Move("to_host", stowed[event.unit]),))
