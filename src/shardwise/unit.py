@@ -196,7 +196,8 @@ class FlatState:
             return torch.zeros(self.flat.num_master, dtype=self.flat.master.torch, device=device)
         if self.away.rows.on_disk:
             return OnDisk.like((self.flat.num_master,), self.flat.master.torch)
-        return self.away.rows.tensors[MASTER]
+        # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
+        return self.away.rows.tensors[MASTER].data
 
     def _resting_param(self, held: slice, shape: Sequence[int]) -> nn.Parameter:
         flat = self.flat

@@ -582,9 +582,7 @@ class Engine:
         self.host.staging.forget()
 
     def _version_of_masters(self) -> int:
-        """Of those that change in this thread alone."""
-        states = [state for unit in self.units for state in unit.states if not state.flat.host_updates]
-        return sum([state.master._version for state in states])
+        return sum([state.master._version for unit in self.units for state in unit.states])
 
     def was_rewritten(self) -> None:
         """Weights were set from outside, frozen ones too."""

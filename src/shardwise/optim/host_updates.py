@@ -20,6 +20,7 @@ from ..shard import Interval
 from ..store.disk import Pending
 from ..unit import FlatState, OnDisk
 from .host.adamw import AdamSettings, adamw, adamw8
+from .host.compiled import FUSED_LANES
 from .host.cores import Cores
 from .probe import KNOWN_PACKAGES, shadow_of
 
@@ -109,7 +110,7 @@ class HostUpdates:
         ]
         assert state.away is not None
         update = self._way_to_update(state.flat)(state, held) if held else None
-        return FlatUpdate(state, update, state.away.memory.moves)
+        return FlatUpdate(state, update, len(held) < len(state.held), state.away.memory.moves)
 
     # AdamW and Adam in one pass.
 
@@ -230,10 +231,11 @@ class HostUpdates:
 
 @dataclass(slots=True)
 class FlatUpdate:
-    """One flat's update, to be run when its gradient is on the host."""
+    """One flat's update, to be run when its gradient is on the host. It may leave out some of the flat's parameters."""
 
     state: FlatState
     update: ChunkUpdate | None
+    leaves_out: bool
     moves: Moves
 
     def ask(self) -> None:
@@ -272,7 +274,10 @@ class FlatUpdate:
                 # The room behind the record is there where both are on disk; else the weights pass through.
                 room = torch.empty(size, dtype=torch.uint8) if record is None else windows.room_beside(record)[:size]
                 out = room.view(compute.torch)
-            update(chunk.start, rows.views(number, record), grads[chunk.start : chunk.stop], out, factor)
+            views = rows.views(number, record)
+            if to_disk and out is not None and self.leaves_out:
+                out.copy_(views[MASTER])
+            update(chunk.start, views, grads[chunk.start : chunk.stop], out, factor)
             put = away.start_writing(out, chunk.start, self.moves) if to_disk and out is not None else []
             writing += [(room, pending) for pending in put]
             rows.put(number, record, put)
@@ -312,15 +317,18 @@ def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSet
 
 def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
     """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one. Those with a
-    parameter between them that is not updated are none."""
+    parameter between them that is not updated are none; and torch's fused update rounds the remainder of each its own
+    way."""
     found: list[tuple[Interval, AdamSettings]] = []
-    last = -1
+    last: Held | None = None
     for held, settings in runs:
-        if found and found[-1][1] == settings and held.index == last + 1:
+        is_next = last is not None and held.index == last.index + 1
+        has_remainder = settings.fused and last is not None and last.where.num_elems % FUSED_LANES
+        if is_next and found[-1][1] == settings and not has_remainder:
             found[-1] = (Interval(found[-1][0].start, held.where.stop), settings)
         else:
             found.append((held.where, settings))
-        last = held.index
+        last = held
     return found
 
 

@@ -250,10 +250,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if state.flat.host_updates:
                 self._stepper.await_host_of(state)
 
-    @staticmethod
-    def _publish(states: list[FlatState]) -> None:
+    def _publish(self, states: list[FlatState]) -> None:
+        """The optimizer itself has updated parameters on the host."""
         for state in states:
             if state.away is not None and state.flat.host_updates:
+                self._host.take_over([state])
                 state.publish(state.away.memory.moves)
 
     def _step_with(self, closure: Callable[[], float]) -> float:
