@@ -5,23 +5,22 @@
 Plain ones do nothing but read or write a reserved file with O_DIRECT, in order: one thread with large blocks, or
 several with smaller ones; the best of them counts, in each repetition anew. Ours moves the same bytes in chunks as the
 optimizer does, with checksums, through a few windows of memory; where it does both at once, a chunk is written back as
-soon as it was read, while the next ones are being read. Needs torch and nothing else.
+soon as it was read, while the next ones are being read. Needs torch, and a C compiler for what ours does in C.
 """
 
 import argparse
 import datetime
 import json
-import mmap
 import os
 import shlex
 import statistics
 import sys
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import CDLL
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,12 @@ from torch import Tensor
 
 from shardwise.bench.machine import commit, processor
 from shardwise.direct_io import is_direct, read_at, write_at
+from shardwise.optim.host.library import library
 from shardwise.store.arena import Arena
 from shardwise.store.blocks import memory_of
 from shardwise.store.disk import Disk
 from shardwise.store.file import reserve
-from shardwise.store.region import BLOCK_BYTES
 from shardwise.store.sizes import arena_bytes
-from shardwise.store.sums import CHECK_BYTES, sums_of
 
 CHUNK_BYTES = 96 << 20  # master and two moments of 8Mi elements
 NUM_WINDOWS = 4
@@ -47,7 +45,7 @@ DOING: dict[str, tuple[Callable[[int, memoryview, int], Any], ...]] = {
     "read": (read_at,),
     "both at once": (read_at, write_at),
 }
-Found = dict[str, dict[str, list[float]]]  # GB/s by way and contender, one for each repetition
+Found = dict[str, dict[str, list[dict[str, float]]]]  # by way and contender, one for each repetition
 
 
 def parse() -> argparse.Namespace:
@@ -98,8 +96,8 @@ class Plain:
 
 
 class Ours:
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.disk = Disk(folder, num_bytes)
+    def __init__(self, folder: Path, num_bytes: int, library: CDLL | None) -> None:
+        self.disk = Disk(folder, num_bytes, library)
         self._regions = [self.disk.region(CHUNK_BYTES, f"chunk {n}") for n in range(num_bytes // CHUNK_BYTES)]
         arena = Arena(arena_bytes([CHUNK_BYTES] * NUM_WINDOWS), pin=False)
         self._windows = [arena.take(CHUNK_BYTES, torch.uint8, f"window {n}") for n in range(NUM_WINDOWS)]
@@ -174,21 +172,24 @@ def fill(row: Tensor) -> None:
         part.copy_(some[: part.numel()])
 
 
-def seconds(do: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def measured(do: Callable[[], object], num_bytes: int) -> dict[str, float]:
+    began, used = time.perf_counter(), time.process_time()
     do()
-    return time.perf_counter() - began
+    took, used = time.perf_counter() - began, time.process_time() - used
+    return {"gigabytes_per_s": num_bytes / 1e9 / took, "processor_ms_per_gigabyte": 1e12 * used / num_bytes}
 
 
 def measure(options: argparse.Namespace) -> Found:
     num_bytes = max(1, round(options.gigabytes * 1e9 / CHUNK_BYTES)) * CHUNK_BYTES
-    plain, ours = Plain(options.folder, num_bytes), Ours(options.folder, num_bytes)
+    plain = Plain(options.folder, num_bytes)
+    ours, in_python = (Ours(options.folder, num_bytes, how) for how in (library(), None))
     print(f"{num_bytes / 1e9:.2f} GB each; O_DIRECT: {is_direct(plain.file)}", flush=True)
     contenders: dict[str, Callable[[str], None]] = {
         f"plain, {name}": partial(plain.go, num_threads=num, block_bytes=block) for name, (num, block) in PLAIN.items()
     }
     contenders["shardwise"] = ours.go
     contenders["shardwise, interpreter busy"] = ours.go_beside_python
+    contenders["shardwise without C"] = in_python.go
     for name in contenders:  # blocks that were never written are not on the disk yet
         contenders[name]("write")
     names = deque(contenders)
@@ -196,56 +197,41 @@ def measure(options: argparse.Namespace) -> Found:
     for repetition in range(options.repetitions):
         for way in DOING:
             for name in names:
-                rate = len(DOING[way]) * num_bytes / 1e9 / seconds(partial(contenders[name], way))
-                found[way][name].append(rate)
-                print(f"{repetition + 1}/{options.repetitions} {way}: {name} {rate:.2f} GB/s", flush=True)
+                seen = measured(partial(contenders[name], way), len(DOING[way]) * num_bytes)
+                found[way][name].append(seen)
+                told = f"{seen['gigabytes_per_s']:.2f} GB/s"
+                print(f"{repetition + 1}/{options.repetitions} {way}: {name} {told}", flush=True)
         names.rotate(1)
-    ours.disk.close()
-    plain.close()
+    for each in (ours.disk, in_python.disk, plain):
+        each.close()
     return found
 
 
-def best_plain(rates: dict[str, list[float]]) -> list[float]:
-    return [max(each) for each in zip(*(rates[f"plain, {name}"] for name in PLAIN), strict=True)]
-
-
-def spread(values: Iterable[float]) -> str:
-    each = list(values)
-    return f"{statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})"
-
-
-def checksums() -> dict[str, float]:
-    """GB/s of one thread."""
-    memory = mmap.mmap(-1, 64 * CHECK_BYTES)
-    fill(torch.frombuffer(memory, dtype=torch.uint8))
-    view = memoryview(memory)
-    blocks = [view[at : at + CHECK_BYTES] for at in range(0, len(view), CHECK_BYTES)]
-    ways = {
-        "shardwise": lambda: [sums_of(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)],
-        "zlib.crc32": lambda: [zlib.crc32(block) for block in blocks],
-    }
-    return {name: len(view) / 1e9 / min(seconds(do) for _ in range(7)) for name, do in ways.items()}
-
-
-def tables(found: Found, sums: dict[str, float]) -> list[str]:
+def tables(found: Found) -> list[str]:
     lines = []
-    for way, rates in found.items():
-        best = best_plain(rates)
-        lines += ["", f"| {way} | GB/s | of the best plain one |", "|---|---|---|"]
+    for way, by_name in found.items():
+        rates = {name: [one["gigabytes_per_s"] for one in each] for name, each in by_name.items()}
+        best = [max(each) for each in zip(*(rates[f"plain, {name}"] for name in PLAIN), strict=True)]
+        lines += ["", f"| {way} | GB/s | of the best plain one | processor ms/GB |", "|---|---|---|---|"]
         for name, each in rates.items():
-            lines.append(f"| {name} | {spread(each)} | {spread(a / b for a, b in zip(each, best, strict=True))} |")
-    lines += ["", "| checksums, one thread | GB/s |", "|---|---|"]
-    return [*lines, *(f"| {name} | {rate:.1f} |" for name, rate in sums.items())]
+            shares = [a / b for a, b in zip(each, best, strict=True)]
+            used = [one["processor_ms_per_gigabyte"] for one in by_name[name]]
+            lines.append(f"| {name} | {spread(each)} | {spread(shares)} | {spread(used, 0)} |")
+    return lines
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 NOTE = """Medians over the repetitions (min-max). Shares are of the best plain one within a repetition; of both at once,
 all bytes read and written count. `interpreter busy`: a thread of the same process runs Python that gives its lock away
-only when it must."""
+only when it must. `without C`: no compiler was found, and torch sums."""
 
 
 def main() -> None:
     options = parse()
-    found, sums = measure(options), checksums()
+    found = measure(options)
     machine = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -259,8 +245,7 @@ def main() -> None:
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "machine": machine,
         "note": " ".join(NOTE.split()),
-        "gigabytes_per_s": found,
-        "checksums_gigabytes_per_s": sums,
+        "runs": found,
     }
     text = "\n".join(
         [
@@ -271,7 +256,7 @@ def main() -> None:
             f"    {document['command']}",
             "",
             ", ".join(f"{key} {value}" for key, value in machine.items()),
-            *tables(found, sums),
+            *tables(found),
             "",
         ]
     )

@@ -2,12 +2,14 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from pathlib import Path
 
 import pytest
 
 from shardwise.direct_io import ALIGNMENT
-from shardwise.store import blocks, region, sums
+from shardwise.optim.host import library as compiler
+from shardwise.store import blocks, moves, region, sums
 
 Mount = Callable[..., Path]
 
@@ -36,7 +38,17 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """So that a few pages are many blocks; returns what has one checksum."""
-    for module in (blocks, region, sums):
+    for module in (blocks, moves, region, sums):
         monkeypatch.setattr(module, "CHECK_BYTES", 2 * ALIGNMENT)
     monkeypatch.setattr(region, "BLOCK_BYTES", 6 * ALIGNMENT)
     return 2 * ALIGNMENT
+
+
+@pytest.fixture(params=["python", "c"])
+def library(request: pytest.FixtureRequest) -> CDLL | None:
+    if request.param == "python":
+        return None
+    built = compiler.library()
+    if built is None:
+        pytest.skip("there is no C compiler")
+    return built

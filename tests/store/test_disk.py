@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ ASKS = st.builds(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=KEEP)
 @given(st.lists(ASKS, max_size=25))
-def test_any_requests_in_any_order(tmp_path: Path, small_blocks: int, way: str, asks: list[Ask]) -> None:
-    disk = Disk(tmp_path, disk_bytes(SIZES))
+def test_any_requests_in_any_order(
+    tmp_path: Path, small_blocks: int, way: str, library: CDLL | None, asks: list[Ask]
+) -> None:
+    disk = Disk(tmp_path, disk_bytes(SIZES), library)
     assert disk.is_direct == (way == "around the cache")
     regions = [disk.region(size, f"region {number}") for number, size in enumerate(SIZES)]
     contents, written = [bytearray(size) for size in SIZES], [bytearray(size) for size in SIZES]
@@ -100,9 +103,9 @@ def test_any_requests_in_any_order(tmp_path: Path, small_blocks: int, way: str, 
 
 
 @pytest.mark.parametrize("shift", [0, 4])
-def test_large_rows_of_real_blocks(tmp_path: Path, shift: int) -> None:
+def test_large_rows_of_real_blocks(tmp_path: Path, shift: int, library: CDLL | None) -> None:
     num_bytes = 20 * CHECK_BYTES + 12_346
-    disk = Disk(tmp_path, disk_bytes([100, num_bytes]))
+    disk = Disk(tmp_path, disk_bytes([100, num_bytes]), library)
     disk.region(100, "something before it")
     region = disk.region(num_bytes, "layers.0")
     source, into = row(num_bytes, shift), row(num_bytes, 0, seed=1)
@@ -116,10 +119,10 @@ def test_large_rows_of_real_blocks(tmp_path: Path, shift: int) -> None:
     disk.close()
 
 
-def test_many_threads_at_once(tmp_path: Path, small_blocks: int) -> None:
+def test_many_threads_at_once(tmp_path: Path, small_blocks: int, library: CDLL | None) -> None:
     """Some on regions of their own, and all on one, each on its part: their blocks are the same ones."""
     num_threads, num_bytes = 8, 40_003
-    disk = Disk(tmp_path, disk_bytes([num_bytes] * (num_threads + 1)))
+    disk = Disk(tmp_path, disk_bytes([num_bytes] * (num_threads + 1)), library)
     own = [disk.region(num_bytes, f"region {number}") for number in range(num_threads)]
     shared = disk.region(num_bytes, "everybody's")
     failures: list[BaseException] = []
@@ -331,4 +334,4 @@ def test_memory_is_that_of_the_windows(tmp_path: Path) -> None:
     """
     code = textwrap.dedent(program)
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert int(seen.stdout) < 16 << 10  # in kB: eight blocks, and stacks of threads
+    assert int(seen.stdout) < 24 << 10  # in kB: sixteen blocks, and stacks of threads

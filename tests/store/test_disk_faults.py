@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ def goes_and_comes(disk: Disk) -> None:
 SIZE = 6 * CHECK_BYTES + 4000
 
 
-def filled(place: Path) -> tuple[Disk, Region, Tensor]:
-    disk = Disk(place, 16 << 20)
+def filled(place: Path, library: CDLL | None = None) -> tuple[Disk, Region, Tensor]:
+    disk = Disk(place, 16 << 20, library)
     region = disk.region(SIZE, "the optimizer's state of unit 'layers.3'")
     source = row(SIZE)
     disk.put(region, source).wait()
@@ -198,8 +199,8 @@ def is_told_from_now_on(disk: Disk, region: Region, start: Callable[[], Any], sa
 
 
 @pytest.mark.parametrize("at", [0, 4095, 3 * CHECK_BYTES + 5, SIZE - 1])
-def test_a_single_other_bit_is_seen(tmp_path: Path, at: int) -> None:
-    disk, region, source = filled(tmp_path)
+def test_a_single_other_bit_is_seen(tmp_path: Path, at: int, library: CDLL | None) -> None:
+    disk, region, source = filled(tmp_path, library)
     with path_of(disk).open("r+b", buffering=0) as file:
         file.seek(at)
         file.write(bytes([int(source[at]) ^ 16]))
@@ -212,9 +213,9 @@ def test_a_single_other_bit_is_seen(tmp_path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("is_put", [False, True])
-def test_a_part_of_a_broken_block_is_neither_read_nor_kept(tmp_path: Path, is_put: bool) -> None:
+def test_a_part_of_a_broken_block_is_neither_read_nor_kept(tmp_path: Path, is_put: bool, library: CDLL | None) -> None:
     """Writing a part of it would otherwise make a good checksum of bad bytes."""
-    disk, region, _ = filled(tmp_path)
+    disk, region, _ = filled(tmp_path, library)
     with path_of(disk).open("r+b", buffering=0) as file:
         file.write(bytes(4096))
     start = disk.put if is_put else disk.fetch
@@ -222,8 +223,8 @@ def test_a_part_of_a_broken_block_is_neither_read_nor_kept(tmp_path: Path, is_pu
     is_told_from_now_on(disk, region, lambda: start(region, row(10), 500), said)
 
 
-def test_a_write_that_was_lost_is_seen(tmp_path: Path) -> None:
-    disk, region, _ = filled(tmp_path)
+def test_a_write_that_was_lost_is_seen(tmp_path: Path, library: CDLL | None) -> None:
+    disk, region, _ = filled(tmp_path, library)
     before = path_of(disk).read_bytes()
     disk.put(region, row(SIZE, seed=1)).wait()
     path_of(disk).write_bytes(before)
@@ -240,16 +241,16 @@ def test_other_blocks_can_be_read_until_it_is_seen(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_file_that_became_short(tmp_path: Path) -> None:
-    disk, region, _ = filled(tmp_path)
+def test_a_file_that_became_short(tmp_path: Path, library: CDLL | None) -> None:
+    disk, region, _ = filled(tmp_path, library)
     os.truncate(path_of(disk), 2 * CHECK_BYTES + 5000)
     said = "could not be read: the file ends .* bytes before them: it was cut short"
     is_told_from_now_on(disk, region, lambda: disk.fetch(region, row(SIZE)), said)
 
 
-def test_a_disk_that_is_full_all_the_same(mount: Mount) -> None:
+def test_a_disk_that_is_full_all_the_same(mount: Mount, library: CDLL | None) -> None:
     """Its room is reserved; somebody took it away."""
-    disk, region, _ = filled(mount("tmpfs", "size=20m"))
+    disk, region, _ = filled(mount("tmpfs", "size=20m"), library)
     os.truncate(path_of(disk), 0)
     os.truncate(path_of(disk), 16 << 20)
     with (disk.folder / "filler").open("wb") as file:
@@ -258,8 +259,8 @@ def test_a_disk_that_is_full_all_the_same(mount: Mount) -> None:
     is_told_from_now_on(disk, region, lambda: disk.put(region, row(SIZE)), said)
 
 
-def test_a_limit_that_is_met_on_the_way(tmp_path: Path) -> None:
-    disk, region, source = filled(tmp_path)
+def test_a_limit_that_is_met_on_the_way(tmp_path: Path, library: CDLL | None) -> None:
+    disk, region, source = filled(tmp_path, library)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -269,7 +270,7 @@ def test_a_limit_that_is_met_on_the_way(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_promised_more_than_it_has(mount: Mount) -> None:
+def test_a_disk_that_promised_more_than_it_has(mount: Mount, library: CDLL | None) -> None:
     """Thin provisioning: a file system in an image, which lies on less than it thinks."""
     thin = mount("tmpfs", "size=6m")
     image = thin / "image"
@@ -279,7 +280,7 @@ def test_a_disk_that_promised_more_than_it_has(mount: Mount) -> None:
         subprocess.run(["mkfs.ext4", "-q", "-E", "nodiscard", "-O", "^has_journal", str(image)], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be made: {error}")
-    disk = Disk(mount("ext4", "loop", image), 16 << 20)
+    disk = Disk(mount("ext4", "loop", image), 16 << 20, library)
     region = disk.region(15 << 20, "the optimizer's state of unit 'layers.3'")
     said = "could not be written: (Input/output error|No space left on device)"
     is_told_from_now_on(disk, region, lambda: disk.put(region, row(15 << 20)), said)

@@ -1,10 +1,13 @@
 """A checksum is of what is there: other bytes have another one, wherever they are."""
 
 import random
+from ctypes import CDLL
+from tempfile import TemporaryFile
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.store.moves import moves
 from shardwise.store.sums import CHECK_BYTES, sums_of
 
 PAGE = 4096
@@ -45,3 +48,14 @@ def test_blocks_have_the_same_sums_together_and_one_by_one(num_pages: int) -> No
         blocks = [view[at : at + CHECK_BYTES] for at in range(0, len(view), CHECK_BYTES)]
         assert sums_of(view) == [one for block in blocks for one in sums_of(block)]
         assert all(-(2**63) <= one < 2**63 for one in sums_of(view))
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 3 * CHECK_BYTES // PAGE))
+def test_c_has_the_same_sums(library: CDLL | None, num_pages: int) -> None:
+    content = bytearray(random.Random(num_pages).randbytes(PAGE * num_pages))
+    with TemporaryFile() as file, memoryview(content) as view:
+        expected = sums_of(view)
+        assert moves(library).write(file.fileno(), view, PAGE) == expected
+        view[:] = bytes(len(view))
+        assert moves(library).read(file.fileno(), view, PAGE) == expected == sums_of(view)

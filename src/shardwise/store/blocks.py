@@ -6,18 +6,20 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from ..direct_io import ALIGNMENT, read_at, write_at
+from ..direct_io import ALIGNMENT
 from ..errors import StoreError
 from ..shard import round_up
+from .moves import Moves
 from .region import Part, Region
-from .sums import CHECK_BYTES, sums_of
+from .sums import CHECK_BYTES
 
 
 class Blocks:
     """`num_threads` threads may use it at once, none of them a block that another one writes."""
 
-    def __init__(self, file: int, num_threads: int) -> None:
+    def __init__(self, file: int, moves: Moves, num_threads: int) -> None:
         self._file = file
+        self._moves = moves
         self._bounces: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(num_threads):
             self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # no memory before it is used
@@ -55,16 +57,11 @@ class Blocks:
             self._bounces.put(bounce)
 
     def _write(self, region: Region, start: int, memory: memoryview) -> None:
-        region.sums[_blocks(start, memory)] = sums_of(memory)
-        write_at(self._file, memory, region.offset + start)
+        region.sums[_blocks(start, memory)] = self._moves.write(self._file, memory, region.offset + start)
 
     def _read(self, region: Region, start: int, memory: memoryview) -> None:
-        num = read_at(self._file, memory, region.offset + start)
-        if num < len(memory):
-            raise StoreError(f"the file ends {len(memory) - num} bytes before them: it was cut short")
-        for number, (seen, written) in enumerate(
-            zip(sums_of(memory), region.sums[_blocks(start, memory)], strict=True)
-        ):
+        sums = self._moves.read(self._file, memory, region.offset + start)
+        for number, (seen, written) in enumerate(zip(sums, region.sums[_blocks(start, memory)], strict=True)):
             if seen != written:
                 begin = start + number * CHECK_BYTES
                 end = min(begin + CHECK_BYTES, region.num_bytes)

@@ -5,6 +5,7 @@ A request waits for earlier ones that touch the same blocks, unless all of them 
 kept, and every later call says it again: state that was lost is not trained on.
 """
 
+import ctypes
 import errno
 import os
 import threading
@@ -19,12 +20,13 @@ from ..errors import StoreError
 from ..shard import round_up
 from .blocks import Blocks, memory_of
 from .file import reserve
+from .moves import moves
 from .region import Part, Pending, Region
 from .workers import Workers
 
 __all__ = ["Disk", "Pending", "Region"]
 
-_NUM_THREADS = 4  # that read, and as many that write
+_NUM_THREADS = 8  # that read, and as many that write: while some sum, others keep the disk at work
 _FIXES = {
     errno.ENOSPC: "make room there, or name a folder on another disk",
     errno.EDQUOT: "raise the quota, or name a folder on another disk",
@@ -34,9 +36,12 @@ _FIX = "replace the disk, or name a folder on another one"
 
 
 class Disk:
-    """Room for so many bytes in a folder that is there, all of it reserved now."""
+    """Room for so many bytes in a folder that is there, all of it reserved now.
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
+    `library` is the host's C: with it, threads need less of the processor and wait less for the interpreter's lock.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, library: ctypes.CDLL | None = None) -> None:
         self.folder = folder
         self.reserved_bytes = round_up(num_bytes, ALIGNMENT)
         self.read_bytes = 0  # as asked for; so are those written
@@ -47,7 +52,7 @@ class Disk:
         self._lock = threading.Lock()
         self._kept = _Kept()
         self._file = reserve(folder, self.reserved_bytes)
-        self._blocks = Blocks(self._file, 2 * _NUM_THREADS)
+        self._blocks = Blocks(self._file, moves(library), 2 * _NUM_THREADS)
         self._readers = Workers("shardwise-fetch", _NUM_THREADS)
         self._writers = Workers("shardwise-put", _NUM_THREADS)
         # Also when the interpreter exits.

@@ -14,20 +14,26 @@ from torch import Tensor
 from ..direct_io import ALIGNMENT
 
 CHECK_BYTES = 1 << 20
-_PAGE_BYTES, _WORD_BYTES = ALIGNMENT, 8
 
 
 def sums_of(content: memoryview) -> list[int]:
     """One number for each `CHECK_BYTES` of some pages; the last block may be shorter."""
     # In few calls, each of which waits for the interpreter's lock; and none that uses torch's own threads, as each of
     # the disk's would bring a set of them.
-    words = torch.frombuffer(content, dtype=torch.int64)
-    pages = torch.mv(words.view(-1, _PAGE_BYTES // _WORD_BYTES), _factors(_PAGE_BYTES // _WORD_BYTES))
-    per_block = CHECK_BYTES // _PAGE_BYTES
-    num_whole = pages.numel() // per_block
-    whole, rest = pages[: num_whole * per_block], pages[num_whole * per_block :]
-    sums: list[int] = torch.mv(whole.view(num_whole, per_block), _factors(per_block)).tolist()
-    return [*sums, int(torch.dot(rest, _factors(per_block)[: rest.numel()]))] if rest.numel() else sums
+    words, of_words, of_pages = torch.frombuffer(content, dtype=torch.int64), factors_of_words(), factors_of_pages()
+    pages = torch.mv(words.view(-1, of_words.numel()), of_words)
+    num_whole = pages.numel() // of_pages.numel() * of_pages.numel()
+    whole, rest = pages[:num_whole], pages[num_whole:]
+    sums: list[int] = torch.mv(whole.view(-1, of_pages.numel()), of_pages).tolist()
+    return [*sums, int(torch.dot(rest, of_pages[: rest.numel()]))] if rest.numel() else sums
+
+
+def factors_of_words() -> Tensor:
+    return _factors(ALIGNMENT // 8)
+
+
+def factors_of_pages() -> Tensor:
+    return _factors(CHECK_BYTES // ALIGNMENT)
 
 
 @cache
