@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cgroup import cgroup_values, cpu_limit, memory_limit
-from shardwise.doctor import devices, disk, network, software
+from shardwise.doctor import devices, disk, limits, network, software
 from shardwise.doctor.finding import Finding, size
 from shardwise.doctor.network import Interface
 
@@ -30,9 +30,9 @@ def test_it_looks_at_everything_in_ten_seconds_and_leaves_nothing(tmp_path: Path
     assert list(dict.fromkeys(finding.topic for finding in findings)) == list(TOPICS)
     assert all(finding.meaning for finding in findings)
     assert all(finding.fix for finding in findings if finding.grade != "ok")
-    assert {"python", "torch", "memory", "cores", "/dev/shm", "open files", "gloo", "write"} <= {
-        f.name for f in findings
-    }
+    names = {finding.name for finding in findings}
+    assert {"python", "torch", "memory", "cores", "/dev/shm", "open files", "gloo", "write"} <= names
+    assert {"host updates", "locked memory", "free", "around the cache"} <= names
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,3 +123,25 @@ def test_a_disk_is_really_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_sizes() -> None:
     assert [size(n) for n in (0, 65536, 3 << 30, 5 << 40)] == ["0 B", "64 KiB", "3 GiB", "5.0 TiB"]
+
+
+def test_a_compiler_is_looked_for_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    found = limits._host_updates(tmp_path)
+    assert (found.value, found.grade) == (f"in C (/usr/bin/gcc), compiled when first needed, into {tmp_path}", "ok")
+    (tmp_path / "host-1.so").touch()
+    assert limits._host_updates(tmp_path).value == f"in C (/usr/bin/gcc), compiled in {tmp_path}"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    found = limits._host_updates(tmp_path)
+    assert found.grade == "worse"
+    assert "install a C compiler (cc, gcc, clang)" in found.fix
+
+
+def test_the_way_around_the_cache_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for goes, grade in ((True, "ok"), (False, "worse")):
+        monkeypatch.setattr(disk, "goes_direct", lambda _, goes=goes: goes)
+        found = next(finding for finding in disk.look(tmp_path) if finding.name == "around the cache")
+        assert found.grade == grade
+    monkeypatch.undo()
+    assert isinstance(disk.goes_direct(tmp_path), bool)
+    assert list(tmp_path.iterdir()) == []

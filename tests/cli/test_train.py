@@ -95,6 +95,29 @@ def test_a_fine_tune_survives_sigterm_on_other_ranks_under_another_strategy(
 
 
 @pytest.mark.slow
+def test_an_offloaded_run_is_stopped_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    """From disk, by SIGTERM, to the host with fewer flags, and to the device: the losses of a run on the device."""
+    words = ("--max-steps", "30", "--lr-scheduler-type", "constant", *QUICK, *SMALL)
+    code, _, err = finished(*words, "--strategy", "ddp", "--output-dir", "whole", cwd=tmp_path)
+    assert code == 0, err
+    (tmp_path / "state").mkdir()
+    offload = "optimizer=disk:state,params=host,grads=host"
+    process = start(*words, "--strategy", "zero3", "--offload", offload, "--output-dir", "parts", cwd=tmp_path)
+    wait_for_step(process, tmp_path / "parts", 5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "zero3+params=host+grads=host+optimizer=disk on 2 ranks" in " ".join(out.split())
+    assert list((tmp_path / "state").iterdir()) == [], "nothing is left behind"
+    num_done = len(losses(tmp_path / "parts"))
+    on_host = ("--strategy", "zero2", "--offload", "optimizer=host:0.5", "--max-steps", str(num_done + 3))
+    for again in (on_host, ("--strategy", "zero1", "--offload", "none", "--max-steps", "30")):
+        code, out, err = finished("--resume-from-checkpoint", "parts", *again, cwd=tmp_path)
+        assert code == 0, err
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ("--max-steps", "60", "--save-steps", "5", "--max-restarts", "1", *QUICK, *SMALL)
     folder = tmp_path / "run"
@@ -170,6 +193,11 @@ BAD: dict[str, tuple[int, str]] = {
     "--global-batch-size 5": (2, "global_batch_size 5 is not 2 ranks"),
     "--node-size 3": (2, "does not divide into nodes of 3"),
     "--strategy zero9": (2, "unknown strategy 'zero9'"),
+    "--strategy zero3-nvme": (2, "no folder is named for it: --offload disk:/nvme names one"),
+    "--strategy zero3-nvme --offload disk:nowhere": (2, "offload: nowhere is not a folder"),
+    "--offload optimizer=host,params=dsk": (2, "'dsk' is no place; did you mean 'disk'?"),
+    "--strategy ddp --offload params=host --offload optimizer=host": (2, "parameters that are always gathered"),
+    "--strategy zero2 --offload optimizer=host:0": (2, "a part, above 0 and at most 1"),
     "--learning-rte 1": (2, "No such option: --learning-rte"),
     "learning_rte=1": (2, "did you mean 'learning_rate'"),
     "nowhere.yaml": (2, "nowhere.yaml"),

@@ -1,5 +1,6 @@
 """How fast a folder takes and gives data, and whether it does: written, flushed to the disk, read back, removed."""
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..direct_io import ALIGNMENT, go_direct, is_direct, write_at
 from .finding import Finding, size
 
 TOPIC = "disk"
@@ -22,7 +24,10 @@ CHECKPOINT_BYTES = 12
 def look(folder: Path) -> Iterator[Finding]:
     place = existing(folder)
     free = shutil.disk_usage(place).free
-    meaning = f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter"
+    meaning = (
+        f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter, and so "
+        "has an optimizer that rests on disk"
+    )
     if free < LEAST_FREE:
         yield Finding(TOPIC, "free", size(free), meaning, "worse", "make room, or give --output-dir elsewhere")
     else:
@@ -41,6 +46,12 @@ def look(folder: Path) -> Iterator[Finding]:
     else:
         yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning)
     yield Finding(TOPIC, "read", f"{read / 1e6:.0f} MB/s", "resuming and loading weights; memory may have helped")
+    meaning = "O_DIRECT: state that rests on disk (--offload optimizer=disk:FOLDER) and checkpoints go around the cache"
+    if goes_direct(place):
+        yield Finding(TOPIC, "around the cache", "yes", meaning)
+    else:
+        fix = "for --offload, a folder on a local disk with ext4 or xfs"
+        yield Finding(TOPIC, "around the cache", "no", meaning, "worse", fix)
 
 
 def speeds(folder: Path) -> tuple[float, float]:
@@ -59,6 +70,14 @@ def speeds(folder: Path) -> tuple[float, float]:
             num_read += len(file.read(CHUNK) or b"")
         read_s = time.perf_counter() - began_s
     return num_written / write_s, num_read / read_s
+
+
+def goes_direct(folder: Path) -> bool:
+    """Some file systems take the flag, and then do not write."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        go_direct(file.fileno())
+        write_at(file.fileno(), memoryview(mmap.mmap(-1, ALIGNMENT)), 0)
+        return is_direct(file.fileno())
 
 
 def existing(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from ..cgroup import cgroup_values, cpu_limit, memory_limit
+from ..optim.host.library import COMPILERS, cache_folder
 from .finding import Finding, size
 
 TOPIC = "limits"
@@ -22,6 +23,7 @@ NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
 def look(num_gpus: int) -> Iterator[Finding]:
     yield _memory()
     yield _cores()
+    yield _host_updates(cache_folder())
     yield _pinned()
     yield _shm(num_gpus)
     yield _files()
@@ -41,17 +43,33 @@ def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0))
     limit = cpu_limit(cgroup_values("cpu.max", None))
     value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
-    meaning = "ranks share them: OMP_NUM_THREADS is cores / ranks unless you set it"
+    meaning = "ranks share them: OMP_NUM_THREADS is cores / ranks unless you set it, and so many update on the host"
     if limit is not None and limit < usable:
         fix = f"set OMP_NUM_THREADS to {max(1, int(limit))} / ranks: more threads than time make each other wait"
         return Finding(TOPIC, "cores", value, meaning, "worse", fix)
     return Finding(TOPIC, "cores", value, meaning)
 
 
+def _host_updates(kept: Path) -> Finding:
+    """Looked for, not compiled: that takes seconds, and leaves a file."""
+    meaning = (
+        "of optimizers that rest on the host or on disk (--offload): one pass over memory, on all of a rank's cores"
+    )
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        fix = f"install a C compiler ({', '.join(COMPILERS)}), if something shall rest there"
+        return Finding(TOPIC, "host updates", "by torch's operations, slower", meaning, "worse", fix)
+    when = f"compiled in {kept}" if any(kept.glob("*.so")) else f"compiled when first needed, into {kept}"
+    return Finding(TOPIC, "host updates", f"in C ({compiler}), {when}", meaning)
+
+
 def _pinned() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
-    meaning = "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way, CUDA does not need it"
+    meaning = (
+        "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way. What rests on the host is "
+        "pinned by CUDA, which seldom minds it; a run says if it could not be"
+    )
     if soft != resource.RLIM_INFINITY and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
         fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
         return Finding(TOPIC, "locked memory", value, meaning, "worse", fix)
