@@ -226,7 +226,7 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 NOTE = """Medians over the repetitions (min-max). Shares are of the best plain one within a repetition; of both at once,
 all bytes read and written count. `interpreter busy`: a thread of the same process runs Python that gives its lock away
-only when it must. `without C`: no compiler was found, and torch sums."""
+only when it must. `without C`: as where there is no compiler, and torch sums."""
 
 
 def main() -> None:
