@@ -36,6 +36,7 @@ class HostLane:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_over = False
 
     def give(self, job: Job) -> Job:
         self.raise_failure()
@@ -51,6 +52,8 @@ class HostLane:
         while True:
             with self._changed:
                 while not self._waiting:
+                    if self._is_over:
+                        return
                     self._changed.wait()
                 self._running = job = self._first()
                 self._waiting.remove(job)
@@ -63,6 +66,14 @@ class HostLane:
             with self._changed:
                 self._running = None
             job.done.set()
+            # Not held until the next one comes: it holds the host's memory.
+            del job
+
+    def end(self) -> None:
+        """Nothing more will be given. The thread goes when it is through."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
 
     def _first(self) -> Job:
         """The most urgent that is ready; if none is, what was given first is ready first."""

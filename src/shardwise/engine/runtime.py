@@ -117,6 +117,7 @@ class Engine:
         self.host = host
         self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
         self.host_lane = HostLane()
+        weakref.finalize(self, self.host_lane.end)
         # Updates on the host that the next gather of their flat waits for.
         self.jobs: dict[FlatState, Job] = {}
         self._staged_flats = [[(state.flat, state.away) for state in unit.states] for unit in units]
