@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from .away import MASTER, Away, HostMemory, Moves
 from .errors import ConfigurationError, StateError
 from .plan.flat import Flat, Hop
-from .plan.offload import LEAVING_NORM_ELEMS
+from .plan.schedule import NORM_ELEMS
 from .shard import cuts, pieces
 from .wire.collectives import (
     Channel,
@@ -153,6 +153,7 @@ class FlatState:
         self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
         # Of a final gradient on its way to the host: the sum of its squares, and what it was clipped by since.
         self.square: Tensor | None = None
+        self._unsquared: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
         self._final_views: dict[int, Tensor] = {}
@@ -530,15 +531,20 @@ class FlatState:
     def _became_final(self, final: Tensor) -> None:
         self.grad_state = "final"
         if self.flat.host_updates:
-            pieces = final.split(LEAVING_NORM_ELEMS)
-            self.square = sum_of_squares(pieces)
             self.leaving = (self.final_at_hand, final)
+            self._unsquared = final
 
     def leave(self) -> None:
         """Copy to the host what should go there by now."""
         if self.leaving is not None:
             self._copy(*self.leaving)
             self.leaving = None
+
+    def take_square(self) -> None:
+        """Of a gradient that is leaving, while its copy is under way."""
+        if self._unsquared is not None:
+            self.square = sum_of_squares(self._unsquared.split(NORM_ELEMS))
+            self._unsquared = None
 
     def add_from_host(self, part: Tensor, scratch: Tensor) -> None:
         """Add what rests on the host of earlier micro-batches to a sum on the device."""

@@ -9,8 +9,8 @@ from shardwise.layout import OFFLOADS, PLANNED, PRESETS
 from shardwise.plan.assess import Assessment
 from shardwise.plan.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.plan.memory import resting_grads, state_bytes
-from shardwise.plan.offload import LEAVING_NORM_ELEMS, PIECE_ALIGN
-from shardwise.plan.schedule import NUM_REDUCTIONS
+from shardwise.plan.offload import PIECE_ALIGN
+from shardwise.plan.schedule import NORM_ELEMS, NUM_REDUCTIONS
 from shardwise.plan.training import Lora
 from tests.plan.planning import EVERY, MANY, SHAPE, assessed, machine
 
@@ -136,7 +136,7 @@ def test_gradients_for_the_host_have_no_place_beside_a_slot() -> None:
     longest = max(flat.num_master for flat in found.schedule.trainable_flats)
     made = max(work.grad_bytes for work in found.works.values())
     # What autograd makes of two units, and the norm in 64 bits, in pieces.
-    assert at_most(found, "grads") <= 2 * made + 8 * min(longest, LEAVING_NORM_ELEMS)
+    assert at_most(found, "grads") <= 2 * made + 8 * min(longest, NORM_ELEMS)
     assert at_most(assessed("zero3", shape=MANY), "grads") > at_most(found, "grads")
 
 

@@ -94,7 +94,7 @@ class ReductionMemory:
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
         self._views: dict[tuple[int, int | None], list[Tensor | None]] = {}
         # When a slot may be written by the computation again.
-        self.freed: list[Mark] = [None] * NUM_REDUCTIONS
+        self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
         self._scratch: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
@@ -134,7 +134,7 @@ class ReductionMemory:
     def give_back(self) -> None:
         """The computation has waited for all reductions. Views of the slots stay, and find the next memory."""
         if self.gives_back:
-            self.freed = [None] * NUM_REDUCTIONS
+            self.freed = [()] * NUM_REDUCTIONS
             for memory in self.slots:
                 if memory is not None:
                     memory.untyped_storage().resize_(0)

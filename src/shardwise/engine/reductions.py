@@ -64,7 +64,7 @@ class Reductions:
         self.lane, self._finish_lane, self._leave_lane = Lane(device), Lane(device), Lane(device)
         # When gradients are on the host; and those whose memory on the device is not needed any more.
         self.arrived: dict[FlatState, Mark] = {}
-        self._left: deque[tuple[FlatState, Mark]] = deque()
+        self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._next_slot = 0
         self._opened: dict[int, Opened] = {}
@@ -87,7 +87,8 @@ class Reductions:
         if index not in self._opened:
             opened = self._opened[index] = self._open(index)
             if opened.slot is not None:
-                self.lane.compute_waits_for(self.memory.freed[opened.slot])
+                for mark in self.memory.freed[opened.slot]:
+                    self.lane.compute_waits_for(mark)
 
     def _open(self, index: int) -> Opened:
         unit = self._units[index]
@@ -114,8 +115,10 @@ class Reductions:
         self._release_left(1)
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
-        freed = None if opened.slot is None else self.memory.freed[opened.slot]
-        with self.lane.after_compute().after(freed).named(f"reduce {unit.name}"):
+        lane = self.lane.after_compute()
+        for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
+            lane.after(freed)
+        with lane.named(f"reduce {unit.name}"):
             reductions = [
                 state.start_reduce(grads, view, is_sync, self._channels, self._scale)
                 for state, grads, view in zip(states, taken, opened.views, strict=True)
@@ -141,44 +144,50 @@ class Reductions:
         with lane:
             for reduction in started.reductions:
                 reduction.finish(self._channels, self._scale, self.memory.scratch)
-        mark = self._leave(states)
-        self._finished |= dict.fromkeys(states, mark)
+        marks = self._leave(states)
+        self._finished |= dict.fromkeys(states, marks[-1])
         if started.slot is not None:
-            self.memory.freed[started.slot] = mark
+            self.memory.freed[started.slot] = marks
         if self.on_final is not None and started.reductions[0].is_sync:
             self.on_final(states)
 
-    def _leave(self, states: list[FlatState]) -> Mark:
-        """Let gradients leave that should; returns the point at which nothing of them is needed on the device."""
+    def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
+        """Let gradients leave that should; returns the points at which nothing of them is needed on the device."""
         mark = self._finish_lane.mark()
         leaving = [state for state in states if state.leaving is not None]
         if not leaving:
-            return mark
+            return (mark,)
         for state in leaving:
             self._await_update(state)
         with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
             for state in leaving:
                 state.leave()
         left = self._leave_lane.mark_for_host()
+        # Not before the copy: a computation that fills the device lets these small kernels through one by one.
+        with self._finish_lane:
+            for state in leaving:
+                state.take_square()
+        marks = (left, self._finish_lane.mark())
         for state in leaving:
             self.arrived[state] = left
             if self.memory.gives_back and not state.flat.grads_on_host:
-                self._left.append((state, left))
-        return left
+                self._left.append((state, marks))
+        return marks
 
     def sync(self, state: FlatState) -> None:
         """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
             state.sync(state.flat.sync_hops, self._channels, self._scale)
-        self._finished[state] = self._leave([state])
+        self._finished[state] = self._leave([state])[-1]
         # What was fetched is let go of here.
         self._finish_lane.after(self.arrived.get(state))
 
     def _release_left(self, num_kept: int) -> None:
         """Memory of the compute stream: it may reuse it only after the copy."""
         while len(self._left) > num_kept:
-            state, mark = self._left.popleft()
-            self.lane.compute_waits_for(mark)
+            state, marks = self._left.popleft()
+            for mark in marks:
+                self.lane.compute_waits_for(mark)
             state.give_back_grads()
 
     def finish_all(self) -> None:

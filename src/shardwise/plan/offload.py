@@ -15,8 +15,6 @@ from .flat import Flat
 CHUNK_ELEMS = 8 << 20
 NUM_WINDOWS = 4
 NUM_STAGED = 3
-# Norms of gradients that leave the device are taken on their way, of pieces of this many elements.
-LEAVING_NORM_ELEMS = 8 << 20
 # Every piece begins at a multiple of this: what a disk asks of addresses, offsets and lengths.
 PIECE_ALIGN = 4096
 

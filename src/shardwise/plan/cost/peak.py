@@ -19,7 +19,7 @@ from functools import cached_property
 from ..events import Event
 from ..flat import Flat
 from ..memory import device_state, resting_grads
-from ..offload import LEAVING_NORM_ELEMS, OffDevice, off_device
+from ..offload import OffDevice, off_device
 from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
@@ -221,7 +221,7 @@ class _Walk:
 
     def _hold_norm_of(self, flats: Sequence[Flat]) -> None:
         """Of gradients that leave it is taken piece by piece, from the first of them on."""
-        needed = 8 * min(max(flat.num_master for flat in flats), LEAVING_NORM_ELEMS)
+        needed = 8 * min(max(flat.num_master for flat in flats), NORM_ELEMS)
         self.held[GRADS] += max(0, needed - self.norm_bytes)
         self.norm_bytes = max(needed, self.norm_bytes)
 

@@ -2,8 +2,8 @@
 
 What a unit saves goes to the host while the next unit computes, so what the last one saves never goes. In the backward
 it comes back one unit ahead. The last two units of a forward are still on the device when the backward begins: what the
-first of them saved went to the host for nothing. Of a checkpointed unit its input goes; what selective checkpointing keeps besides is the checkpoint's own and
-stays on the device.
+first of them saved went to the host for nothing. Of a checkpointed unit its input goes; what selective checkpointing
+keeps besides is the checkpoint's own and stays on the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
