@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .direct_io import ALIGNMENT
 from .errors import ConfigurationError
+from .optim.host.library import library
 from .plan.events import Way
 from .plan.flat import Flat
 from .plan.offload import (
     NUM_STAGED,
     NUM_WINDOWS,
-    aligned_piece,
     chunks_of,
     is_staged,
     off_device,
@@ -32,7 +33,7 @@ from .plan.offload import (
     staged_bytes,
     window_bytes,
 )
-from .shard import Interval
+from .shard import Interval, round_up
 from .store.arena import Arena, passing
 from .store.disk import Disk, Pending, Region
 
@@ -72,7 +73,7 @@ class HostMemory:
                     "something rests on disk and no folder is named for it: give disk_path=, a folder on a local disk "
                     f"with {self.size.disk:,} bytes of room for each rank"
                 )
-            self.disk = Disk(disk_path, self.size.disk)
+            self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)
         windows = max((window_bytes(flat, len(row_names)) for flats in units for flat in flats), default=0)
         self.windows = Windows(self, [self._bytes(windows, "a window") for _ in range(NUM_WINDOWS if windows else 0)])
@@ -295,7 +296,7 @@ class Windows:
 
     def room_beside(self, window: Tensor) -> Tensor:
         """What is left of a window behind the record in it."""
-        return self._whole[window.data_ptr()][aligned_piece(window.nbytes) :]
+        return self._whole[window.data_ptr()][round_up(window.nbytes, ALIGNMENT) :]
 
     def put(self, region: Region, window: Tensor, beside: Sequence[Pending]) -> None:
         assert self._memory.disk is not None
@@ -362,7 +363,7 @@ def _views(place: Tensor, flats: Sequence[tuple[Flat, "Away | None"]]) -> list[t
         if away is not None and is_staged(flat):
             num_bytes = flat.num_rest * flat.compute.itemsize
             found.append((place[start : start + num_bytes].view(flat.compute.torch), away))
-            start += aligned_piece(num_bytes)
+            start += round_up(num_bytes, ALIGNMENT)
     return found
 
 

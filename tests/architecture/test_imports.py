@@ -25,6 +25,7 @@ LAYERS: dict[str, int] = {
     "plan": 2,
     "away": 3,
     "unit": 3,
+    "optim.host": 1,
     "optim": 4,
     "engine": 5,
     "checkpoint": 6,

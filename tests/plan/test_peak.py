@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.direct_io import ALIGNMENT
 from shardwise.layout import OFFLOADS, PLANNED, PRESETS
 from shardwise.plan.assess import Assessment
 from shardwise.plan.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.plan.memory import resting_grads, state_bytes
-from shardwise.plan.offload import PIECE_ALIGN
 from shardwise.plan.schedule import NORM_ELEMS, NUM_REDUCTIONS
 from shardwise.plan.training import Lora
 from tests.plan.planning import EVERY, MANY, SHAPE, assessed, machine
@@ -110,7 +110,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert moved == 12 * num_elems
     # Masters and moments, weights and gradients on their way, each beginning at a page.
     state = (12 + 2 + 4) * num_elems
-    assert state <= there.memory.host_bytes < state + 5 * PIECE_ALIGN * len(there.schedule.trainable_flats)
+    assert state <= there.memory.host_bytes < state + 5 * ALIGNMENT * len(there.schedule.trainable_flats)
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])

@@ -9,18 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..shard import Interval
+from ..store.sizes import arena_bytes, disk_bytes
 from .flat import Flat
 
 # A chunk is long enough for the disk to be as fast as it can be.
 CHUNK_ELEMS = 8 << 20
 NUM_WINDOWS = 4
 NUM_STAGED = 3
-# Every piece begins at a multiple of this: what a disk asks of addresses, offsets and lengths.
-PIECE_ALIGN = 4096
-
-
-def aligned_piece(num_bytes: int) -> int:
-    return -(-num_bytes // PIECE_ALIGN) * PIECE_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +33,8 @@ def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
     flats = [flat for unit in units for flat in unit]
     windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
     staged = NUM_STAGED * max((staged_bytes(unit) for unit in units), default=0)
-    resting = sum(aligned_piece(size) for flat in flats for size in host_pieces(flat, num_rows))
-    disk = sum(aligned_piece(size) for flat in flats for size in disk_pieces(flat, num_rows))
+    resting = arena_bytes(size for flat in flats for size in host_pieces(flat, num_rows))
+    disk = disk_bytes(size for flat in flats for size in disk_pieces(flat, num_rows))
     return OffDevice(resting + windows + staged, disk, windows, staged)
 
 
@@ -87,12 +82,12 @@ def window_bytes(flat: Flat, num_rows: float) -> int:
         return 0
     chunk = Interval(0, min(CHUNK_ELEMS, flat.num_master))
     out = chunk.num_elems * flat.compute.itemsize if flat.rest_on == "disk" and flat.rest_is_own else 0
-    return aligned_piece(record_bytes(flat, chunk, num_rows)) + aligned_piece(out)
+    return arena_bytes((record_bytes(flat, chunk, num_rows), out))
 
 
 def staged_bytes(flats: Iterable[Flat]) -> int:
     """The parameters of a unit on their way from disk to the device."""
-    return sum(aligned_piece(flat.num_rest * flat.compute.itemsize) for flat in flats if is_staged(flat))
+    return arena_bytes(flat.num_rest * flat.compute.itemsize for flat in flats if is_staged(flat))
 
 
 def is_staged(flat: Flat) -> bool:
