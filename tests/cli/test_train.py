@@ -114,7 +114,7 @@ def test_an_offloaded_run_is_stopped_and_goes_on_elsewhere(tmp_path: Path) -> No
     for again in (on_host, ("--strategy", "zero1", "--offload", "none", "--max-steps", "30")):
         code, out, err = finished("--resume-from-checkpoint", "parts", *again, cwd=tmp_path)
         assert code == 0, err
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole"), "bit for bit"
 
 
 @pytest.mark.slow

@@ -77,6 +77,11 @@ def train(
           --lora r=16,alpha=32,targets=q_proj+v_proj --nproc-per-node 4 \\
           --train-file chats.jsonl --gradient-checkpointing
 
+    A model larger than its GPU, its optimizer on the host:
+
+        shardwise train --model meta-llama/Llama-3.1-8B \\
+          --strategy zero2 --offload optimizer=host,grads=host
+
     Go on where a run was stopped, on other ranks, sharded otherwise:
 
         shardwise train --output-dir runs/mine --strategy zero2 \\

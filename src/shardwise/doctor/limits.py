@@ -52,9 +52,7 @@ def _cores() -> Finding:
 
 def _host_updates(kept: Path) -> Finding:
     """Looked for, not compiled: that takes seconds, and leaves a file."""
-    meaning = (
-        "of optimizers that rest on the host or on disk (--offload): one pass over memory, on all of a rank's cores"
-    )
+    meaning = "of optimizers that rest on the host or on disk (--offload): one pass over memory, on a rank's cores"
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         fix = f"install a C compiler ({', '.join(COMPILERS)}), if something shall rest there"
