@@ -606,13 +606,14 @@ class Engine:
         self._gather_first_units()
 
     def _gather_first_units(self) -> None:
-        """Those of the next step, ahead of it. A captured step leaves out what it would find elsewhere each time."""
-        first = [
-            index
-            for index in self.schedule.after_step
-            if not (self.is_captured and self.schedule.units[index].layout.gathered_until == "backward")
-        ]
-        self._gather_ahead(first)
+        """Those of the next step, ahead of it. What the host updates is left to the next forward: it may be through on
+        one rank and not on another, and there may be no next one. A captured step leaves out what it would find
+        elsewhere each time."""
+        for index in self.schedule.after_step:
+            if any(state.flat.host_updates for state in self.units[index].trainable_states):
+                return
+            if not (self.is_captured and self.schedule.units[index].layout.gathered_until == "backward"):
+                self._start_gather(index, needed_now=False)
 
     def _follow(self, seen: list[int]) -> None:
         """Plan for the order in which the units really ran, when all ranks saw the same one."""
