@@ -701,6 +701,7 @@ class Engine:
         self.host.windows.flush()
 
     def begin_forward(self, leads_to_backward: bool) -> None:
+        self.host_lane.raise_failure()
         self._abandon_backward()
         self.activations.abandon_forward()
         self.await_gradients()
