@@ -41,7 +41,7 @@ def test_threads_are_pinned_and_the_interpreter_goes_on_meanwhile() -> None:
         seen |= {allowed_processors(task) for task in TASKS.iterdir() if task.name not in before} - {""}
     is_enough.set()
     updating.join()
-    assert seen == expected
+    assert expected <= seen  # and for an instant, before it is pinned, what the process may use
 
 
 def test_updates_of_several_threads_at_once_do_not_meet() -> None:
