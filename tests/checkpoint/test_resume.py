@@ -7,7 +7,7 @@ import torch.distributed as dist
 import shardwise as sw
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import ALL, STRATEGIES
+from tests.support.strategies import ALL, STRATEGIES, disk_for
 from tests.support.training import (
     CLIP,
     FORMATS,
@@ -40,7 +40,7 @@ def leg(
     spec = MODELS[model_name]
     # Other weights: nothing of what goes on may come from anywhere but the checkpoint.
     model = spec.fresh(seed=0 if load_from is None else 1 + first)
-    options = {"precision": "fp32", **options}
+    options = {"precision": "fp32", **disk_for(STRATEGIES[strategy]), **options}
     model, optimizer = sw.shard(model, adamw(list(model.parameters())), STRATEGIES[strategy], **options)
     losses, norms = [], []
     if load_from is not None:

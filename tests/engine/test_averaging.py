@@ -16,7 +16,7 @@ from shardwise import mesh
 from shardwise.engine.guards import engine_of
 from shardwise.wire import collectives
 from tests.harness import Pool
-from tests.support.strategies import NAMED, STRATEGIES
+from tests.support.strategies import NAMED, STRATEGIES, disk_for
 
 
 @contextmanager
@@ -46,7 +46,13 @@ def train(strategy: Any, averages: bool, accumulates: bool, node_size: int) -> d
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = sw.shard(
-            model, optimizer, strategy, precision="fp32", units=["Sequential"], node_size=node_size
+            model,
+            optimizer,
+            strategy,
+            precision="fp32",
+            units=["Sequential"],
+            node_size=node_size,
+            **disk_for(strategy),
         )
         assert engine_of(model).scale.wire_averages == averages
         for step in range(3):

@@ -88,7 +88,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states = [state for unit in engine.units for state in unit.states]
     gradients = [state.grads for state in states if state.grads is not None and not state.flat.grads_on_host]
-    own, slots = list(engine.memory.own.values()), [slot for slot in engine.reductions.memory.slots if slot is not None]
+    own, slots = list(engine.memory.own.values()), engine.reductions.memory.lent
     count = _Counter(engine.mesh.device, engine.host.arena.owns)
     whole = _whole_bytes(states)
     params = whole + count(_resting_copies(states))
@@ -217,7 +217,8 @@ def _resident_bytes() -> tuple[int, int]:
 
 
 def _planned_slots(engine: Engine) -> int:
-    """Slots, and memory of units' own while all of it is there."""
+    """Slots, memory of units' own while all of it is there, and the scratch of runs with several micro-batches."""
     schedule = engine.schedule
+    scratch = schedule.scratch_bytes if engine.reductions.memory.has_scratch else 0
     own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
-    return sum(schedule.slot_bytes) + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes
+    return sum(schedule.slot_bytes) + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

@@ -125,6 +125,15 @@ class ReductionMemory:
             memory.untyped_storage().resize_(self._num_bytes)
         return memory
 
+    @property
+    def lent(self) -> list[Tensor]:
+        """All that was ever asked for."""
+        return [memory for memory in (*self.slots, self._scratch) if memory is not None]
+
+    @property
+    def has_scratch(self) -> bool:
+        return self._scratch is not None
+
     def scratch(self, num_bytes: int) -> Tensor:
         """For gradients that come back from the host to be added to, one after the other."""
         if self._scratch is None:
