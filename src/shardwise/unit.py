@@ -60,6 +60,9 @@ Channels = dict[str, Channel]
 
 # What tells about a tensor without reading it: attributes, and what memory tools ask.
 _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
+# The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
+_TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Elsewhere(Tensor):
@@ -85,12 +88,33 @@ class OnDisk(Elsewhere):
         "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "
         "optimizer state through a checkpoint"
     )
-    # It is a parameter, with hooks, and gets gradients.
-    harmless = _HARMLESS | {"__set__", "detach", "requires_grad_", "register_hook"}
+    harmless = _TELLS | {"detach"}
 
     @classmethod
     def like(cls, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+
+
+class OnHost(Tensor):
+    """A resting parameter that the host updates beside the computation: whoever reads it waits for that."""
+
+    await_update: Callable[[], None] = staticmethod(lambda: None)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA or func.__name__ not in _TELLS:
+            for value in (*args, *(kwargs or {}).values()):
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, OnHost):
+                        tensor.await_update()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def parameter(cls, view: Tensor, trainable: bool) -> nn.Parameter:
+        made: Any = view.as_subclass(cls).requires_grad_(trainable)
+        made._is_param = True
+        return made
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:
@@ -206,7 +230,10 @@ class FlatState:
             own = shape if flat.depth_of_master == 0 else (held.stop - held.start,)
             return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
         view = self.master[held]
-        return nn.Parameter(view.view(shape) if flat.depth_of_master == 0 else view, requires_grad=flat.trainable)
+        view = view.view(shape) if flat.depth_of_master == 0 else view
+        if flat.host_updates:
+            return OnHost.parameter(view, flat.trainable)
+        return nn.Parameter(view, requires_grad=flat.trainable)
 
     def read_master(self) -> Tensor:
         """All of it that is this rank's; a copy, if it rests on disk."""

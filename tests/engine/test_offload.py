@@ -769,17 +769,39 @@ def test_what_rests_on_disk_says_so(run_ranks: Pool) -> None:
     run_ranks(1, read_from_disk)
 
 
-def read_from_host() -> None:
-    """Right after a step, whose updates run beside."""
-    model, optimizer = sharded("zero3_offload")
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
-        seen = {name: param.detach().clone() for name, param in model.named_parameters()}
-        optimizer.zero_grad()
-        sw.traffic(model)  # waits for updates
-        for name, param in model.named_parameters():
-            assert torch.equal(seen[name], param), (step, name)
+def read_from_host(strategy: str) -> None:
+    """Right after a step, whose updates begin late."""
+    model, optimizer = sharded(strategy)
+    original = host_updates.FlatUpdate.run
+
+    def run(self: host_updates.FlatUpdate, *given: Any) -> None:
+        time.sleep(0.02)
+        original(self, *given)
+
+    reads: list[Callable[[Tensor], Tensor]] = [
+        lambda param: param.detach().clone(),
+        lambda param: param.data.clone(),
+        lambda param: torch.stack([param, param])[0].detach(),
+        lambda param: torch._foreach_mul([param.detach()], 1.0)[0],
+    ]
+    host_updates.FlatUpdate.run = run
+    try:
+        for step, read in enumerate(reads):
+            loss_of(model, step).backward()
+            optimizer.step()
+            seen = {name: read(param) for name, param in model.named_parameters()}
+            optimizer.zero_grad()
+            sw.traffic(model)  # waits for updates
+            for name, param in model.named_parameters():
+                assert isinstance(param, nn.Parameter)
+                assert torch.equal(seen[name], param), (step, name)
+    finally:
+        host_updates.FlatUpdate.run = original
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5"])
+def test_nobody_reads_weights_that_are_being_updated(run_ranks: Pool, strategy: str) -> None:
+    run_ranks(1, read_from_host, strategy)
 
 
 def changed_in_place(strategy: str) -> None:

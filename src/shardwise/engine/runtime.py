@@ -33,7 +33,7 @@ from ..plan.flat import Flat
 from ..plan.offload import NUM_STAGED, is_staged
 from ..plan.schedule import Occupancy, Schedule, make_schedule
 from ..precision import Precision
-from ..unit import Channels, FlatState, GradScale, Unit
+from ..unit import Channels, FlatState, GradScale, OnHost, Unit
 from ..wire.collectives import InFlight, exchange, finish, start_all_reduce
 from .activations import HostActivations
 from .host_lane import HostLane, Job
@@ -149,6 +149,10 @@ class Engine:
         for unit in units:
             unit.show_resting()
             unit.stamp(LOST)
+            for state in unit.trainable_states:
+                for param in state.resting_params:
+                    if isinstance(param, OnHost):
+                        param.await_update = partial(self.await_update_of, state)
 
     @cached_property
     def update_order(self) -> list[list[FlatState]]:
