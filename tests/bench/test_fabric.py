@@ -6,6 +6,7 @@ the running clock only lower bounds are exact, because other work on the machine
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -275,12 +276,19 @@ def moved_since(before: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("strategy", PRESETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_moves_what_the_ledger_says(start: Callable[..., None], strategy: str, precision: str) -> None:
+def test_a_step_moves_what_the_ledger_says(
+    start: Callable[..., None], strategy: str, precision: str, tmp_path: Path
+) -> None:
     start(EXACT)
     sw.init(device="cpu")
     module = model()
     module, optimizer = sw.shard(
-        module, torch.optim.AdamW(module.parameters()), strategy, precision=precision, node_size=4
+        module,
+        torch.optim.AdamW(module.parameters()),
+        strategy,
+        precision=precision,
+        node_size=4,
+        disk_path=tmp_path if PRESETS[strategy].uses_disk else None,
     )
     for _ in range(2):  # what is started early for the next step is then the same in each
         train_step(module, optimizer)

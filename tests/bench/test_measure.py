@@ -126,6 +126,7 @@ def test_an_interruption_ends_the_workers(how: signal.Signals, code: int) -> Non
     while not workers and bench.poll() is None:
         time.sleep(0.05)
         workers = children_of(bench.pid)
+    time.sleep(0.5)  # a child is there before whoever starts it knows
     os.kill(bench.pid, how)
     out, _ = bench.communicate(timeout=30)
     assert bench.returncode == code
