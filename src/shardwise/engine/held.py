@@ -181,8 +181,9 @@ def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
 def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     """Of the optimizer's state, what is shaped like its parameter."""
     if optimizer is not None:
-        for param, entries in optimizer.state.items():
-            for key, value in entries.items():
+        # Lists: updates on the host may add to them meanwhile.
+        for param, entries in list(optimizer.state.items()):
+            for key, value in list(entries.items()):
                 if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
                     yield value
 
@@ -190,8 +191,8 @@ def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
 def _small(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     """Counters, flags, and the stand-ins for gradients."""
     if optimizer is not None:
-        for entries in optimizer.state.values():
-            yield from (value for value in entries.values() if isinstance(value, Tensor))
+        for entries in list(optimizer.state.values()):
+            yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
     for state in states:
         yield from (param.grad for param in state.resting_params if param.grad is not None)
     yield from (value for value in (engine.all_used, engine.scale.loss_scale) if value is not None)
