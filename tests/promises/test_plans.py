@@ -1,4 +1,5 @@
-"""What is planned from a shape alone is what ranks do: state, gathered units and reduction slots, and every collective.
+"""What is planned from a shape alone is what ranks do: state, gathered units and reduction slots, every collective, and
+what rests on and moves between host and disk.
 
 The planner sees sizes, the engine a module; both are given the same model, and ranks count what they hold and move.
 """
@@ -24,10 +25,11 @@ from shardwise.plan.training import Training
 from shardwise.wire.ledger import Traffic
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, SEQ, VOCAB, tokens
-from tests.support.strategies import NAMED, STRATEGIES
+from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
 from tests.support.training import adamw
 
 WORLD, NODE = 4, 2
+WAYS = ("to_device", "to_host", "read", "write")
 TIED = "in-tree tied"
 
 
@@ -45,7 +47,7 @@ def run(model_name: str, strategy: Strategy, precision: str, num_micro: int) -> 
     model = spec.fresh()
     registered = sum(buffer.nbytes for buffer in model.buffers())
     optimizer = adamw(list(model.parameters()))
-    model, optimizer = sw.shard(model, optimizer, strategy, precision=precision, node_size=NODE)
+    model, optimizer = sw.shard(model, optimizer, strategy, precision=precision, node_size=NODE, **disk_for(strategy))
     for step in range(2):
         for micro in range(num_micro):
             with nullcontext() if micro == num_micro - 1 else sw.accumulate(model):
@@ -95,25 +97,35 @@ def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy
         for seen, found in zip(rank, plans, strict=True):
             held = seen.memory
             assert seen.traffic.rows == found.moved.by_call.rows
+            moves = {way: getattr(found.moved, way) for way in WAYS}
+            assert seen.traffic.moves == {way: num_bytes for way, num_bytes in moves.items() if num_bytes}
             assert held.params == at_most(found, "params")
             assert held.peak_grads == sum(resting_grads(unit.flats) for unit in found.schedule.units)
             assert held.planned.optimizer == at_most(found, "optimizer")
             buffers = at_most(found, "gathered") + at_most(found, "reduce")
             assert held.planned_buffers - seen.registered == buffers
+            assert (held.planned_host, held.planned_disk) == (found.memory.away.host, found.memory.away.disk)
 
 
-@pytest.mark.parametrize("strategies", [NAMED[:5], [*NAMED[5:], "mapping"]], ids=["one axis", "two axes"])
+ON_DEVICE = [name for name in [*NAMED, "mapping"] if name not in OFFLOADED]
+
+
+@pytest.mark.parametrize(
+    "strategies", [ON_DEVICE[:5], ON_DEVICE[5:], OFFLOADED], ids=["one axis", "two axes", "host and disk"]
+)
 def test_layouts(run_ranks: Pool, strategies: list[str]) -> None:
     assert_as_planned(run_ranks, IN_TREE, [STRATEGIES[name] for name in strategies], "bf16", 1)
 
 
 def test_several_micro_batches(run_ranks: Pool) -> None:
-    assert_as_planned(run_ranks, IN_TREE, ["ddp", "zero1", "zero3", "hfsdp", "hybrid_shard_zero2"], "bf16", 3)
+    on_device: list[Strategy] = ["ddp", "zero1", "zero3", "hfsdp", "hybrid_shard_zero2"]
+    moved: list[Strategy] = ["zero3_offload", "zero2+optimizer=disk", "zero1+grads=host+optimizer=host"]
+    assert_as_planned(run_ranks, IN_TREE, [*on_device, *moved], "bf16", 3)
 
 
 @pytest.mark.parametrize("precision", ["pure-bf16", "fp32"])
 def test_precisions(run_ranks: Pool, precision: str) -> None:
-    assert_as_planned(run_ranks, TIED, ["ddp", "zero2", "hpz"], precision, 1)
+    assert_as_planned(run_ranks, TIED, ["ddp", "zero2", "hpz", "zero3_offload", "zero3_nvme"], precision, 1)
 
 
 def searched(model_name: str, precision: str) -> list[Assessment]:
