@@ -25,7 +25,7 @@ the same storage in both. It is written through tensors that share no version co
 engine stamps those itself, with one version while the memory holds the weights and another while it does not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -138,9 +138,14 @@ def _cut(buffer: Tensor, flat: Flat) -> _Places:
     return _Places(params, tuple(part for part in parts[::2] if part.numel()))
 
 
-def sum_of_squares(pieces: Iterable[Tensor]) -> Tensor:
-    """In fp64, so that it does not depend on how gradients are split. torch makes a copy in fp64 for that: give it
-    pieces."""
+# A processor's pieces stay in its cache; and large ones would be lent by malloc, in ever new places.
+CACHED_ELEMS = 1 << 17
+
+
+def sum_of_squares(row: Tensor) -> Tensor:
+    """In fp64, so that it does not depend on how gradients are split. torch makes a copy in fp64 for that, so it is
+    given pieces."""
+    pieces = row.split(CACHED_ELEMS if row.device.type == "cpu" else NORM_ELEMS)
     return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
 
 
@@ -570,7 +575,7 @@ class FlatState:
     def take_square(self) -> None:
         """Of a gradient that is leaving, while its copy is under way."""
         if self._unsquared is not None:
-            self.square = sum_of_squares(self._unsquared.split(NORM_ELEMS))
+            self.square = sum_of_squares(self._unsquared)
             self._unsquared = None
 
     def add_from_host(self, part: Tensor, scratch: Tensor) -> None:

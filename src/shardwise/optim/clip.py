@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..plan.schedule import NORM_ELEMS
 from ..unit import Channels, FlatState, sum_of_squares
 from ..wire.collectives import finish, start_all_reduce
 
@@ -23,7 +22,7 @@ def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.d
             continue
         # Axes behind the optimizer's depth hold equal copies, which must be counted once.
         axes = flat.layout.chain[: flat.depth_of_master]
-        square = sum_of_squares(state.final_at_hand.split(NORM_ELEMS)) if state.square is None else state.square
+        square = sum_of_squares(state.final_at_hand) if state.square is None else state.square
         square = square.to(device)
         sums[axes] = sums[axes] + square if axes in sums else square
     total = torch.zeros((), dtype=torch.float64, device=device)
