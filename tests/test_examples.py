@@ -8,6 +8,8 @@ import pytest
 
 from shardwise.cli.train import ALONE, PRINTERS
 from shardwise.config import FIELDS, resolve
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.plan import Plan, plan
 from shardwise.train.settings import Settings
 from shardwise.train.shapes import PRESETS
 
@@ -30,7 +32,7 @@ def num_params(preset: str) -> int:
 
 def test_there_is_one_for_each_common_case() -> None:
     assert [file.stem for file in FILES] == [
-        "chat-sft", "finetune-70b-64gpu", "finetune-8b-8gpu", "lora-8b", "pretrain-1b", "tiny-cpu",
+        "chat-sft", "finetune-70b-64gpu", "finetune-8b-1gpu", "finetune-8b-8gpu", "lora-8b", "pretrain-1b", "tiny-cpu",
     ]  # fmt: skip
 
 
@@ -76,6 +78,25 @@ def test_70b_on_fewer_gpus() -> None:
         assert claim in text
     assert "1.13 TB in all" in text
     assert round(total / 1e12, 2) == 1.13
+
+
+def test_8b_on_one_gpu_and_its_host() -> None:
+    """What it says of GPU and host is what the engine would take; of the other command, too."""
+    settings, text = of("finetune-8b-1gpu.yaml"), (EXAMPLES / "finetune-8b-1gpu.yaml").read_text()
+    assert isinstance(settings.strategy, str)
+    assert f"16 bytes of a parameter: {16 * num_params('llama-3-8b') / 1e9:.1f} GB" in text
+    num_micro = (settings.global_batch_size or 0) // (settings.per_device_train_batch_size or 1)
+    sizes = {"seq": settings.seq_length, "micro_batch": settings.per_device_train_batch_size, "reduce": "bf16"}
+    for strategy in (settings.strategy, "zero3-nvme"):
+        found = plan(
+            "llama-3-8b", make_cluster("1xA100-40GB", host_memory="200GB", disk="1TB"), strategy=strategy,
+            num_micro_batches=num_micro, checkpointing=settings.gradient_checkpointing, **sizes,
+        )  # fmt: skip
+        assert isinstance(found, Plan)
+        [entry] = found.found
+        assert entry.fits, entry.why_not
+        if strategy == settings.strategy:
+            assert entry.host_bytes / 1e9 == pytest.approx(128.5, abs=0.1)
 
 
 def test_1b_sees_as_many_tokens_as_it_says() -> None:

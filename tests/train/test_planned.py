@@ -12,12 +12,14 @@ import shardwise as sw
 from shardwise import mesh
 from shardwise.engine.auto import machine_here
 from shardwise.layout import PRESETS
+from shardwise.plan.hardware.cluster import make_cluster
+from shardwise.plan.plan import Plan, plan
 from shardwise.train import planned
 from shardwise.train.checks import check_all, completed
 from shardwise.train.fixes import fixes
 from shardwise.train.models.build import build
 from shardwise.train.optimizers import optimizer_for
-from shardwise.train.planned import Draft, draft, plan_before
+from shardwise.train.planned import Draft, RunPlan, draft, plan_before
 from shardwise.train.run import run_rank
 from shardwise.train.settings import Lora, Settings
 from tests.harness import Pool
@@ -181,3 +183,38 @@ def test_fixes_are_planned_and_those_that_fit_come_first(tmp_path: Path) -> None
     assert "--reduce-dtype bf16" in words
     assert "--optimizer adamw8bit" in words
     assert words.count("twice the ranks (2)") <= 1
+
+
+def planned_on(gpus: str, strategy: str, **cluster: Any) -> RunPlan:
+    """Of a model on machines that are not here."""
+    found = plan(
+        "llama-3.2-3b", make_cluster(gpus, **cluster), strategy=strategy, seq=2048, micro_batch=4, checkpointing="none"
+    )
+    assert isinstance(found, Plan)
+    return RunPlan(found.found[0], found.assess)
+
+
+def test_offload_is_among_the_fixes_if_the_host_has_room() -> None:
+    room = planned_on("1xH100-80GB", "ddp")
+    found = {fix.words: fix for fix in fixes(room)}
+    moved = found["--offload grads=host,optimizer=host"]
+    assert moved.saved_bytes > 8 * 3.2e9
+    assert moved.fits
+    assert moved.times is not None
+    assert moved.times > 1
+    assert "--offload activations=host" in found
+    assert not any("params=host" in words for words in found), "they are whole under ddp"
+    split = {fix.words for fix in fixes(planned_on("8xH100-80GB", "zero3"))}
+    assert "--offload params=host,grads=host,optimizer=host" in split
+    small = [fix.words for fix in fixes(planned_on("1xH100-80GB", "ddp", host_memory="32GB"))]
+    assert not any("optimizer=host" in words for words in small)
+
+
+def test_what_is_moved_already_is_moved_further() -> None:
+    words = [fix.words for fix in fixes(planned_on("8xH100-80GB", "zero3+optimizer=host:0.5"))]
+    instead = "in place of what is moved now"
+    assert f"--offload grads=host,optimizer=host {instead}" in words
+    assert f"--offload params=host,grads=host,optimizer=host {instead}" in words
+    assert f"--offload optimizer=host:0.5,activations=host {instead}" in words
+    on_disk = fixes(planned_on("8xH100-80GB", "zero3-nvme"))
+    assert not any(fix.words.startswith("--offload") for fix in on_disk), "nothing is left to move"

@@ -36,6 +36,8 @@ _MEMORY: dict[str, Callable[[float], str]] = {
     "memory_now": lambda value: f"now {figures.size(value)}",
     "memory_peak": lambda value: f"peak {figures.size(value)}",
     "memory_planned": lambda value: f"planned {figures.size(value)}",
+    "memory_host": lambda value: f"host {figures.size(value)}",
+    "memory_disk": lambda value: f"disk {figures.size(value)}",
 }
 
 
