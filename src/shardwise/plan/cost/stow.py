@@ -21,11 +21,7 @@ NUM_THERE = 2
 def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
     """By name of the unit, in the order of the forward: what may go. The last one's stays."""
     leaves = [schedule.units[unit] for unit in schedule.leaves]
-    saved = {
-        unit.name: _leaving(works[unit.name])
-        for unit in leaves
-        if unit.layout.activations_on == "host"
-    }
+    saved = {unit.name: _leaving(works[unit.name]) for unit in leaves if unit.layout.activations_on == "host"}
     return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= LEAST_BYTES}
 
 
