@@ -1,12 +1,14 @@
-"""Communication runs behind computation.
+"""Communication runs behind computation, and so do updates on the host.
 
 Collectives are slowed down: each occupies its channel for a while, one after another, and `finish` waits until it is
 through. Blocks compute by sleeping, so that the ranks do not compete for cores. The same step with every collective
-awaited where it starts is the serial one. Nothing is asserted about how much faster ours is: only that it is.
+awaited where it starts is the serial one. Nothing is asserted about how much faster ours is: only that it is. An update
+on the host is held up until the computation has come to a certain point, and what happens is written down.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
+from shardwise.optim.host_updates import FlatUpdate
+from shardwise.unit import FlatState
 from shardwise.wire import collectives
 from tests.harness import Pool
-from tests.support.strategies import NAMED, STRATEGIES
+from tests.support.strategies import NAMED, STRATEGIES, disk_for
 
 COMPUTE_S = 0.004
 COLLECTIVE_S = 0.004
 NUM_BLOCKS = 5
 HIDDEN = 32
+PATIENCE_S = 20.0  # of an update that is held up
 
 
 class Pause(torch.autograd.Function):
@@ -107,6 +112,7 @@ def seconds_per_step(strategy: Any, node_size: int, is_serial: bool) -> float:
         precision="bf16",
         node_size=node_size,
         units=["Block"],
+        **disk_for(strategy),
     )
     times = []
     with slow_collectives(is_serial):
@@ -139,6 +145,16 @@ def test_a_step_is_faster_than_serial(run_ranks: Pool, world: int, node_size: in
 # without a clock
 
 
+def number(what: str) -> str:
+    return what.rpartition(".")[2]
+
+
+def log_computation(model: nn.Module, note: Callable[[str], None]) -> None:
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: note(f"forward {index}"))
+        block.inner.register_full_backward_pre_hook(lambda *_, index=index: note(f"backward {index}"))
+
+
 def log_of_a_step(strategy: str) -> list[str]:
     """What was started and computed in the second step, in order; units by their number."""
     sw.init()
@@ -148,19 +164,13 @@ def log_of_a_step(strategy: str) -> list[str]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, precision="bf16", units=["Block"]
     )
     log: list[str] = []
-
-    def number(what: str) -> str:
-        return what.rpartition(".")[2]
-
     original = collectives._start
 
     def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
         log.append(f"start {'gather' if flight.kind == 'all_gather' else 'reduce'} {number(flight.what)}")
         return original(flight, method, *arguments)
 
-    for index, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, index=index: log.append(f"forward {index}"))
-        block.inner.register_full_backward_pre_hook(lambda *_, index=index: log.append(f"backward {index}"))
+    log_computation(model, log.append)
     collectives._start = start
     try:
         for _ in range(2):
@@ -213,3 +223,108 @@ def channels_apart() -> bool:
 
 def test_gathers_and_reductions_have_communicators_of_their_own(run_ranks: Pool) -> None:
     assert all(run_ranks(2, channels_apart))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the host
+
+
+def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any) -> list[str]:
+    """Of three steps: what was computed, when gradients left for the host, when updates began and ended. That of the
+    `slow` unit waits until something else has been written down since it was asked for."""
+    sw.init()
+    torch.manual_seed(0)
+    model = Slowed()
+    given = torch.optim.AdamW(model.parameters())
+    model, optimizer = sw.shard(
+        model, given, strategy, precision="bf16", units=["Block"], **disk_for(strategy), **options
+    )
+    log: list[str] = []
+    may_go_on = threading.Event()
+
+    def note(entry: str) -> None:
+        log.append(entry)
+        if entry == until:
+            may_go_on.set()
+
+    log_computation(model, note)
+    run, leave = FlatUpdate.run, FlatState.leave
+
+    def logged_run(self: FlatUpdate, *arguments: Any) -> None:
+        unit = number(self.state.unit_name)
+        note(f"update {unit}")
+        if unit == str(slow):
+            may_go_on.wait(PATIENCE_S)
+        run(self, *arguments)
+        note(f"updated {unit}")
+
+    def logged_leave(self: FlatState) -> None:
+        if self.leaving is not None:
+            note(f"leave {number(self.unit_name)}")
+        leave(self)
+
+    FlatUpdate.run, FlatState.leave = logged_run, logged_leave
+    try:
+        for _ in range(3):
+            x = torch.ones(2, HIDDEN, requires_grad=True)
+            loss = model(x).float().mean()
+            if options:
+                may_go_on.clear()
+            loss.backward()
+            note("step")
+            if not options:
+                optimizer.clip_grad_norm(1.0)
+                may_go_on.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        may_go_on.set()
+        sw.traffic(model)  # waits for updates
+    finally:
+        FlatUpdate.run, FlatState.leave = run, leave
+    return log
+
+
+LAST = NUM_BLOCKS - 1
+
+
+def from_step(log: list[str], number: int) -> list[str]:
+    """From the call of a step to that of the next one."""
+    begins = [position for position, entry in enumerate(log) if entry == "step"]
+    return log[begins[number] : begins[number + 1]]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp+optimizer=host", "zero2_offload", "zero2+optimizer=disk", "zero3_offload", "zero3_nvme"]
+)
+@pytest.mark.parametrize("slow", [2, LAST])
+def test_the_next_forward_goes_on_while_the_host_updates(run_ranks: Pool, strategy: str, slow: int) -> None:
+    """As far as the unit that is not updated yet. Those that the forward needs first are updated first."""
+    for log in run_ranks(2, log_of_the_host, strategy, slow, f"forward {slow - 1}"):
+        for number_of_step in range(2):
+            seen = from_step(log, number_of_step)
+            assert [entry for entry in seen if entry.startswith("updated")] == [
+                f"updated {index}" for index in range(NUM_BLOCKS)
+            ]
+            for index in range(NUM_BLOCKS):
+                assert seen.index(f"updated {index}") < seen.index(f"forward {index}")
+            assert seen.index(f"update {slow}") < seen.index(f"updated {slow}")
+            assert seen.index(f"forward {slow - 1}") < seen.index(f"updated {slow}")
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero2+optimizer=disk", "zero3_offload", "zero3_nvme"])
+def test_gradients_leave_behind_the_backward(run_ranks: Pool, strategy: str) -> None:
+    """While one is reduced and the next one is written, the one before goes."""
+    for log in run_ranks(2, log_of_the_host, strategy, None, ""):
+        seen = from_step(log, 0)
+        for index in range(3, NUM_BLOCKS):
+            assert seen.index(f"leave {index}") < seen.index(f"backward {index - 3}")
+        # Updates wait for the norm.
+        assert not [entry for entry in seen[seen.index(f"backward {LAST}") :] if entry.startswith("update")]
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload"])
+def test_early_updates_run_behind_the_backward(run_ranks: Pool, strategy: str) -> None:
+    for log in run_ranks(2, log_of_the_host, strategy, LAST, "backward 0", early_update=True):
+        seen = log[: log.index("step")]
+        assert seen.index(f"update {LAST}") < seen.index("backward 0")
+        assert log.index("backward 0") < log.index(f"updated {LAST}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
+from tests.support.strategies import disk_for
 from tests.support.training import adamw
 
 HIDDEN = 32
@@ -315,7 +316,8 @@ def train_through_mistakes(strategy: str, with_mistakes: bool) -> dict[str, Tens
     sw.init()
     spec = MODELS[IN_TREE]
     model = spec.fresh()
-    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32", node_size=1)
+    options = {"precision": "fp32", "node_size": 1, **disk_for(strategy)}
+    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, **options)
     for step in range(4):
         batch = tokens(step, dist.get_rank(), dist.get_world_size())
         old = spec.loss(model, batch) if with_mistakes else None
@@ -348,7 +350,7 @@ def broken_forward(loss: Callable[[nn.Module, Tensor], Tensor], model: nn.Module
         handle.remove()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3", "hpz"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3", "hpz", "zero2_offload", "zero3_nvme"])
 def test_training_goes_on_after_a_mistake(run_ranks: Pool, strategy: str) -> None:
     with_mistakes, without = (
         run_ranks(2, train_through_mistakes, strategy, wrong, deadline=60)[0] for wrong in (True, False)
