@@ -517,18 +517,8 @@ def test_the_learning_rate_is_that_of_the_step(run_ranks: Pool, make: Make) -> N
 
 
 def differences_while_updates_wait(*arguments: Any) -> list[str]:
-    """Every update on the host begins late."""
-    original = host_updates.FlatUpdate.run
-
-    def run(self: host_updates.FlatUpdate, *given: Any) -> None:
-        time.sleep(0.01)
-        original(self, *given)
-
-    host_updates.FlatUpdate.run = run
-    try:
+    with SlowUpdates(0.01):
         return differences(*arguments)
-    finally:
-        host_updates.FlatUpdate.run = original
 
 
 def test_early_updates(run_ranks: Pool) -> None:
@@ -678,6 +668,57 @@ def test_without_an_optimizer(run_ranks: Pool) -> None:
         assert run_ranks(2, evaluation_alone, strategy) == expected
 
 
+class SlowUpdates:
+    """Inside, updates on the host begin late."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._run = host_updates.FlatUpdate.run
+
+    def __enter__(self) -> None:
+        seconds, original = self._seconds, self._run
+
+        def run(self: host_updates.FlatUpdate, *given: Any) -> None:
+            time.sleep(seconds)
+            original(self, *given)
+
+        host_updates.FlatUpdate.run = run
+
+    def __exit__(self, *_: object) -> None:
+        host_updates.FlatUpdate.run = self._run
+
+
+def whatever_comes_next(model: nn.Module, optimizer: Any) -> list[Any]:
+    """After a step: whole weights, another step, a part of the model, a checkpoint's worth of everything."""
+    values = steps(model, optimizer, 1)
+    values += [value.sum() for value in sw.full_state_dict(model).values()]
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        values.append(model.layers[0](features(0, 0)).sum())
+    with sw.whole(model.layers[2]):
+        values.append(model.layers[2].up.weight.detach().sum())
+    values += steps(model, optimizer, 1, first=2)
+    with torch.no_grad():
+        values.append(model.layers[1](features(0, 0)).sum())
+    values += steps(model, optimizer, 1, first=3)
+    return values
+
+
+def differences_between_hosts(*arguments: Any) -> list[str]:
+    with SlowUpdates(0.02) if dist.get_rank() else nullcontext():
+        return differences(*arguments)
+
+
+def test_hosts_that_are_not_equally_fast(run_ranks: Pool) -> None:
+    """Whether an update is through may not decide about a collective."""
+    arguments = (whatever_comes_next, [*MOVED, "zero3_offload"], Stack, adamw, {})
+    for found in run_ranks(2, differences_between_hosts, *arguments, deadline=60):
+        assert found == []
+
+
 # ---------------------------------------------------------------------------------------------------------
 # parts
 
@@ -770,22 +811,15 @@ def test_what_rests_on_disk_says_so(run_ranks: Pool) -> None:
 
 
 def read_from_host(strategy: str) -> None:
-    """Right after a step, whose updates begin late."""
+    """Right after a step."""
     model, optimizer = sharded(strategy)
-    original = host_updates.FlatUpdate.run
-
-    def run(self: host_updates.FlatUpdate, *given: Any) -> None:
-        time.sleep(0.02)
-        original(self, *given)
-
     reads: list[Callable[[Tensor], Tensor]] = [
         lambda param: param.detach().clone(),
         lambda param: param.data.clone(),
         lambda param: torch.stack([param, param])[0].detach(),
         lambda param: torch._foreach_mul([param.detach()], 1.0)[0],
     ]
-    host_updates.FlatUpdate.run = run
-    try:
+    with SlowUpdates(0.02):
         for step, read in enumerate(reads):
             loss_of(model, step).backward()
             optimizer.step()
@@ -795,8 +829,6 @@ def read_from_host(strategy: str) -> None:
             for name, param in model.named_parameters():
                 assert isinstance(param, nn.Parameter)
                 assert torch.equal(seen[name], param), (step, name)
-    finally:
-        host_updates.FlatUpdate.run = original
 
 
 @pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5"])
