@@ -27,7 +27,6 @@ from .plan.offload import (
     NUM_STAGED,
     NUM_WINDOWS,
     chunks_of,
-    is_staged,
     off_device,
     record_bytes,
     staged_bytes,
@@ -319,51 +318,60 @@ class Staging:
         self._memory = memory
         # With what to wait for before it is written again.
         self._free: deque[tuple[Tensor, Callable[[], None]]] = deque((place, lambda: None) for place in places)
-        self._asked: dict[int, tuple[Tensor, list[Pending]]] = {}
+        self._asked: dict[int, tuple[Tensor, Sequence[Away], list[Pending]]] = {}
 
-    def ask(self, unit: int, flats: Sequence[tuple[Flat, "Away | None"]]) -> bool:
-        """Start to read a unit, if there is a place; whether it is there or on its way."""
+    def ask(self, unit: int, wanted: Sequence["Away"]) -> bool:
+        """Start to read what is wanted of a unit, if there is a place; whether it is there or on its way."""
         if unit in self._asked:
             return True
         if not self._free:
             return False
         place, wait = self._free.popleft()
         wait()
-        self._asked[unit] = (place, [pending for view, away in _views(place, flats) for pending in _read(view, away)])
+        self._asked[unit] = (
+            place,
+            wanted,
+            [part for view, away in _views(place, wanted) for part in _read(view, away)],
+        )
         return True
 
-    def take(self, unit: int, flats: Sequence[tuple[Flat, "Away | None"]]) -> tuple[Tensor, dict[Flat, Tensor]]:
+    def take(self, unit: int, wanted: Sequence["Away"]) -> tuple[Tensor, dict[Flat, Tensor]]:
         """A unit's place, to be given back when the device has read it, and each flat's part of it."""
-        if not self.ask(unit, flats):
-            self.forget_one()
-            self.ask(unit, flats)
-        place, pending = self._asked.pop(unit)
+        if unit in self._asked and not _are_same(self._asked[unit][1], wanted):
+            self._forget_one(unit)
+        if not self.ask(unit, wanted):
+            self._forget_one(next(reversed(self._asked)))
+            self.ask(unit, wanted)
+        place, _, pending = self._asked.pop(unit)
         for part in pending:
             part.wait()
-        return place, {away.flat: view for view, away in _views(place, flats)}
+        return place, {away.flat: view for view, away in _views(place, wanted)}
 
     def give_back(self, place: Tensor, wait: Callable[[], None] = lambda: None) -> None:
         self._free.append((place, wait))
 
-    def forget_one(self) -> None:
-        place, pending = self._asked.pop(next(reversed(self._asked)))
+    def _forget_one(self, unit: int) -> None:
+        place, _, pending = self._asked.pop(unit)
         for part in pending:
             part.wait()
         self.give_back(place)
 
     def forget(self) -> None:
         """What was read ahead is out of date."""
-        while self._asked:
-            self.forget_one()
+        for unit in list(self._asked):
+            self._forget_one(unit)
 
 
-def _views(place: Tensor, flats: Sequence[tuple[Flat, "Away | None"]]) -> list[tuple[Tensor, "Away"]]:
+def _are_same(some: Sequence["Away"], others: Sequence["Away"]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _views(place: Tensor, wanted: Sequence["Away"]) -> list[tuple[Tensor, "Away"]]:
     found, start = [], 0
-    for flat, away in flats:
-        if away is not None and is_staged(flat):
-            num_bytes = flat.num_rest * flat.compute.itemsize
-            found.append((place[start : start + num_bytes].view(flat.compute.torch), away))
-            start += round_up(num_bytes, ALIGNMENT)
+    for away in wanted:
+        num_bytes = away.flat.num_rest * away.flat.compute.itemsize
+        found.append((place[start : start + num_bytes].view(away.flat.compute.torch), away))
+        start += round_up(num_bytes, ALIGNMENT)
     return found
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..away import HostMemory
+from ..away import Away, HostMemory
 from ..errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
@@ -120,8 +120,7 @@ class Engine:
         weakref.finalize(self, self.host_lane.end)
         # Updates on the host that the next gather of their flat waits for.
         self.jobs: dict[FlatState, Job] = {}
-        self._staged_flats = [[(state.flat, state.away) for state in unit.states] for unit in units]
-        self._is_staged = [any(is_staged(flat) for flat, _ in flats) for flats in self._staged_flats]
+        self._is_staged = [any(is_staged(state.flat) for state in unit.states) for unit in units]
         self.reductions = Reductions(
             schedule, units, self._reduce_channels, self.scale, mesh.device, self.await_update_of
         )
@@ -196,11 +195,8 @@ class Engine:
     def _read_ahead(self, ahead: Iterable[int]) -> None:
         """Start to read parameters that rest on disk, for the next units."""
         for other in ahead:
-            is_stale = not self._occupancy.rest_fresh[other]
-            todo = [(state.flat, is_stale and state.flat.trainable) for state in self.units[other].states]
-            if self._occupancy.is_ready(other) or not self._needs_staging(todo):
-                continue
-            if not self._is_updated(other) or not self.host.staging.ask(other, self._staged_flats[other]):
+            wanted = self._wanted_from_disk(other, self._occupancy.todo(other))
+            if wanted and not (self._is_updated(other) and self.host.staging.ask(other, wanted)):
                 return
 
     def _start_gather(self, index: int, needed_now: bool) -> None:
@@ -241,18 +237,19 @@ class Engine:
             flights: list[InFlight] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
-            if self._needs_staging(todo):
-                place, staged = self.host.staging.take(index, self._staged_flats[index])
+            if wanted := self._wanted_from_disk(index, todo):
+                place, staged = self.host.staging.take(index, wanted)
             for state in unit.states:
                 for flat, is_stale in todo:
                     if flat is state.flat:
                         flights += state.start_gather(is_stale, staged.get(flat), self._gather_channels)
             self._gathers[index] = GatherInFlight(flights, self._gather_lane.mark(), place)
 
-    @staticmethod
-    def _needs_staging(todo: Iterable[tuple[Flat, bool]]) -> bool:
-        """Whether it is read from disk: not a copy at rest that is about to be made anew."""
-        return any(is_staged(flat) and (flat.rest_is_own or not is_stale) for flat, is_stale in todo)
+    def _wanted_from_disk(self, index: int, todo: Iterable[tuple[Flat, bool]]) -> list[Away]:
+        """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
+        wanted = [flat for flat, is_stale in todo if is_staged(flat) and (flat.rest_is_own or not is_stale)]
+        states = self.units[index].states if wanted else ()
+        return [state.away for state in states if state.away is not None and any(state.flat is flat for flat in wanted)]
 
     def _lose(self, index: int) -> None:
         """A unit's gathered memory is about to be another's, or nobody's."""

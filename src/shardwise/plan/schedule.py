@@ -166,19 +166,24 @@ class Occupancy:
         return self.held[unit] and self.fresh[unit]
 
     def take(self, unit: int) -> list[tuple[Flat, bool]]:
-        """Make `unit` gathered and fresh; returns the flats to gather, and whether their master is newer than all."""
+        """Make `unit` gathered and fresh; returns what there was to do."""
         slot = self.schedule.slot_of[unit]
         if slot is not None:
             previous = self.holder.get(slot)
             if previous is not None and previous != unit:
                 self.held[previous] = False
             self.holder[slot] = unit
+        todo = self.todo(unit)
+        self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
+        return todo
+
+    def todo(self, unit: int) -> list[tuple[Flat, bool]]:
+        """The flats to gather, and whether their master is newer than all."""
         todo = []
         for flat in self.schedule.units[unit].flats:
             if self.held[unit] and (self.fresh[unit] or not flat.trainable):
                 continue
             todo.append((flat, flat.trainable and not self.rest_fresh[unit]))
-        self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
         return todo
 
     def release(self, unit: int) -> None:
