@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import record_function
 
@@ -49,6 +49,7 @@ def instants(intervals: list[Interval]) -> set[int]:
     return {instant for begin, end in intervals for instant in range(int(begin), int(end))}
 
 
+@settings(deadline=None)
 @given(lists, lists)
 def test_intervals_are_sets_of_instants(some: list[Interval], others: list[Interval]) -> None:
     one, two = merged(some), merged(others)
