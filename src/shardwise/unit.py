@@ -138,15 +138,17 @@ def _cut(buffer: Tensor, flat: Flat) -> _Places:
     return _Places(params, tuple(part for part in parts[::2] if part.numel()))
 
 
-# A processor's pieces stay in its cache; and large ones would be lent by malloc, in ever new places.
+# A processor's pieces stay in its cache.
 CACHED_ELEMS = 1 << 17
 
 
 def sum_of_squares(row: Tensor) -> Tensor:
-    """In fp64, so that it does not depend on how gradients are split. torch makes a copy in fp64 for that, so it is
-    given pieces."""
+    """In fp64, so that it does not depend on how gradients are split. That takes a copy: it is made piece by piece, in
+    one place, because malloc would take a new one for each."""
     pieces = row.split(CACHED_ELEMS if row.device.type == "cpu" else NORM_ELEMS)
-    return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+    wide = torch.empty(pieces[0].numel(), dtype=torch.float64, device=row.device)
+    norms = [torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece)) for piece in pieces]
+    return torch.stack(norms).square().sum()
 
 
 class FlatState:
