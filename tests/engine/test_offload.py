@@ -875,6 +875,12 @@ def capture() -> None:
     sw.capture(model, optimizer, lambda x: x)
 
 
+def save_in_the_background() -> None:
+    model, optimizer = sharded("zero3_nvme")
+    steps(model, optimizer, 1)
+    sw.start_save("/tmp/never", model, optimizer)
+
+
 REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "no folder": (
         partial(shard_with, "zero3_nvme"),
@@ -912,6 +918,10 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
         r"ConfigurationError: layout: grads_on='host' with optimizer_on='device'",
     ),
     "gradients on disk": (partial(shard_with, "zero3+grads=disk"), r"ConfigurationError: layout: grads_on='disk'"),
+    "a save in the background": (
+        save_in_the_background,
+        r"StateError: sw\.start_save of unit '[\w.]+', which rests on disk \(zero3_nvme\): .*use sw\.save",
+    ),
     "a recording": (capture, r"ConfigurationError: sw\.capture records a CUDA graph"),
 }
 

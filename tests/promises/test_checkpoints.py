@@ -1,5 +1,5 @@
 """Two steps, a save, a load and two steps are four steps: from every preset into every preset, from every world into
-every other.
+every other, from the device to host and disk and back.
 
 The model has everything that checkpoints are known to lose: frozen parameters, buffers, tied weights, groups with
 settings of their own, a parameter without elements and one that is a number. What is measured against is one process
@@ -26,7 +26,7 @@ from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.layout import Strategy
 from tests.harness import Pool
-from tests.support.strategies import NAMED, STRATEGIES
+from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
 from tests.support.trainee import features
 from tests.support.training import weight_error
 
@@ -35,10 +35,19 @@ WORLDS = {1: 1, 2: 1, 3: 1, 4: 2}  # ranks, and ranks of a node: what is split o
 HALF, END, BATCH = 2, 4, 12
 WIDTH = 32
 LAYOUTS: dict[str, Strategy] = {
-    **{name: STRATEGIES[name] for name in NAMED},
+    **{name: STRATEGIES[name] for name in NAMED if name not in OFFLOADED},
     "mapping": {"blocks.0": "ddp", "blocks.1": "hpz", "*": "zero2"},
 }
+OFFLOADS: dict[str, Strategy] = {
+    **{name: STRATEGIES[name] for name in NAMED if name in OFFLOADED},
+    "half on host": "ddp+optimizer=host:0.5",
+    "a part on host, parameters on disk": "zero3+params=disk+grads=host+optimizer=host:0.6",
+    "split further, on disk": "hfsdp+params=disk+optimizer=disk",
+    "mapping with host and disk": {"blocks.0": "zero3_nvme", "blocks.1": "ddp", "*": "zero2_offload"},
+}
 OTHER_WAYS = ["in whole tensors", "in the background"]
+# Saved in other ways, too.
+SEVERAL_WAYS = ["hfsdp", "zero3_offload"]
 
 
 class Block(nn.Module):
@@ -145,10 +154,9 @@ def alone(first: int, last: int) -> Outcome:
 
 def build(strategy: str, seed: int) -> tuple[nn.Module, Any]:
     model = fresh(seed)
-    world = dist.get_world_size()
-    return sw.shard(
-        model, adamw(list(model.parameters())), LAYOUTS[strategy], precision="fp32", node_size=WORLDS[world]
-    )
+    chosen, world = (LAYOUTS | OFFLOADS)[strategy], dist.get_world_size()
+    options = {"precision": "fp32", "node_size": WORLDS[world], **disk_for(chosen)}
+    return sw.shard(model, adamw(list(model.parameters())), chosen, **options)
 
 
 def train(model: nn.Module, optimizer: Any, scheduler: Any, first: int, last: int) -> list[float]:
@@ -175,9 +183,10 @@ def save_each(root: Path, strategies: Sequence[str]) -> None:
         losses = train(model, optimizer, scheduler, 0, HALF)
         extra = {"step": HALF, "losses": losses, "scheduler": scheduler.state_dict()}
         sw.save(root / strategy, model, optimizer, extra=extra)
-        if strategy == "hfsdp":
-            sw.save(root / OTHER_WAYS[0], model, optimizer, extra=extra, whole=True)
-            saving = sw.start_save(root / OTHER_WAYS[1], model, optimizer, extra=extra)
+        if strategy in SEVERAL_WAYS:
+            whole, beside = (root / f"{strategy} {way}" for way in OTHER_WAYS)
+            sw.save(whole, model, optimizer, extra=extra, whole=True)
+            saving = sw.start_save(beside, model, optimizer, extra=extra)
             train(model, optimizer, scheduler, HALF, END)
             saving.finish()
 
@@ -220,7 +229,7 @@ def saved(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of every strategy in every world."""
     root = tmp_path_factory.mktemp("saved")
     for world in WORLDS:
-        run_ranks(world, save_each, root / f"{world}", list(LAYOUTS))
+        run_ranks(world, save_each, root / f"{world}", [*LAYOUTS, *OFFLOADS])
     return root
 
 
@@ -231,10 +240,33 @@ def test_every_preset_goes_on_under_every_preset(run_ranks: Pool, saved: Path, w
     jobs = [
         (loading, first, saved / f"{first}" / saving)
         for i, loading in enumerate(LAYOUTS)
-        for j, saving in enumerate([*LAYOUTS, *OTHER_WAYS])
+        for j, saving in enumerate([*LAYOUTS, *(f"hfsdp {way}" for way in OTHER_WAYS)])
         for k, first in enumerate(WORLDS)
         if world == 1 or max(world, first) <= 2 or (i + j + k) % len(WORLDS) == 0
     ]
+    run_ranks(world, load_each, jobs, {first: alone(first, world) for first in WORLDS})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_from_the_device_to_host_and_disk_and_back(run_ranks: Pool, saved: Path, world: int) -> None:
+    """Each that rests elsewhere loads from another such one and from the device, and the device from it; worlds of one
+    and two each other's, where not a bit may differ, the others everybody's in turns."""
+    offloads, layouts = list(OFFLOADS), list(LAYOUTS)
+    ways = [f"{strategy} {way}" for strategy in SEVERAL_WAYS[1:] for way in OTHER_WAYS]
+    pairs = [
+        pair
+        for i, name in enumerate(offloads)
+        for pair in (
+            (name, layouts[i % len(layouts)]),
+            (layouts[(i + world) % len(layouts)], name),
+            (name, offloads[(i + world) % len(offloads)]),
+        )
+    ]
+    pairs += [(offloads[(i + world) % len(offloads)], way) for i, way in enumerate(ways)]
+    jobs = []
+    for i, (loading, saving) in enumerate(pairs):
+        first = 1 + (i + world) % 2 if world <= 2 and i % 3 else list(WORLDS)[(i + world) % len(WORLDS)]
+        jobs.append((loading, first, saved / f"{first}" / saving))
     run_ranks(world, load_each, jobs, {first: alone(first, world) for first in WORLDS})
 
 
@@ -245,7 +277,7 @@ def pass_on(load_from: Path, save_to: Path) -> Path:
     """Through every layout, one after the other; the last one's checkpoint is for the next world."""
     sw.init()
     path = load_from
-    for number, strategy in enumerate(LAYOUTS):
+    for number, strategy in enumerate([*LAYOUTS, *OFFLOADS]):
         model, optimizer = build(strategy, 1)
         extra = sw.load(path, model, optimizer)
         path = save_to / strategy
