@@ -267,9 +267,16 @@ def test_an_overflow_skips_the_step(run_ranks: Pool) -> None:
     assert_same(run_ranks, overflowing, [*MOVED, "zero2+optimizer=disk"], precision="fp16")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
-def test_sixteen_bits(run_ranks: Pool, precision: str) -> None:
-    assert_same(run_ranks, partial(steps, clip=0.5), [*MOVED, "zero3_offload"], precision=precision)
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": "bf16"}, {"precision": "pure-bf16"}]
+)
+def test_sixteen_bits(run_ranks: Pool, options: dict[str, str]) -> None:
+    assert_same(run_ranks, clipped_in_turns, [*MOVED, "zero3_offload"], **options)
+
+
+def test_sixteen_bits_of_another_optimizer(run_ranks: Pool) -> None:
+    options = {"precision": "bf16", "reduce_dtype": "bf16"}
+    assert_same(run_ranks, clipped_in_turns, MOVED, make=OPTIMIZERS["SGD momentum"], **options)
 
 
 # ---------------------------------------------------------------------------------------------------------
