@@ -17,13 +17,14 @@ from tests.support.models import MODELS, tokens
 from tests.support.training import adamw
 
 
-def train(folder: Path, num_steps: int) -> list[int]:
+def train(folder: Path, num_steps: int, strategy: str = "zero3") -> list[int]:
     """Steps that had been taken when the trace was there."""
     sw.init()
     model: nn.Module = MODELS["in-tree"].fresh()
-    model, optimizer = sw.shard(model, adamw(list(model.parameters())), "zero3", precision="fp32")
+    model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32")
     there = []
-    with Profile(folder, dist.get_rank() == 0, "cpu", engine_of(model).settle) as profile:
+    engine = engine_of(model)
+    with Profile(folder, dist.get_rank() == 0, "cpu", engine.settle, engine.finish_updates) as profile:
         for step in range(1, num_steps + 1):
             MODELS["in-tree"].loss(model, tokens(step, dist.get_rank(), 2)).backward()
             optimizer.step()
@@ -48,6 +49,13 @@ def test_steps_3_to_5_are_traced_on_one_rank(run_ranks: Pool, tmp_path: Path) ->
     assert names["shardwise::gather blocks.3"] >= 3
     # A step begins where the one before ended; the first is number 0.
     assert [number for number in range(9) if f"ProfilerStep#{number}" in names] == [2, 3, 4]
+
+
+def test_what_leaves_the_device_and_the_host_updates_is_traced_too(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, train, tmp_path, 6, "zero3_offload")
+    names = names_in(tmp_path / "trace-rank-0.json.gz")
+    assert names["shardwise::leave blocks.3"] == 3
+    assert names["shardwise::host update blocks.3"] == 3
 
 
 def test_a_shorter_run_is_traced_as_far_as_it_goes(run_ranks: Pool, tmp_path: Path) -> None:

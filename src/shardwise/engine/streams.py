@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 # A point on a lane; on a CPU there is nothing to wait for.
@@ -33,7 +34,7 @@ class Lane:
 
     def named(self, name: str) -> "Lane":
         """Work inside shows up under this name in profiler traces; it costs nothing while no profiler runs."""
-        if torch._C._autograd._profiler_enabled():
+        if profiler._is_profiler_enabled:  # also where it looks at all threads, which this one is not told
             self._range = record_function(f"shardwise::{name}")
         return self
 

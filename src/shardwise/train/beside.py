@@ -78,6 +78,10 @@ class Run:
         """Until every collective under way is over."""
         engine_of(self.job.model).settle()
 
+    def wait_for_host(self) -> None:
+        """Until the host has nothing left to update."""
+        engine_of(self.job.model).finish_updates()
+
     def write(self, row: Row) -> None:
         self.metrics.log(row)
         self.progress.update(row)

@@ -1,4 +1,4 @@
-"""A trace of three steps, for chrome://tracing or Perfetto, with the engine's gathers and reductions by unit.
+"""A trace of three steps, for chrome://tracing or Perfetto, with the engine's gathers, reductions and updates by unit.
 
 The first two steps are left out: they allocate, compile, and learn the order of the units.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 FILE = "trace-rank-0.json.gz"
@@ -18,12 +19,21 @@ class Profile:
     """Used as a context; `step` is called at the end of each step. Where it is not enabled it does nothing.
 
     `settle` must wait for every collective under way: torch's profiler crashes on an operation of gloo that begins
-    while it runs and ends when it does not.
+    while it runs and ends when it does not. `drain` must wait for the host's updates. It is called before the first and
+    after the last step alone: between them updates lie beside the next forward, as they do without it.
     """
 
-    def __init__(self, folder: Path, enabled: bool, device_type: str, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        enabled: bool,
+        device_type: str,
+        settle: Callable[[], None],
+        drain: Callable[[], None] = lambda: None,
+    ) -> None:
         self.file = folder / FILE
         self._settle = settle
+        self._drain = drain
         self._num_left = NUM_BEFORE + NUM_TRACED
         self._profiler: profile | None = None
         if enabled:
@@ -34,6 +44,7 @@ class Profile:
                 activities=activities,
                 schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_TRACED, repeat=1),
                 on_trace_ready=self._write,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the host updates in one
                 acc_events=True,  # of the one cycle there is; without it torch warns of cycles that are forgotten
             )
 
@@ -46,6 +57,8 @@ class Profile:
         if self._profiler is None:
             return
         self._settle()
+        if self._num_left in (NUM_TRACED + 1, 1):
+            self._drain()
         self._profiler.step()
         self._num_left -= 1
         if self._num_left == 0:
@@ -55,6 +68,7 @@ class Profile:
         # After an error collectives may never end: waiting would hide it, and stopping now could crash.
         if self._profiler is not None and kind is None:
             self._settle()
+            self._drain()
             self._stop()
 
     def _stop(self) -> None:

@@ -62,7 +62,9 @@ def _train(settings: Settings, scene: Scene) -> int:
     try:
         with (
             run.progress,
-            Profile(run.folder, settings.profile and run.is_first, job.device.type, run.wait) as profile,
+            Profile(
+                run.folder, settings.profile and run.is_first, job.device.type, run.wait, run.wait_for_host
+            ) as profile,
         ):
             ending = run_steps(job, run.book, run.rounds, run.between, run.first_step, profile)
             run.finish_saving()
