@@ -21,6 +21,7 @@ from shardwise.train.model import Transformer
 from shardwise.train.shapes import TransformerShape
 from shardwise.wire.ledger import add_up
 from tests.harness import Pool
+from tests.support.strategies import disk_for
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,9 @@ def train_sharded(strategy: str, precision: str, node_size: int, num_micro: int)
     sw.init(device="cuda:0")
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = build()
-    model, optimizer = sw.shard(model, optimizer, strategy, precision=precision, node_size=node_size)
+    model, optimizer = sw.shard(
+        model, optimizer, strategy, precision=precision, node_size=node_size, **disk_for(strategy)
+    )
     losses = []
     for step in range(NUM_STEPS):
         tokens, targets = (part.chunk(world)[rank].chunk(num_micro) for part in batch(step))
