@@ -28,6 +28,8 @@ class Moves:
 def moves(library: ctypes.CDLL | None) -> Moves:
     if library is None:
         return Moves(_write, _read)
+    # Before threads ask for them: of two that are made at once only one is kept, and C may have the other's address.
+    factors_of_words(), factors_of_pages()
     write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
     write.restype = read.restype = ctypes.c_int64
     return Moves(partial(_in_c, write, _write), partial(_in_c, read, _read))
