@@ -230,7 +230,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("strategy: {'*': auto}", "strategy 'auto' chooses for the whole model"),
         ("strategy: [zero3]", "strategy: a list (file {file} line 1) is not a name or a mapping"),
         ("offload: optimzer=host", "'optimzer' cannot be moved; did you mean 'optimizer'? known: activations, grads"),
-        ("offload: [optimizer=hots]", "'hots' is no place; did you mean 'host'? known: device, disk, host (file {file}"),
+        ("offload: [optimizer=hots]", "'hots' is no place; did you mean 'host'? known: device, disk, host"),
         ("offload: optimizer=host:2", "'optimizer=host:2': a part, above 0 and at most 1, goes with the optimizer"),
         ("offload: optimizer=host:/nvme", "'/nvme' is no part, as in optimizer=host:0.6, and only a disk has a folder"),
         ("offload: disk", "offload 'disk' does not say what goes where; write optimizer=host or params=disk:/nvme"),

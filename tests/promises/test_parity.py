@@ -70,9 +70,7 @@ def test_all_strategies_are_bit_identical_in_a_world_of_two(
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "strategy", [*NAMED, "mapping", "hsdp, all on host", "hfsdp, all on disk", "hpz, all on host"]
-)
+@pytest.mark.parametrize("strategy", [*NAMED, "mapping", "hsdp, all on host", "hfsdp, all on disk", "hpz, all on host"])
 def test_two_nodes_of_two_equal_one_process(run_ranks: Pool, strategy: str) -> None:
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32")
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
