@@ -99,18 +99,19 @@ def test_a_trace_of_a_gpu_is_read_from_the_first_kernel_of_its_second_step() -> 
 
 
 def test_updates_of_another_thread_are_in_the_trace(tmp_path: Path) -> None:
-    """Each step leaves an update to a thread, which is at work while the next step computes."""
+    """Each step leaves an update to a thread, which is at work while the step computes on."""
     x = torch.randn(128, 128)
-    wants, stop = threading.Semaphore(0), threading.Event()
+    wants, is_done, stop = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
     def update() -> None:
         while wants.acquire() and not stop.is_set():
             with record_function("shardwise::host update blocks.0"):
-                time.sleep(0.05)  # as one long operation that leaves the interpreter to others
+                time.sleep(0.005)  # as one long operation that leaves the interpreter to others
+            is_done.release()
 
     def step() -> None:
         wants.release()
-        for _ in range(200):
+        while not is_done.acquire(blocking=False):
             x @ x
 
     thread = threading.Thread(target=update)
