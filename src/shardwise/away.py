@@ -37,6 +37,8 @@ from .store.arena import Arena, passing
 from .store.disk import Disk, Pending, Region
 
 MASTER = "master"
+# Windows that are read ahead into, at most: the disk should be given something to write at the same time.
+NUM_ASKED = NUM_WINDOWS - 2
 
 
 class Moves:
@@ -242,7 +244,8 @@ class Away:
 
 
 class Windows:
-    """Host memory for chunks of rows that rest on disk: being read, updated, or written."""
+    """Host memory for chunks of rows that rest on disk, being read, updated, or written; and for updated weights on
+    their way there."""
 
     def __init__(self, memory: HostMemory, windows: list[Tensor]) -> None:
         self._memory = memory
@@ -256,7 +259,7 @@ class Windows:
     def ask(self, region: Region, num_bytes: int) -> None:
         while self._leaving and all(pending.is_done for pending in self._leaving[0][1]):
             self._wait_for_oldest()
-        if self._free and region not in self._asked:
+        if self._free and len(self._asked) < NUM_ASKED and region not in self._asked:
             self._start(region, num_bytes)
 
     def _start(self, region: Region, num_bytes: int) -> None:
@@ -300,7 +303,11 @@ class Windows:
     def put(self, region: Region, window: Tensor, beside: Sequence[Pending]) -> None:
         assert self._memory.disk is not None
         self.moves.add("write", window.nbytes)
-        self._leaving.append((window, [self._memory.disk.put(region, window), *beside]))
+        self.leave(window, [self._memory.disk.put(region, window), *beside])
+
+    def leave(self, window: Tensor, writing: list[Pending]) -> None:
+        """It is free when it is written."""
+        self._leaving.append((window, writing))
 
     def give_back(self, window: Tensor) -> None:
         self._free.append(self._whole[window.data_ptr()])

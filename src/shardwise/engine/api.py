@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..away import HostMemory
 from ..cgroup import cgroup_values, memory_limit
-from ..dtypes import FP16, DTypeLike
+from ..dtypes import FP16, FP32, DTypeLike
 from ..errors import ConfigurationError, StateError, did_you_mean
 from ..layout import AUTO, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, local_rank, make_axes, num_local_ranks
 from ..optim.host.cores import cores_for
-from ..optim.host_updates import HostUpdates
+from ..optim.host_updates import HostUpdates, is_eight_bit
 from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
@@ -201,6 +201,11 @@ def _prepare(
             refuse_unless_elementwise(optimizer, device())
         if any(flat.master_on == "disk" and flat.trainable for flat in flats):
             refuse_unless_rows(optimizer)
+        if is_eight_bit(optimizer) and any(flat.host_updates and flat.master != FP32 for flat in flats):
+            raise ConfigurationError(
+                f"optimizer {type(optimizer).__name__} on the host with master weights in {precision.master}: the host "
+                "updates 8-bit moments beside fp32 masters; use precision='bf16', or leave the optimizer on the device"
+            )
     if early_update and (optimizer is None or precision.loss_scaling):
         raise ConfigurationError(
             "early_update=True without an optimizer: there is nothing to update"

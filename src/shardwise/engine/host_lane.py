@@ -12,14 +12,17 @@ from torch.profiler import record_function
 
 from ..errors import ShardwiseError, StateError
 
+# Jobs that are read ahead for, where there is room: one may be so short that a disk is through with the next too soon.
+NUM_AHEAD = 2
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`run` is called with what comes next, if it is known, so that it may be read ahead."""
+    """`run` is called with what it may call to have read ahead what comes next."""
 
     urgency: int
     name: str
-    run: Callable[["Job | None"], None]
+    run: Callable[[Callable[[], None]], None]
     ask: Callable[[], None] = lambda: None  # read ahead what it needs
     is_ready: Callable[[], bool] = lambda: True  # what it works on has arrived
     done: threading.Event = field(default_factory=threading.Event)
@@ -55,12 +58,12 @@ class HostLane:
                     if self._is_over:
                         return
                     self._changed.wait()
-                self._running = job = self._first()
+                self._running = job = _first_of(self._waiting)
                 self._waiting.remove(job)
             try:
                 if self._error is None:
                     with record_function(f"shardwise::{job.name}"):
-                        job.run(self._next())
+                        job.run(self._ask_ahead)
             except BaseException as error:  # noqa: BLE001  told to whoever waits
                 self._error = error
             with self._changed:
@@ -75,14 +78,13 @@ class HostLane:
             self._is_over = True
             self._changed.notify()
 
-    def _first(self) -> Job:
-        """The most urgent that is ready; if none is, what was given first is ready first."""
-        ready = [job for job in self._waiting if job.is_ready()]
-        return min(ready, key=lambda job: job.urgency) if ready else self._waiting[0]
-
-    def _next(self) -> Job | None:
+    def _ask_ahead(self) -> None:
         with self._changed:
-            return self._first() if self._waiting else None
+            left = list(self._waiting)
+        for _ in range(min(NUM_AHEAD, len(left))):
+            job = _first_of(left)
+            job.ask()
+            left.remove(job)
 
     def wait_for(self, job: Job | None) -> None:
         if job is not None:
@@ -103,3 +105,9 @@ class HostLane:
         if isinstance(self._error, ShardwiseError):
             raise type(self._error)(*self._error.args) from self._error
         raise StateError(f"an update on the host failed: {self._error}") from self._error
+
+
+def _first_of(jobs: list[Job]) -> Job:
+    """The most urgent that is ready; if none is, what was given first is ready first."""
+    ready = [job for job in jobs if job.is_ready()]
+    return min(ready, key=lambda job: job.urgency) if ready else jobs[0]

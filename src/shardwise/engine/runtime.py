@@ -744,10 +744,10 @@ class Engine:
             state.places = None
 
 
-def _run_update(update: FlatUpdate, arrived: Mark, clip: Later | None, following: Job | None) -> None:
+def _run_update(update: FlatUpdate, arrived: Mark, clip: Later | None, ask_ahead: Callable[[], None]) -> None:
     host_waits_for(arrived)
     factor = 1.0 if clip is None else clip.read()[0]
-    update.run(factor, following.ask if following is not None else lambda: None)
+    update.run(factor, ask_ahead)
 
 
 def hosted_units(schedule: Schedule) -> list[int]:

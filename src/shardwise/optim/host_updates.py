@@ -17,7 +17,6 @@ from ..away import MASTER, Moves, Rows
 from ..dtypes import FP32
 from ..plan.flat import Flat
 from ..shard import Interval
-from ..store.disk import Pending
 from ..unit import FlatState, OnDisk
 from .host.adamw import AdamSettings, adamw, adamw8
 from .host.compiled import FUSED_LANES
@@ -248,7 +247,8 @@ class FlatUpdate:
     def _rows(self) -> Rows:
         return _rows_of(self.state)
 
-    def run(self, factor: float, ask_next: Callable[[], None]) -> None:
+    def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
+        """What goes to disk is being written when it returns, and is read there by nobody before it is."""
         away, rows, update = self.state.away, self._rows, self.update
         if update is None:
             return
@@ -256,7 +256,6 @@ class FlatUpdate:
         windows = away.memory.windows
         windows.moves = self.moves
         grads = self.state.final_at_hand
-        writing: list[tuple[Tensor, Pending]] = []
         for number, chunk in enumerate(rows.chunks):
             record = rows.take(number)
             if number + 1 < len(rows.chunks):
@@ -264,25 +263,23 @@ class FlatUpdate:
             if number + 2 < len(rows.chunks):
                 rows.ask(number + 2)
             else:
-                ask_next()
+                ask_ahead()
             out = None if away.updated is None else away.updated[chunk.start : chunk.stop]
-            room = torch.empty(0)
             to_disk = away.region is not None and self.state.flat.rest_is_own
             if to_disk:
                 compute = self.state.flat.compute
                 size = chunk.num_elems * compute.itemsize
-                # The room behind the record is there where both are on disk; else the weights pass through.
-                room = torch.empty(size, dtype=torch.uint8) if record is None else windows.room_beside(record)[:size]
+                # Behind the record, where both go to disk; else weights have a window for themselves.
+                room = windows.take_empty(size) if record is None else windows.room_beside(record)[:size]
                 out = room.view(compute.torch)
             views = rows.views(number, record)
             if to_disk and out is not None and self.leaves_out:
                 out.copy_(views[MASTER])
             update(chunk.start, views, grads[chunk.start : chunk.stop], out, factor)
             put = away.start_writing(out, chunk.start, self.moves) if to_disk and out is not None else []
-            writing += [(room, pending) for pending in put]
             rows.put(number, record, put)
-        for _, pending in writing:
-            pending.wait()
+            if to_disk and record is None:
+                windows.leave(room, put)
 
 
 def _rows_of(state: FlatState) -> Rows:

@@ -77,11 +77,13 @@ def record_bytes(flat: Flat, chunk: Interval, num_rows: float) -> int:
 
 
 def window_bytes(flat: Flat, num_rows: float) -> int:
-    """A chunk in memory, and the weights that come out of its update."""
+    """A chunk in memory, and the weights that come out of its update, if they go to disk. What rests on the host is
+    updated in one."""
+    writes = flat.rest_on == "disk" and flat.rest_is_own
     if flat.master_on != "disk":
-        return 0
+        return arena_bytes([flat.num_master * flat.compute.itemsize]) if writes and flat.host_updates else 0
     chunk = Interval(0, min(CHUNK_ELEMS, flat.num_master))
-    out = chunk.num_elems * flat.compute.itemsize if flat.rest_on == "disk" and flat.rest_is_own else 0
+    out = chunk.num_elems * flat.compute.itemsize if writes else 0
     return arena_bytes((record_bytes(flat, chunk, num_rows), out))
 
 
