@@ -37,8 +37,14 @@ def compare(outcomes: dict[str, Outcome], **session: object) -> tuple[Findings, 
             **session,
         }
     )
-    findings = run(asked, launch, say=lambda line: None)
+    *_, findings = run(asked, launch, say=lambda line: None)
     return findings, {row.contender: row for row in report.rows_of(findings)}, launched
+
+
+def written(findings: Findings, folder: Path) -> Path:
+    page = report.new_page(folder, report.name_of(findings.session))
+    report.write(findings, page)
+    return page
 
 
 def test_a_ratio_is_the_peers_time_over_ours() -> None:
@@ -53,6 +59,24 @@ def test_repetitions_are_interleaved() -> None:
     outcomes = {"plain": outcome(9), PEER: outcome(0.3), OURS: outcome(0.2)}
     _, _, launched = compare(outcomes, repetitions=3)
     assert [case.contender for case in launched] == ["plain", *[PEER, OURS] * 3]
+
+
+def test_a_session_that_is_cut_short_has_what_it_saw(tmp_path: Path) -> None:
+    times = {PEER: iter([0.3, 0.4]), OURS: iter([0.2])}
+
+    def launch(case: Case) -> Outcome:
+        return outcome(9) if case.contender == "plain" else outcome(next(times[case.contender]))
+
+    progress = run(Session([SMOKE], [OURS], [PEER], repetitions=2), launch, say=lambda line: None)
+    first, second, third = (next(progress) for _ in range(3))
+    assert [row.contender for row in report.rows_of(first)] == [PEER]
+    assert [findings.num_left for findings in (first, second, third)] == [3, 2, 1]
+    # The peer is a repetition ahead: it is compared with ours where both ran.
+    peer, ours = report.rows_of(third)
+    assert peer.seconds is not None
+    assert peer.seconds.max == 0.4
+    assert ours.ratios[PEER].median == pytest.approx(1.5)
+    assert "Cut short: 1 more runs were asked for." in written(third, tmp_path).read_text()
 
 
 def test_who_fails_is_a_row_and_the_others_go_on() -> None:
@@ -108,8 +132,7 @@ def test_overlaps_are_on_the_page(tmp_path: Path) -> None:
     ours = Outcome(answers=(answer(0.2, overlap=asdict(traced)), answer(0.2)))
     findings, rows, _ = compare({"plain": outcome(9), PEER: outcome(0.3), OURS: ours})
     assert rows[OURS].overlap == asdict(traced)
-    every = report.rows_of(findings)
-    page = report.write(report.document(findings, every), every, tmp_path, "overlap").read_text()
+    page = written(findings, tmp_path).read_text()
     assert "`shardwise:zero3`, smoke, 16 tokens, one step under the profiler:\n\n    step" in page
     assert "host update         1.0000 s   50.0% of the step,  75.0% of it beside compute" in page
     assert page.count("under the profiler") == 1
@@ -170,7 +193,7 @@ def test_calls_of_a_unit_are_told_from_those_of_a_step() -> None:
         return Outcome(answers=({"calls": {"a.py:f": 100 * case.shape.layers, "b.py:g": added}},))
 
     lines: list[str] = []
-    findings = run(Session([SMOKE], [OURS], [], count_calls=True), launch, lines.append)
+    *_, findings = run(Session([SMOKE], [OURS], [], count_calls=True), launch, lines.append)
     row = report.rows_of(findings)[0]
     assert (row.calls_per_unit, row.calls_besides) == (7, 30)
     assert lines[-1].endswith("7 per unit and step")
@@ -186,7 +209,7 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
     failed = Outcome(status="failed", error="RuntimeError: no")
     findings, _, _ = compare({"plain": outcome(9), PEER: outcome(0.3), "ddp": failed, mix: outcome(0.2)})
     rows = report.rows_of(findings)
-    page = report.write(report.document(findings, rows), rows, tmp_path, report.name_of(findings.session))
+    page = written(findings, tmp_path)
     about = json.loads(page.with_suffix(".json").read_text())
     assert set(about) == KEYS
     assert about["schema"] == 1
@@ -198,7 +221,7 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
     assert "| `fsdp2` | 0.3000 |" in text
     assert "- ddp (failed): RuntimeError: no" in text
     assert page.name.endswith("bench-smoke-2-ranks.md")
-    again = report.write(about, rows, tmp_path, report.name_of(findings.session))
+    again = written(findings, tmp_path)
     assert again != page, "a second result of the same minute lies beside the first"
     assert page.read_text() == text
 

@@ -13,7 +13,7 @@ Who computes something else is no competitor, and gets an error instead of ratio
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -81,32 +81,43 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
+    """Of those contenders that have run; `num_left` runs are to come."""
+
     session: Session
     outcomes: dict[Case, list[Outcome]]  # by repetition
     verdicts: dict[Case, Verdict]
+    num_left: int = 0
     calls: dict[Case, AddedCalls] = field(default_factory=dict)
 
 
-def run(session: Session, launch: Launch, say: Say) -> Findings:
+def run(session: Session, launch: Launch, say: Say) -> Iterator[Findings]:
+    """What is known after each run, until nothing is left: a session that is cut short has all it saw by then."""
     cases = session.cases
     alone = dict.fromkeys(one_process(setting) for setting in session.settings if not setting.fabric)
     references = {case: launch(case) for case in alone} if session.with_reference else {}
     for case, outcome in references.items():
         say(f"one process, {case.shape.name}: {outcome.error or 'losses to compare with'}")
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
-    for repetition in range(session.repetitions):
-        for number, case in enumerate(cases, start=1):
+    num_left = session.repetitions * len(cases)
+    for _ in range(session.repetitions):
+        for case in cases:
+            num_left -= 1
             if all(seen.status == "ok" for seen in outcomes[case]):
                 outcome = launch(case)
                 outcomes[case].append(outcome)
-                count = f"[{repetition * len(cases) + number}/{session.repetitions * len(cases)}]"
-                say(f"{count} {case}: {_seen(outcome)}")
-    verdicts = {}
-    for case in cases:
-        expected, whose = _expected(case, cases, outcomes, references.get(one_process(case)))
-        verdicts[case] = judge(case, outcomes[case], expected, whose)
+                num_runs = session.repetitions * len(cases)
+                say(f"[{num_runs - num_left}/{num_runs}] {case}: {_seen(outcome)}")
+                seen = {case: found for case, found in outcomes.items() if found}
+                yield Findings(session, seen, _verdicts(seen, references), num_left)
     calls = added_calls(cases, launch, say) if session.count_calls else {}
-    return Findings(session, outcomes, verdicts, calls)
+    yield Findings(session, outcomes, _verdicts(outcomes, references), 0, calls)
+
+
+def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcome]) -> dict[Case, Verdict]:
+    return {
+        case: judge(case, found, *_expected(case, outcomes, references.get(one_process(case))))
+        for case, found in outcomes.items()
+    }
 
 
 def losses_of(outcome: Outcome) -> list[float]:
@@ -115,15 +126,13 @@ def losses_of(outcome: Outcome) -> list[float]:
     return [statistics.fmean(losses) for losses in zip(*by_rank, strict=True)]
 
 
-def _expected(
-    case: Case, cases: list[Case], outcomes: dict[Case, list[Outcome]], reference: Outcome | None
-) -> tuple[list[float], str]:
+def _expected(case: Case, outcomes: dict[Case, list[Outcome]], reference: Outcome | None) -> tuple[list[float], str]:
     """The losses that `case` should have, and whose they are."""
     if reference is not None and reference.status == "ok":
         return losses_of(reference), "one process"
-    for other in cases:
-        if other.shape == case.shape and outcomes[other] and outcomes[other][0].status == "ok":
-            return losses_of(outcomes[other][0]), label(other.contender)
+    for other, found in outcomes.items():
+        if other.shape == case.shape and found and found[0].status == "ok":
+            return losses_of(found[0]), label(other.contender)
     return [], "nobody"
 
 

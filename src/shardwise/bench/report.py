@@ -24,7 +24,7 @@ from .names import label
 from .overlap import Overlap, in_words
 from .rows import Row, Spread, rows_of
 
-__all__ = ["document", "name_of", "print_table", "problems", "rows_of", "write"]
+__all__ = ["document", "name_of", "new_page", "print_table", "problems", "rows_of", "write"]
 
 SCHEMA = 1
 
@@ -69,6 +69,8 @@ def note_of(findings: Findings) -> str:
         sentences += [f"Losses of all steps were compared with those of {compared}."]
     if case.device == "cuda":
         sentences += ["MFU: 6 x parameters (without the embedding) + 12 x layers x hidden x tokens FLOP for a token."]
+    if findings.num_left:
+        sentences += [f"Cut short: {findings.num_left} more runs were asked for."]
     return " ".join(sentences)
 
 
@@ -191,16 +193,20 @@ def _overlaps(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def write(about: dict[str, Any], rows: Sequence[Row], folder: Path, name: str) -> Path:
-    """`<date>-<name>.json` (everything) and `.md` (the table), beside what is there already; returns the latter."""
+def new_page(folder: Path, name: str) -> Path:
+    """`<date>-<name>.md`, beside what is there already."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
     names = (begin if number == 1 else f"{begin}-{number}" for number in itertools.count(1))
-    chosen = next(name for name in names if not (folder / f"{name}.json").exists())
-    (folder / f"{chosen}.json").write_text(json.dumps(about, indent=1) + "\n")
-    page = folder / f"{chosen}.md"
+    return next(folder / f"{name}.md" for name in names if not (folder / f"{name}.json").exists())
+
+
+def write(findings: Findings, page: Path) -> None:
+    """The table, and beside it everything in JSON."""
+    rows = rows_of(findings)
+    about = document(findings, rows)
+    page.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     page.write_text(markdown(about, rows))
-    return page
 
 
 def name_of(session: Session) -> str:

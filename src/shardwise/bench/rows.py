@@ -115,7 +115,8 @@ def ratios_of(case: Case, findings: Findings) -> dict[str, Spread]:
     found = {}
     for peer in findings.session.peers:
         beside = replace(case, contender=peer)
-        if findings.verdicts[beside].status == "ok":
-            pairs = zip(medians_of(beside, findings), medians_of(case, findings), strict=True)
+        if beside in findings.verdicts and findings.verdicts[beside].status == "ok":
+            # One of them may be a repetition ahead, while some are to come.
+            pairs = zip(medians_of(beside, findings), medians_of(case, findings), strict=False)
             found[peer] = spread([theirs / ours for theirs, ours in pairs])
     return found

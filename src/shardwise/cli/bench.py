@@ -172,10 +172,14 @@ def bench(
     )
     session.refuse_what_cannot_run()
     say = partial(print, file=sys.stderr, flush=True)
+    page = report.new_page(folder, report.name_of(session)) if out or not as_json else None
     try:
-        findings = compare.run(session, partial(launch, timeout_s=timeout), say)
+        for findings in compare.run(session, partial(launch, timeout_s=timeout), say):
+            if page is not None:
+                report.write(findings, page)
     except KeyboardInterrupt:
-        say("interrupted; all workers are stopped, and nothing was written")
+        so_far = f"what was seen is in {page}" if page is not None and page.exists() else "nothing was written"
+        say(f"interrupted; all workers are stopped, and {so_far}")
         raise typer.Exit(130) from None
     rows = report.rows_of(findings)
     about = report.document(findings, rows)
@@ -183,8 +187,8 @@ def bench(
         print(json.dumps(about, indent=1))
     else:
         report.print_table(rows, about["note"])
-    if out or not as_json:
-        say(f"written: {report.write(about, rows, folder, report.name_of(session))}")
+    if page is not None:
+        say(f"written: {page}")
     raise typer.Exit(1 if report.problems(rows) else 0)
 
 
