@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise.engine.capture import NUM_EAGER_CALLS, CapturedStep
 from shardwise.engine.guards import engine_of
+from shardwise.engine.replay import Replay
 from shardwise.engine.runtime import Engine
 from shardwise.engine.streams import Lane
 from shardwise.errors import ConfigurationError, StateError
@@ -37,7 +38,12 @@ class Tape(TorchDispatchMode):
         super().__init__()
         states = [state for unit in engine.units for state in unit.states]
         rests = [state.rest for state in states if state.rest is not None]
-        self.kept = [*(state.master for state in states), *rests, *engine.memory.slots, *engine.memory.own.values()]
+        self.kept = [
+            *(state.master for state in states),
+            *rests,
+            *engine.gathers.memory.slots,
+            *engine.gathers.memory.own.values(),
+        ]
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +139,7 @@ def refusals() -> list[str]:
     said.append(str(cpu.value))
     model(torch.ones(1, HIDDEN)).sum().backward()
     with pytest.raises(StateError) as gradients:
-        engine_of(model).ready_to_replay()
+        Replay(engine_of(model)).begin()
     return [*said, str(gradients.value)]
 
 

@@ -26,11 +26,11 @@ def ranges(strategy: str) -> dict[str, int]:
         optimizer.zero_grad()
 
     step(0)
-    engine_of(model).settle()
+    engine_of(model).gathers.settle()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(1)
         # torch's profiler crashes on an operation of gloo that began inside and ends outside.
-        engine_of(model).settle()
+        engine_of(model).gathers.settle()
     return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("shardwise::")}
 
 

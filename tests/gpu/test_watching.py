@@ -77,7 +77,7 @@ def trace(folder: Path) -> None:
     sw.init(device="cuda:0")
     model, optimizer = build()
     model, optimizer = sw.shard(model, optimizer, "zero3", precision="bf16")
-    with Profile(folder, True, "cuda", engine_of(model).settle) as profile:
+    with Profile(folder, True, "cuda", engine_of(model).gathers.settle) as profile:
         for step in range(6):
             model(*batch(step)).backward()
             optimizer.step()

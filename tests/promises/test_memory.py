@@ -256,11 +256,11 @@ def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Be
     # Memory of a unit that is always whole is part of the state.
     own = sum(
         memory.untyped_storage().nbytes()
-        for index, memory in engine.memory.own.items()
+        for index, memory in engine.gathers.memory.own.items()
         if engine.schedule.units[index].layout.params != "whole"
     )
     beside = Beside(
-        num_bytes(engine.memory.slots),
+        num_bytes(engine.gathers.memory.slots),
         own,
         num_bytes(slot for slot in engine.reductions.memory.slots if slot is not None),
         engine.host.arena.num_bytes,
@@ -368,7 +368,7 @@ def storage_sizes(strategy: Strategy) -> list[tuple[str, int]]:
     found = []
 
     def note(when: str) -> None:
-        sizes = [memory.untyped_storage().nbytes() for memory in engine.memory.own.values()]
+        sizes = [memory.untyped_storage().nbytes() for memory in engine.gathers.memory.own.values()]
         found.append((when, sum(sizes)))
 
     note("before the first step")

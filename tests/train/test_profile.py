@@ -24,7 +24,7 @@ def train(folder: Path, num_steps: int, strategy: str = "zero3") -> list[int]:
     model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32")
     there = []
     engine = engine_of(model)
-    with Profile(folder, dist.get_rank() == 0, "cpu", engine.settle, engine.finish_updates) as profile:
+    with Profile(folder, dist.get_rank() == 0, "cpu", engine.gathers.settle, engine.finish_updates) as profile:
         for step in range(1, num_steps + 1):
             MODELS["in-tree"].loss(model, tokens(step, dist.get_rank(), 2)).backward()
             optimizer.step()

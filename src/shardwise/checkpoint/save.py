@@ -124,7 +124,7 @@ def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None, facts: Facts = ()
 ) -> None:
     """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
-    engine.refuse_after_early_update(verb)
+    engine.updates.refuse_after_early(verb)
     finish_last()
     engine.rest()
     engine.await_gradients()

@@ -111,7 +111,7 @@ def shard(
         on_host.take_over([state for state in known if state.flat.host_updates])
         sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host)
         if early_update:
-            engine.update_early(sharded.update_early)
+            engine.updates.make_early(sharded.update_early)
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import ConfigurationError, StateError
 from ..optim.sharded import plain_settings
 from .guards import engine_of
+from .replay import Replay
 from .runtime import Engine
 from .streams import Lane
 
@@ -27,8 +28,7 @@ class CapturedStep:
     """Call it with the tensors of a batch. It returns what `step` returned; the next call overwrites that."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
-        self._engine = engine
-        engine.is_captured = True
+        self._replay = Replay(engine)
         self._optimizer = optimizer
         self._step = step
         self._compute = Lane(engine.mesh.device)
@@ -46,7 +46,7 @@ class CapturedStep:
             self._compute.compute_waits_for(self._compute.mark())
             return outputs
         with self._compute.after_compute():
-            self._engine.ready_to_replay()
+            self._replay.begin()
         self._compute.compute_waits_for(self._compute.mark())
         if self._graph is None:
             self._record(inputs)
@@ -54,7 +54,7 @@ class CapturedStep:
         self._fill_inputs(inputs)
         assert self._graph is not None
         self._graph.replay()
-        self._engine.was_replayed()
+        self._replay.end()
         return self._outputs
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
@@ -67,7 +67,7 @@ class CapturedStep:
         try:
             with self._compute.capture(graph):
                 self._outputs = self._step(*self._inputs)
-                self._engine.close_recording()
+                self._replay.end_recording()
         except RuntimeError as error:
             raise StateError(
                 f"this step cannot be recorded as a CUDA graph: {error}. Nothing in it may wait for the GPU (.item(), "

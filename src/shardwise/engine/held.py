@@ -88,7 +88,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states = [state for unit in engine.units for state in unit.states]
     gradients = [state.grads for state in states if state.grads is not None and not state.flat.grads_on_host]
-    own, slots = list(engine.memory.own.values()), engine.reductions.memory.lent
+    own, slots = list(engine.gathers.memory.own.values()), engine.reductions.memory.lent
     count = _Counter(engine.mesh.device, engine.host.arena.owns)
     whole = _whole_bytes(states)
     params = whole + count(_resting_copies(states))
@@ -96,7 +96,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
     registered = count(model.buffers())
     # Memory of units that are always whole is params, but for the gaps between their flats.
-    buffers = registered + count([*engine.memory.slots, *own]) - whole + count(slots)
+    buffers = registered + count([*engine.gathers.memory.slots, *own]) - whole + count(slots)
     buffers += count(_small(engine, states, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(engine.mesh.device)
@@ -195,7 +195,7 @@ def _small(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer 
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
     for state in states:
         yield from (param.grad for param in state.resting_params if param.grad is not None)
-    yield from (value for value in (engine.all_used, engine.scale.loss_scale) if value is not None)
+    yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
 
 
 def _in_use(device: torch.device) -> tuple[int, int, int | None]:

@@ -24,7 +24,7 @@ class _UnitHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if _is_recompute():
-            self._engine.make_ready(self._index)
+            self._engine.gathers.make_ready(self._index)
         else:
             self._engine.before_forward(self._index)
             self._engine.activations.before(self._index)
@@ -35,7 +35,7 @@ class _UnitHooks:
             return
         self._engine.activations.after(self._index)
         found = list(tensors_in(output))
-        self._engine.refuse_own_weights(self._index, found)
+        self._engine.gathers.refuse_own_weights(self._index, found)
         recorded = [tensor for tensor in found if tensor.grad_fn is not None]
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:

@@ -76,7 +76,7 @@ class Run:
 
     def wait(self) -> None:
         """Until every collective under way is over."""
-        engine_of(self.job.model).settle()
+        engine_of(self.job.model).gathers.settle()
 
     def wait_for_host(self) -> None:
         """Until the host has nothing left to update."""

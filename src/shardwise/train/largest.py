@@ -96,8 +96,8 @@ def _of_engine(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, 
                 yield state.rest, f"parameters at rest of {unit.name}"
             if state.grads is not None:
                 yield state.grads, f"gradients of {unit.name}"
-    yield from ((slot, "a slot for gathered units") for slot in engine.memory.slots)
-    yield from ((own, f"{engine.units[index].name}, gathered") for index, own in engine.memory.own.items())
+    yield from ((slot, "a slot for gathered units") for slot in engine.gathers.memory.slots)
+    yield from ((own, f"{engine.units[index].name}, gathered") for index, own in engine.gathers.memory.own.items())
     yield from ((slot, "a slot for reductions") for slot in engine.reductions.memory.slots if slot is not None)
     for param, entries in ({} if optimizer is None else optimizer.state).items():
         for key, value in entries.items():

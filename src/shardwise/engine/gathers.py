@@ -1,0 +1,270 @@
+"""Units on their way to where they compute, and what is left there of those that did.
+
+A gather is started ahead of the computation that needs it, and finished by it. Before it starts, the host must be
+through with the unit's update, another unit may have to leave the slot, and what rests on disk is read into memory
+that the copies to the device are made from. Gathers start in the same order on every rank.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..away import Away, Staging
+from ..errors import StateError
+from ..plan.flat import Flat
+from ..plan.offload import NUM_STAGED, is_staged
+from ..plan.schedule import Occupancy, Schedule
+from ..unit import Channels, Unit
+from ..wire.collectives import InFlight, finish
+from .calls import Calls
+from .host_jobs import HostJobs
+from .memory import GatherMemory
+from .streams import Lane, Mark, host_waits_for
+
+# The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
+LOST = 1
+
+
+@dataclass(slots=True)
+class GatherInFlight:
+    """`staged` is memory that the copies to the device read from."""
+
+    flights: list[InFlight]
+    queued: Mark
+    staged: Tensor | None
+
+
+class Gathers:
+    def __init__(
+        self,
+        schedule: Schedule,
+        units: list[Unit],
+        channels: Channels,
+        device: torch.device,
+        staging: Staging,
+        host_jobs: HostJobs,
+        calls: Calls,
+    ) -> None:
+        self.schedule = schedule
+        self._units = units
+        self._channels = channels
+        self._staging = staging
+        self._host_jobs = host_jobs
+        self._calls = calls
+        self.occupancy = Occupancy(schedule)
+        self.memory = GatherMemory(schedule, units, device)
+        self.lane = Lane(device)
+        self.num_updates = 0
+        self.is_captured = False
+        self._in_flight: dict[int, GatherInFlight] = {}
+        # Units to gather before any other: put off while the host updates them.
+        self._owed: deque[int] = deque()
+        self._is_staged = [any(is_staged(state.flat) for state in unit.states) for unit in units]
+        self._masters_version = self._version_of_masters()
+        for unit in units:
+            unit.show_resting()
+            unit.stamp(LOST)
+
+    @property
+    def version(self) -> int:
+        """Of compute parameters that hold the weights as they are now."""
+        return 2 * self.num_updates
+
+    def make_ready(self, index: int, ahead: Sequence[int] = ()) -> None:
+        """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
+        self.start(index, needed_now=True)
+        self._start_ahead(ahead)
+        self.show(index)
+
+    def show(self, index: int) -> None:
+        """Wait for a unit's gather, if it is under way, and show its compute parameters."""
+        if index in self._in_flight:
+            self._finish(index)
+        self._units[index].show_compute()
+
+    def _start_ahead(self, ahead: Sequence[int]) -> None:
+        """As far as the host is through with its updates: whether it is, is no reason to wait for it now. On another
+        rank it may be, so what is put off comes before every other gather, and before anybody waits for all of them."""
+        for position, other in enumerate(ahead):
+            if not self._host_jobs.is_updated(self._units[other]):
+                self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
+                return
+            self.start(other, needed_now=False)
+
+    def start_first(self) -> None:
+        """Those of the next step, ahead of it. What the host updates is left to the next forward: it may be through on
+        one rank and not on another, and there may be no next one. A captured step leaves out what it would find
+        elsewhere each time."""
+        for index in self.schedule.after_step:
+            if any(state.flat.host_updates for state in self._units[index].trainable_states):
+                return
+            if not (self.is_captured and self._gives_back(index)):
+                self.start(index, needed_now=False)
+
+    def start(self, index: int, needed_now: bool) -> None:
+        if self.occupancy.is_ready(index):
+            return
+        self._start_owed(before=index)
+        self._start_in_turn(index, needed_now)
+
+    def _start_owed(self, before: int | None = None) -> None:
+        while self._owed:
+            index = self._owed.popleft()
+            if index == before:
+                return
+            if not self.occupancy.is_ready(index):
+                self._start_in_turn(index, needed_now=False)
+
+    def _start_in_turn(self, index: int, needed_now: bool) -> None:
+        unit = self._units[index]
+        self._host_jobs.await_updates(unit)
+        slot = self.schedule.slot_of[index]
+        holder = None if slot is None else self.occupancy.holder.get(slot)
+        if holder is not None and holder != index:
+            if not self._calls.busy[holder]:
+                self._lose(holder)
+            elif needed_now:
+                self._leave_slot(index, holder)
+            else:
+                return
+        if index in self._in_flight:
+            self._finish(index)
+        todo = self.occupancy.take(index)
+        if not [flat for flat, _ in todo if not flat.master_is_whole]:
+            unit.stamp(self.version)
+            return
+        with self.lane.after_compute().named(f"gather {unit.name}"):
+            self.memory.fetch(index)
+            flights: list[InFlight] = []
+            place: Tensor | None = None
+            staged: dict[Flat, Tensor] = {}
+            if wanted := self._wanted_from_disk(index, todo):
+                place, staged = self._staging.take(index, wanted)
+            for state in unit.states:
+                for flat, is_stale in todo:
+                    if flat is state.flat:
+                        flights += state.start_gather(is_stale, staged.get(flat), self._channels)
+            self._in_flight[index] = GatherInFlight(flights, self.lane.mark(), place)
+
+    def _finish(self, index: int) -> None:
+        gather = self._in_flight.pop(index)
+        for flight in gather.flights:
+            finish(flight)
+        self.lane.compute_waits_for(gather.queued)
+        if gather.staged is not None:
+            self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
+        self._units[index].stamp(self.version)
+
+    def settle(self) -> None:
+        """Wait for every gather under way."""
+        self._start_owed()
+        for index in list(self._in_flight):
+            self._finish(index)
+
+    # What rests on disk.
+
+    def read_ahead_in_forward(self, index: int) -> None:
+        if self._is_staged[index]:
+            order = self.schedule.order
+            self._read_ahead(order[order.index(index) + 1 :][:NUM_STAGED])
+
+    def read_ahead_in_backward(self, index: int) -> None:
+        if self._is_staged[index]:
+            order = self.schedule.order
+            ahead = order[: order.index(index)][::-1][:NUM_STAGED]
+            self._read_ahead(other for other in ahead if self.schedule.units[other].backward_reads)
+
+    def _read_ahead(self, ahead: Iterable[int]) -> None:
+        """Start to read parameters for the next units to compute."""
+        for other in ahead:
+            wanted = self._wanted_from_disk(other, self.occupancy.todo(other))
+            if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._staging.ask(other, wanted)):
+                return
+
+    def _wanted_from_disk(self, index: int, todo: Iterable[tuple[Flat, bool]]) -> list[Away]:
+        """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
+        wanted = [flat for flat, is_stale in todo if is_staged(flat) and (flat.rest_is_own or not is_stale)]
+        states = self._units[index].states if wanted else ()
+        return [state.away for state in states if state.away is not None and any(state.flat is flat for flat in wanted)]
+
+    # Memory that changes hands.
+
+    def drop(self, index: int) -> None:
+        """The computation is through with a unit: its own memory goes, if it is not to stay."""
+        if self._gives_back(index):
+            self._lose(index)
+            self.occupancy.release(index)
+            self.memory.give_back(index)
+
+    def vacate(self, index: int) -> None:
+        """Forget what lies in a unit's slot of it."""
+        self._lose(index)
+        self.occupancy.vacate(index)
+
+    def _gives_back(self, index: int) -> bool:
+        return self.schedule.units[index].layout.gathered_until == "backward"
+
+    def _lose(self, index: int) -> None:
+        """A unit's gathered memory is about to be another's, or nobody's."""
+        if index in self._in_flight:
+            self._finish(index)
+        self._units[index].show_resting()
+        self._units[index].stamp(LOST)
+
+    def _leave_slot(self, index: int, holder: int) -> None:
+        """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
+        if self._calls.live(index):
+            raise StateError(
+                f"unit {self._units[index].name!r} must be gathered while {self._units[holder].name!r}, which shares "
+                "its memory, is computing, and a backward still needs its old place. Checkpoint fewer units together, "
+                "raise memory_budget, or keep these units gathered until the backward"
+            )
+        slot_of = list(self.schedule.slot_of)
+        slot_of[index] = None
+        self.schedule = self.occupancy.schedule = replace(self.schedule, slot_of=tuple(slot_of))
+        self.occupancy.held[index] = False
+        self.memory.give_own(index, self.schedule)
+
+    def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
+        """Memory that another unit takes next must not leave the unit it was gathered for."""
+        place = self.memory.borrowed.get(index)
+        if place is not None and [t for t in outputs if t.layout == torch.strided and _address(t) == place]:
+            raise StateError(
+                f"unit {self._units[index].name!r} returns one of its own weights (or a view of it), whose memory "
+                "other weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
+            )
+
+    # Between steps.
+
+    def was_updated(self) -> None:
+        """The masters that are trained are newer than every copy of them."""
+        self.settle()
+        self.num_updates += 1
+        self._masters_version = self._version_of_masters()
+        self.occupancy.masters_changed()
+        self._staging.forget()
+
+    def refuse_changed_masters(self) -> None:
+        if self._masters_version != self._version_of_masters():
+            raise StateError(
+                "parameters were changed in place between steps, where copies of them may be in use already: change "
+                "them inside `with sw.whole(model, write=True):`"
+            )
+
+    def _version_of_masters(self) -> int:
+        return sum([state.master._version for unit in self._units for state in unit.states])
+
+    def follow(self, schedule: Schedule) -> None:
+        """Take over another order of units."""
+        self.settle()
+        self.schedule = schedule
+        self.occupancy = Occupancy(schedule)
+        self.memory.rearrange(schedule)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,93 @@
+"""Gradients between the backward and the optimizer: complete, agreed on by the ranks, and forgotten again."""
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ..unit import FlatState
+from ..wire.collectives import Channel, finish, start_all_reduce
+from .host_jobs import HostJobs
+from .reductions import Reductions
+from .streams import host_waits_for
+
+
+class Gradients:
+    def __init__(
+        self,
+        states: list[FlatState],
+        reductions: Reductions,
+        host_jobs: HostJobs,
+        channel: Channel,
+        device: torch.device,
+    ) -> None:
+        self._states = states
+        self._reductions = reductions
+        self._host_jobs = host_jobs
+        self._channel = channel
+        self._device = device
+        self.all_used: Tensor | None = None
+
+    def refuse_late(self) -> None:
+        for state in self._states:
+            late = [
+                spec.name
+                for spec, param in zip(state.flat.params, state.compute_params, strict=True)
+                if param.grad is not None
+            ]
+            if late:
+                raise StateError(
+                    f"parameter {late[0]!r} of unit {state.unit_name!r} got a gradient after the unit's backward had "
+                    "ended: its forward recorded something that reaches the loss beside what it returned (return it), "
+                    "or ran in a reentrant checkpoint (use use_reentrant=False)"
+                )
+
+    def agree_on_use(self) -> None:
+        """A parameter that no rank used gets no gradient at all, as with one process.
+
+        Every rank joins; only one that left something out itself has to read, and wait for, the answer.
+        """
+        used = [flag for state in self._states for flag in state.used]
+        if self.all_used is None:
+            self.all_used = torch.ones(len(used), dtype=torch.int32, device=self._device)
+        left_out = not all(used)
+        with self._reductions.lane.after_compute():
+            mine = torch.tensor(used, dtype=torch.int32) if left_out else self.all_used
+            flags = mine.to(self._device, copy=True)
+            finish(start_all_reduce(self._channel, flags, "which parameters were used", sums=True))
+        if left_out:
+            self._reductions.lane.join()
+            answers = iter(flags.tolist())
+            for state in self._states:
+                state.used = [next(answers) > 0 for _ in state.used]
+
+    @property
+    def local(self) -> list[FlatState]:
+        """Flats of which micro-batches have left parts to be brought to the optimizer's layout."""
+        return [state for state in self._states if state.grad_state == "local"]
+
+    def sync(self, states: list[FlatState]) -> None:
+        for state in states:
+            self._reductions.sync(state)
+        self._reductions.wait()
+        self.agree_on_use()
+
+    def await_on_host(self, state: FlatState) -> None:
+        """Until the gradient of a flat is on the host, and no update reads it."""
+        self._host_jobs.await_update_of(state)
+        host_waits_for(self._reductions.arrived.get(state))
+
+    def forget(self, set_to_none: bool) -> None:
+        """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
+        for state in self._states:
+            state.take_gradients()
+            is_zero = not set_to_none and state.grad_state != "empty"
+            state.square = state.clipped_by = None
+            if is_zero and state.grads is not None:
+                self.await_on_host(state)
+                state.fetch_grads()
+                state.grads.zero_()
+                state.final_at_hand.zero_()
+            elif self._reductions.memory.gives_back:
+                state.give_back_grads()
+            state.grad_state = "final" if is_zero else "empty"
+            state.used = state.used if is_zero else [False] * len(state.used)
