@@ -93,7 +93,7 @@ class Training:
         self.case = case
         with torch.device("meta"):
             model: nn.Module = Blocks(case.hidden, case.num_blocks)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         folder = case.folder if case.strategy == FROM_DISK else None
         self.model, self.optimizer = sw.shard(
             model, optimizer, case.strategy, precision="bf16", units=["Block"], seed=0, disk_path=folder
