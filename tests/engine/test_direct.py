@@ -11,7 +11,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.unit import FlatState
+from shardwise.unit.gradient import Gradient
 from tests.harness import Pool
 
 HIDDEN = 24
@@ -56,17 +56,17 @@ def batch(step: int) -> Tensor:
 def counted(function: Callable[[], object]) -> int:
     """How many gradients were written directly."""
     calls = []
-    original = FlatState.put
+    original = Gradient.put
 
-    def put(self: FlatState, *args: Any) -> None:
+    def put(self: Gradient, *args: Any) -> None:
         calls.append(args[0])
         original(self, *args)
 
-    FlatState.put = put  # type: ignore[method-assign]
+    Gradient.put = put  # type: ignore[method-assign]
     try:
         function()
     finally:
-        FlatState.put = original  # type: ignore[method-assign]
+        Gradient.put = original  # type: ignore[method-assign]
     return len(calls)
 
 

@@ -24,7 +24,7 @@ from shardwise.layout import PRESETS, Strategy, layout_of
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.offload import NUM_STAGED, NUM_WINDOWS
 from shardwise.plan.schedule import NUM_REDUCTIONS
-from shardwise.unit import OnDisk
+from shardwise.unit.stand_ins import OnDisk
 from tests.harness import Pool
 from tests.support.strategies import ALL, NAMED, STRATEGIES, disk_for
 
@@ -93,8 +93,8 @@ def held_state(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
                 params += on_device([state.master])
             else:
                 optimizer_bytes += on_device([state.master])
-            if state.grads is not None:
-                grads += on_device([state.grads])
+            if state.gradient.grads is not None:
+                grads += on_device([state.gradient.grads])
     for moments in optimizer.state.values():
         optimizer_bytes += on_device(moment for moment in moments.values() if moment.numel() > 1)
     return StateBytes(params, grads, optimizer_bytes)
@@ -317,7 +317,7 @@ def evaluation_state(strategy: Strategy) -> tuple[int, bool]:
         model(torch.ones(2, HIDDEN))
     engine = engine_of(model)
     states = [state for unit in engine.units for state in unit.states]
-    return num_bytes(state.master for state in states), any(state.grads is not None for state in states)
+    return num_bytes(state.master for state in states), any(state.gradient.grads is not None for state in states)
 
 
 def test_evaluation_holds_no_gradients(run_ranks: Pool) -> None:

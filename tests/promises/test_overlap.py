@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.guards import engine_of
 from shardwise.optim.host_updates import FlatUpdate
-from shardwise.unit import FlatState
+from shardwise.unit.gradient import Gradient
 from shardwise.wire import collectives
 from tests.harness import Pool
 from tests.support.strategies import NAMED, STRATEGIES, disk_for
@@ -250,7 +250,7 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
             may_go_on.set()
 
     log_computation(model, note)
-    run, leave = FlatUpdate.run, FlatState.leave
+    run, leave = FlatUpdate.run, Gradient.leave
 
     def logged_run(self: FlatUpdate, *arguments: Any) -> None:
         unit = number(self.state.unit_name)
@@ -260,12 +260,12 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
         run(self, *arguments)
         note(f"updated {unit}")
 
-    def logged_leave(self: FlatState) -> None:
+    def logged_leave(self: Gradient) -> None:
         if self.leaving is not None:
-            note(f"leave {number(self.unit_name)}")
+            note(f"leave {number(self.carrier.unit_name)}")
         leave(self)
 
-    FlatUpdate.run, FlatState.leave = logged_run, logged_leave
+    FlatUpdate.run, Gradient.leave = logged_run, logged_leave
     try:
         for _ in range(3):
             x = torch.ones(2, HIDDEN, requires_grad=True)
@@ -282,7 +282,7 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
         may_go_on.set()
         sw.traffic(model)  # waits for updates
     finally:
-        FlatUpdate.run, FlatState.leave = run, leave
+        FlatUpdate.run, Gradient.leave = run, leave
     return log
 
 

@@ -20,7 +20,7 @@ from ..engine.runtime import Engine
 from ..errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..shard import Interval, pieces
-from ..unit import FlatState
+from ..unit.state import FlatState
 from .compare import require_same_groups, require_same_model
 from .index import Saved, Stored, parts_of
 from .opened import Opened, open_checkpoint

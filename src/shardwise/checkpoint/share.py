@@ -18,7 +18,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..plan.flat import Flat
 from ..plan.model import Param
 from ..shard import Interval, pieces
-from ..unit import FlatState
+from ..unit.state import FlatState
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
 from .state import describe_state, group_of, refuse_homeless_state, stored_row

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, ConfigurationError
 from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
 from ..optim.sharded import ShardedOptimizer
-from ..unit import OnDisk
+from ..unit.stand_ins import OnDisk
 from .dtypes import NAMES
 from .index import Optimizer, Plain, Saved, Stored
 

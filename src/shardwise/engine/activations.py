@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..away import HostMemory
 from ..errors import StateError
 from ..plan.cost.stow import LEAST_BYTES
-from ..unit import Unit
+from ..unit.unit import Unit
 from .host_buffers import HostBuffer, HostBuffers
 from .streams import Lane, Mark, host_waits_for
 

@@ -32,7 +32,8 @@ from ..plan.schedule import Schedule, UnitPlan, make_schedule
 from ..plan.training import Training
 from ..plan.units import Units, find_units
 from ..precision import Precision, precision_of
-from ..unit import FlatState, Unit
+from ..unit.state import FlatState
+from ..unit.unit import Unit
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement

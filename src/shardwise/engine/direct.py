@@ -2,7 +2,7 @@
 
 Autograd would allocate each gradient, and the engine copy it into the reduction slot: a second pass over every
 gradient, and a second place for it. Instead the backward of a linear layer multiplies into the open place of its
-weight (`FlatState.put`), with the cast, the mean over ranks and the sum over micro-batches inside the product.
+weight (`Gradient.put`), with the cast, the mean over ranks and the sum over micro-batches inside the product.
 
 It is a matter of speed only. Where no place is open, the graph is compiled, or somebody asks for the gradient itself
 (`torch.autograd.grad`, `create_graph`), the layer is an ordinary one and its gradient takes the ordinary path.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..dtypes import FP32
 from ..kept import keep, kept
-from ..unit import FlatState
+from ..unit.state import FlatState
 from .runtime import Engine
 
 
@@ -36,11 +36,12 @@ class _Linear(torch.autograd.Function):
         x, weight = kept(ctx)
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
+        gradient = ctx.state.gradient
         try:
             # Whether this backward is meant to add to weight.grad, which next_functions[1] does, and nobody wants to
             # see the gradient on its way there.
             is_direct = (
-                ctx.state.places is not None
+                gradient.places is not None
                 and not torch.is_grad_enabled()
                 and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
                 and not ctx.state.compute_params[ctx.index]._backward_hooks
@@ -48,7 +49,7 @@ class _Linear(torch.autograd.Function):
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was asked for this very weight
         if is_direct:
-            ctx.state.put(ctx.index, rows, inputs, ctx.engine.scale)
+            gradient.put(ctx.index, rows, inputs, ctx.engine.scale)
         return (
             None if weight is None else rows.mm(weight).view(x.shape),
             None if is_direct else rows.t().mm(inputs),

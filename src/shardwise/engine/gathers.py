@@ -18,7 +18,8 @@ from ..errors import StateError
 from ..plan.flat import Flat
 from ..plan.offload import NUM_STAGED, is_staged
 from ..plan.schedule import Occupancy, Schedule
-from ..unit import Channels, Unit
+from ..unit.carrier import Channels
+from ..unit.unit import Unit
 from ..wire.collectives import InFlight, finish
 from .calls import Calls
 from .host_jobs import HostJobs

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from ..unit import FlatState
+from ..unit.state import FlatState
 from ..wire.collectives import Channel, finish, start_all_reduce
 from .host_jobs import HostJobs
 from .reductions import Reductions
@@ -46,7 +46,7 @@ class Gradients:
 
         Every rank joins; only one that left something out itself has to read, and wait for, the answer.
         """
-        used = [flag for state in self._states for flag in state.used]
+        used = [flag for state in self._states for flag in state.gradient.used]
         if self.all_used is None:
             self.all_used = torch.ones(len(used), dtype=torch.int32, device=self._device)
         left_out = not all(used)
@@ -58,12 +58,12 @@ class Gradients:
             self._reductions.lane.join()
             answers = iter(flags.tolist())
             for state in self._states:
-                state.used = [next(answers) > 0 for _ in state.used]
+                state.gradient.used = [next(answers) > 0 for _ in state.gradient.used]
 
     @property
     def local(self) -> list[FlatState]:
         """Flats of which micro-batches have left parts to be brought to the optimizer's layout."""
-        return [state for state in self._states if state.grad_state == "local"]
+        return [state for state in self._states if state.gradient.stage == "local"]
 
     def sync(self, states: list[FlatState]) -> None:
         for state in states:
@@ -80,14 +80,15 @@ class Gradients:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
         for state in self._states:
             state.take_gradients()
-            is_zero = not set_to_none and state.grad_state != "empty"
-            state.square = state.clipped_by = None
-            if is_zero and state.grads is not None:
+            gradient = state.gradient
+            is_zero = not set_to_none and gradient.stage != "empty"
+            gradient.square = gradient.clipped_by = None
+            if is_zero and gradient.grads is not None:
                 self.await_on_host(state)
-                state.fetch_grads()
-                state.grads.zero_()
-                state.final_at_hand.zero_()
+                gradient.fetch()
+                gradient.grads.zero_()
+                gradient.final_at_hand.zero_()
             elif self._reductions.memory.gives_back:
-                state.give_back_grads()
-            state.grad_state = "final" if is_zero else "empty"
-            state.used = state.used if is_zero else [False] * len(state.used)
+                gradient.give_back()
+            gradient.stage = "final" if is_zero else "empty"
+            gradient.used = gradient.used if is_zero else [False] * len(gradient.used)

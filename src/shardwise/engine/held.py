@@ -20,7 +20,8 @@ from ..errors import StateError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.memory import StateBytes, state_bytes
 from ..plan.schedule import NUM_REDUCTIONS
-from ..unit import FlatState, OnDisk
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
 from .guards import engine_of
 from .moments import num_moments
 from .runtime import Engine
@@ -87,7 +88,8 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states = [state for unit in engine.units for state in unit.states]
-    gradients = [state.grads for state in states if state.grads is not None and not state.flat.grads_on_host]
+    on_device = [state.gradient for state in states if not state.flat.grads_on_host]
+    gradients = [gradient.grads for gradient in on_device if gradient.grads is not None]
     own, slots = list(engine.gathers.memory.own.values()), engine.reductions.memory.lent
     count = _Counter(engine.mesh.device, engine.host.arena.owns)
     whole = _whole_bytes(states)

@@ -10,7 +10,9 @@ from functools import partial
 from torch import Tensor
 
 from ..optim.host_updates import FlatUpdate
-from ..unit import FlatState, OnHost, Unit
+from ..unit.stand_ins import OnHost
+from ..unit.state import FlatState
+from ..unit.unit import Unit
 from .host_lane import HostLane, Job
 from .streams import Later, Mark, has_passed, host_waits_for
 
@@ -35,11 +37,11 @@ class HostJobs:
         position_of = {unit: position for position, unit in enumerate(order)}
         urgency = {state: position_of[unit.index] for unit in self._units for state in unit.trainable_states}
         for update in sorted(updates, key=lambda update: urgency[update.state]):
-            state = update.state
+            state, clipped_by = update.state, update.state.gradient.clipped_by
             clip = None
-            if state.clipped_by is not None:
-                clip = self._clips.get(state.clipped_by) or Later(state.clipped_by)
-                self._clips[state.clipped_by] = clip
+            if clipped_by is not None:
+                clip = self._clips.get(clipped_by) or Later(clipped_by)
+                self._clips[clipped_by] = clip
             mark = arrived.get(state)
             run, is_ready = partial(_run_update, update, mark, clip), partial(has_passed, mark)
             name = f"host update {state.unit_name}"

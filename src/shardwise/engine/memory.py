@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.schedule import NUM_REDUCTIONS, Schedule, aligned
-from ..unit import Unit
+from ..unit.unit import Unit
 from .streams import Mark
 
 

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from ..plan.schedule import NUM_REDUCTIONS, Schedule
-from ..unit import Channels, FlatState, GradScale, Reduction, Unit
+from ..unit.carrier import Channels
+from ..unit.reduction import Reduction
+from ..unit.scale import GradScale
+from ..unit.state import FlatState
+from ..unit.unit import Unit
 from .memory import ReductionMemory
 from .streams import Lane, Mark, host_waits_for
 
@@ -30,8 +34,9 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A unit's gradients under way, and the point at which they began."""
+    """The gradients of a unit's flats under way, and the point at which they began."""
 
+    states: list[FlatState]
     reductions: list[Reduction]
     slot: int | None
     mark: Mark
@@ -99,13 +104,13 @@ class Reductions:
                 self._finish_oldest()
         views = self.memory.views(unit, slot)
         for state, view in zip(unit.trainable_states, views, strict=True):
-            if state.flat.host_updates and state.grad_state == "final":
+            if state.flat.host_updates and state.gradient.stage == "final":
                 # It becomes a partial sum again, where it is.
                 self._await_update(state)
                 host_waits_for(self.arrived.get(state))
             elif state.flat.grads_on_host:
                 self.lane.compute_waits_for(self.arrived.get(state))
-            state.open(slot, view, self._scale)
+            state.gradient.open(slot, view, self._scale)
         return Opened(slot, views)
 
     def start(self, index: int, is_sync: bool) -> None:
@@ -120,11 +125,11 @@ class Reductions:
             lane.after(freed)
         with lane.named(f"reduce {unit.name}"):
             reductions = [
-                state.start_reduce(grads, view, is_sync, self._channels, self._scale)
+                Reduction.start(state.gradient, grads, view, is_sync, self._channels, self._scale)
                 for state, grads, view in zip(states, taken, opened.views, strict=True)
             ]
             mark = self.lane.mark()
-        self._started.append(Started(reductions, opened.slot, mark))
+        self._started.append(Started(states, reductions, opened.slot, mark))
         self._fill = Fill(taken, mark)
         if self._finish_lane.queues:
             self._finish_oldest()
@@ -137,7 +142,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         started = self._started.popleft()
-        states = [reduction.state for reduction in started.reductions]
+        states = started.states
         lane = self._finish_lane.after(started.mark)
         for state in states:
             lane.after(self.arrived.get(state))
@@ -154,19 +159,19 @@ class Reductions:
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
         """Let gradients leave that should; returns the points at which nothing of them is needed on the device."""
         mark = self._finish_lane.mark()
-        leaving = [state for state in states if state.leaving is not None]
+        leaving = [state for state in states if state.gradient.leaving is not None]
         if not leaving:
             return (mark,)
         for state in leaving:
             self._await_update(state)
         with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
             for state in leaving:
-                state.leave()
+                state.gradient.leave()
         left = self._leave_lane.mark_for_host()
         # Not before the copy: a computation that fills the device lets these small kernels through one by one.
         with self._finish_lane:
             for state in leaving:
-                state.take_square()
+                state.gradient.take_square()
         marks = (left, self._finish_lane.mark())
         for state in leaving:
             self.arrived[state] = left
@@ -177,7 +182,7 @@ class Reductions:
     def sync(self, state: FlatState) -> None:
         """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
-            state.sync(state.flat.sync_hops, self._channels, self._scale)
+            state.gradient.sync(state.flat.sync_hops, self._channels, self._scale)
         self._finished[state] = self._leave([state])[-1]
         # What was fetched is let go of here.
         self._finish_lane.after(self.arrived.get(state))
@@ -188,7 +193,7 @@ class Reductions:
             state, marks = self._left.popleft()
             for mark in marks:
                 self.lane.compute_waits_for(mark)
-            state.give_back_grads()
+            state.gradient.give_back()
 
     def finish_all(self) -> None:
         """Nothing is left to be queued."""

@@ -16,7 +16,7 @@ class Replay:
         gather it again. Nothing is gathered into memory that the step gives back and finds elsewhere the next time."""
         self._engine.begin_step()
         self._engine.abandon_backward()
-        if any(state.grad_state != "empty" for state in self._engine.trainable_states):
+        if any(state.gradient.stage != "empty" for state in self._engine.trainable_states):
             raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
         if self._gathers.occupancy.state() != self._begins_with:
             self._gathers.settle()

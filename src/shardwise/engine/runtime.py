@@ -28,7 +28,10 @@ from ..mesh import Mesh
 from ..optim.host_updates import FlatUpdate
 from ..plan.schedule import Schedule, make_schedule
 from ..precision import Precision
-from ..unit import Channels, FlatState, GradScale, Unit
+from ..unit.carrier import Channels
+from ..unit.scale import GradScale
+from ..unit.state import FlatState
+from ..unit.unit import Unit
 from ..wire.collectives import exchange
 from .activations import HostActivations
 from .calls import Calls, ForwardCall
@@ -238,7 +241,7 @@ class Engine:
         self._calls.abandon_backward()
         for state in self.trainable_states:
             state.take_gradients()
-            state.places = None
+            state.gradient.places = None
 
     # Phase 5: the end of the backward.
 

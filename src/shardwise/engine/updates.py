@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import StateError
-from ..unit import FlatState
+from ..unit.state import FlatState
 from .reductions import Reductions
 from .streams import Lane, Mark
 

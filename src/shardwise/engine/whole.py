@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError, StateError
 from ..plan.model import Param
-from ..unit import FlatState
+from ..unit.state import FlatState
 from ..wire.collectives import broadcast_from_first, exchange
 from .guards import engine_of, own_state_dict
 from .runtime import Engine, channels_of
@@ -214,7 +214,7 @@ def _gather_master(engine: Engine, state: FlatState) -> Tensor:
     buffer = torch.zeros(flat.num_elems, dtype=flat.master.torch, device=state.device)
     buffer[own.start : own.stop].copy_(state.read_master())
     with engine.mesh.ledger.uncounted():
-        state.run_hops(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))
+        state.carrier.run(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))
     return buffer
 
 

@@ -10,19 +10,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..unit import Channels, FlatState, sum_of_squares
+from ..unit.carrier import Channels
+from ..unit.gradient import sum_of_squares
+from ..unit.state import FlatState
 from ..wire.collectives import finish, start_all_reduce
 
 
 def global_norm(states: Iterable[FlatState], channels: Channels, device: torch.device) -> Tensor:
     sums: dict[tuple[str, ...], Tensor] = {}
     for state in states:
-        flat = state.flat
-        if state.grad_state != "final":
+        flat, gradient = state.flat, state.gradient
+        if gradient.stage != "final":
             continue
         # Axes behind the optimizer's depth hold equal copies, which must be counted once.
         axes = flat.layout.chain[: flat.depth_of_master]
-        square = sum_of_squares(state.final_at_hand) if state.square is None else state.square
+        square = sum_of_squares(gradient.final_at_hand) if gradient.square is None else gradient.square
         square = square.to(device)
         sums[axes] = sums[axes] + square if axes in sums else square
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -17,7 +17,8 @@ from ..away import MASTER, Moves, Rows
 from ..dtypes import FP32
 from ..plan.flat import Flat
 from ..shard import Interval
-from ..unit import FlatState, OnDisk
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
 from .host.adamw import AdamSettings, adamw, adamw8
 from .host.compiled import FUSED_LANES
 from .host.cores import Cores
@@ -105,7 +106,7 @@ class HostUpdates:
         held = [
             Held(index, resting, Interval(where.start, where.stop), groups[resting])
             for index, where in sorted(state.held.items())
-            if state.used[index] and (resting := state.resting_params[index]) in groups
+            if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
         ]
         assert state.away is not None
         update = self._way_to_update(state.flat)(state, held) if held else None
@@ -255,7 +256,7 @@ class FlatUpdate:
         assert away is not None
         windows = away.memory.windows
         windows.moves = self.moves
-        grads = self.state.final_at_hand
+        grads = self.state.gradient.final_at_hand
         for number, chunk in enumerate(rows.chunks):
             record = rows.take(number)
             if number + 1 < len(rows.chunks):

@@ -15,7 +15,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import ConfigurationError, StateError
 from ..plan.schedule import PART_ELEMS
-from ..unit import Channels, FlatState, OnDisk
+from ..unit.carrier import Channels
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
 from .clip import global_norm
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .scaler import LossScaler
@@ -127,20 +129,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "is known; clip without early_update"
             )
         self._stepper.finish_gradients()
-        final = [state for state in self._stepper.trainable_states if state.grad_state == "final"]
+        final = [state for state in self._stepper.trainable_states if state.gradient.stage == "final"]
         for state in final:
-            if state.clipped_by is not None:
+            if state.gradient.clipped_by is not None:
                 self._stepper.await_host_of(state)
-                state.apply_clip()
+                state.gradient.apply_clip()
         norm = self._norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        on_device = [state.final for state in final if not state.flat.host_updates]
+        on_device = [state.gradient.final for state in final if not state.flat.host_updates]
         if on_device:
             torch._foreach_mul_(on_device, factor)
         for state in final:
             if state.flat.host_updates:
                 # What has left the device is multiplied where it is read.
-                state.clipped_by = factor
+                state.gradient.clipped_by = factor
         return norm
 
     @overload
@@ -185,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
             settings |= dict.fromkeys(group["params"], now)
-        ready = [state for state in states if state.flat.host_updates and state.grad_state == "final"]
+        ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
         for state in ready:
             # Of the last step, if nothing has asked for its weights since.
             self._stepper.await_update_of(state)
@@ -209,11 +211,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
             # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
-            if number not in self._updated and all(state in self._arrived and all(state.used) for state in part.states):
+            if number not in self._updated and all(
+                state in self._arrived and all(state.gradient.used) for state in part.states
+            ):
                 self._update_part(part, early=True)
                 self._updated.add(number)
         if not self._is_at_once:
-            self._update_on_host([state for state in states if all(state.used)])
+            self._update_on_host([state for state in states if all(state.gradient.used)])
 
     def _current_parts(self) -> list["Part"]:
         order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
@@ -332,10 +336,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
-            state.apply_clip()
-            grads = state.final_gradients() if state.grad_state == "final" else {}
+            gradient = state.gradient
+            gradient.apply_clip()
+            grads = gradient.final_by_param() if gradient.stage == "final" else {}
             for index in state.held:
-                state.resting_params[index].grad = grads[index] if grads and state.used[index] else None
+                state.resting_params[index].grad = grads[index] if grads and gradient.used[index] else None
 
     def _take_back_gradients(self) -> None:
         for state in self._stepper.trainable_states:

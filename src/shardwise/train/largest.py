@@ -94,8 +94,8 @@ def _of_engine(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, 
             part_of.update((id(param), unit.name) for param in state.resting_params)
             if state.rest is not None:
                 yield state.rest, f"parameters at rest of {unit.name}"
-            if state.grads is not None:
-                yield state.grads, f"gradients of {unit.name}"
+            if state.gradient.grads is not None:
+                yield state.gradient.grads, f"gradients of {unit.name}"
     yield from ((slot, "a slot for gathered units") for slot in engine.gathers.memory.slots)
     yield from ((own, f"{engine.units[index].name}, gathered") for index, own in engine.gathers.memory.own.items())
     yield from ((slot, "a slot for reductions") for slot in engine.reductions.memory.slots if slot is not None)

@@ -1,0 +1,67 @@
+"""Tensors that stand for what rests elsewhere: whoever reads them is told so, or waits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError
+
+# What tells about a tensor without reading it: attributes, and what memory tools ask.
+_HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
+# The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
+_TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Elsewhere(Tensor):
+    """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
+
+    why = (
+        "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
+        "optimizer.zero_grad()"
+    )
+    harmless = _HARMLESS
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in cls.harmless:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise StateError(cls.why)
+
+
+class OnDisk(Elsewhere):
+    """Stands for the master weights of a resting parameter, or for what its optimizer keeps."""
+
+    why = (
+        "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "
+        "optimizer state through a checkpoint"
+    )
+    harmless = _TELLS | {"detach"}
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+
+
+class OnHost(Tensor):
+    """A resting parameter that the host updates beside the computation: whoever reads it waits for that."""
+
+    await_update: Callable[[], None] = staticmethod(lambda: None)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA or func.__name__ not in _TELLS:
+            for value in (*args, *(kwargs or {}).values()):
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, OnHost):
+                        tensor.await_update()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def parameter(cls, view: Tensor, trainable: bool) -> nn.Parameter:
+        made: Any = view.as_subclass(cls).requires_grad_(trainable)
+        made._is_param = True
+        return made
