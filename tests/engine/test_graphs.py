@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.engine.guards import engine_of
 from shardwise.layout import Strategy
 from tests.harness import Pool
 from tests.support.trainee import LAYOUTS, NODES, Trainee, check, check_refused, features, tell_sharded
@@ -245,6 +246,28 @@ def num_gathers(build: Callable[[], nn.Module], num_steps: int) -> list[int]:
 def test_the_order_seen_in_the_first_step_becomes_the_plan(run_ranks: Pool) -> None:
     in_order = run_ranks(2, num_gathers, Stack, 4)[0]
     assert run_ranks(2, num_gathers, Backwards, 4)[0][2:] == in_order[2:]
+
+
+def order_after_overflow() -> tuple[list[tuple[int, ...]], list[bool]]:
+    """The units that run one after the other as planned, and whether the weights moved, after each step."""
+    sw.init()
+    model = Backwards()
+    model, optimizer = sw.shard(model, sgd(list(model.parameters())), "zero3", precision="fp16")
+    orders, moved = [engine_of(model).schedule.leaves], []
+    for step, factor in enumerate([1e9, 1.0]):
+        before = sw.full_state_dict(model)["layers.0.up.weight"].clone()
+        (model(features(step, dist.get_rank())).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        orders.append(engine_of(model).schedule.leaves)
+        moved.append(not torch.equal(sw.full_state_dict(model)["layers.0.up.weight"], before))
+    return orders, moved
+
+
+def test_the_order_becomes_the_plan_after_a_first_step_that_overflowed(run_ranks: Pool) -> None:
+    for orders, moved in run_ranks(2, order_after_overflow):
+        assert orders[1:] == [orders[0][::-1]] * 2
+        assert moved == [False, True]
 
 
 class Branches(Stack):
