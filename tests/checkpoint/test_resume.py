@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import shardwise as sw
@@ -74,6 +75,7 @@ def together(pool: Pool, world: int, jobs: list[tuple[object, ...]]) -> list[Out
     return ranks[0]
 
 
+@pytest.mark.slow
 def test_every_strategy_goes_on_under_another_bit_for_bit(run_ranks: Pool, tmp_path: Path) -> None:
     """From each strategy into the third one after it, in a world of two; the second half plays two nodes."""
     k = 3

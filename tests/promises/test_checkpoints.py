@@ -32,6 +32,7 @@ from tests.support.training import weight_error
 
 TOLERANCE = 1e-5
 WORLDS = {1: 1, 2: 1, 3: 1, 4: 2}  # ranks, and ranks of a node: what is split over nodes differs from what is not
+SOME_ALWAYS = [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 HALF, END, BATCH = 2, 4, 12
 WIDTH = 32
 LAYOUTS: dict[str, Strategy] = {
@@ -233,7 +234,7 @@ def saved(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SOME_ALWAYS)
 def test_every_preset_goes_on_under_every_preset(run_ranks: Pool, saved: Path, world: int) -> None:
     """Worlds of one and two load all that they saved, where not a bit may differ, and one rank loads everybody's. The
     others take turns in whose save of a preset they load: every preset under every preset, and every world's."""
@@ -247,7 +248,7 @@ def test_every_preset_goes_on_under_every_preset(run_ranks: Pool, saved: Path, w
     run_ranks(world, load_each, jobs, {first: alone(first, world) for first in WORLDS})
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SOME_ALWAYS)
 def test_from_the_device_to_host_and_disk_and_back(run_ranks: Pool, saved: Path, world: int) -> None:
     """Each that rests elsewhere loads from another such one and from the device, and the device from it; worlds of one
     and two each other's, where not a bit may differ, the others everybody's in turns."""

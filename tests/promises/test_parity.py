@@ -1,7 +1,7 @@
 """Every strategy trains as one process does: losses, gradient norms and weights.
 
 Two measures. Against one process on the *whole batch*, results differ by the order of summation only: in fp32 by
-less than 1e-5, relative, after twenty steps. Against one process that cuts the batch as a world of two does and adds
+less than 1e-5, relative, after a dozen steps. Against one process that cuts the batch as a world of two does and adds
 its two gradients, nothing at all differs, because a sum of two has no order: strategies must be *bit-identical*
 to it, and so to each other, in every precision.
 

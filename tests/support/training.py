@@ -18,7 +18,7 @@ from shardwise.layout import Strategy
 from tests.support.models import MODELS, tokens
 from tests.support.strategies import disk_for
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 CLIP = 1.0
 LR = 5e-3
 

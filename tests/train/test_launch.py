@@ -175,6 +175,7 @@ def test_sigterm_ends_with_a_save(tmp_path: Path) -> None:
     assert [said(tmp_path, rank) for rank in (0, 1)] == ["saved", "saved"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_passed_on", [False, True], ids=["to the leader alone", "to all, as a shell does"])
 def test_a_terminal_that_goes_away_ends_with_a_save(is_passed_on: bool, tmp_path: Path) -> None:
     """Everything that is said from then on is an error for whoever says it."""
@@ -284,6 +285,7 @@ def test_a_folder_of_another_run_is_refused_before_there_are_ranks(tmp_path: Pat
     assert "holds another run" in err
 
 
+@pytest.mark.slow
 def test_two_machines_meet(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")  # one of them may have run before the other joined
     words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{free_port()}"')

@@ -158,6 +158,7 @@ def test_doctor_refuses_in_one_sentence(tmp_path: Path, ask: Asker, made: dict[s
     assert ask("doctor", "oom", tmp_path / "nowhere").code == 2
 
 
+@pytest.mark.slow
 def test_another_rank_than_the_first_is_heard_of(tmp_path: Path) -> None:
     """Through the launcher: only rank 1 fails, whose words go to its log."""
     words = [f"shape={json.dumps(SHAPE)}", "seq_length=64", "global_batch_size=4", "max_steps=4", 'strategy="zero1"']

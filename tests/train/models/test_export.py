@@ -275,6 +275,7 @@ def carried_all(cases: list[tuple[Settings, Path]]) -> None:
         carried(*case)
 
 
+@pytest.mark.slow
 def test_from_the_checkpoint_comes_what_the_run_itself_exports(run_ranks: Pool, tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path / "experts").bfloat16().save_pretrained(tmp_path / "experts")
     saved("qwen3", tmp_path / "tied")

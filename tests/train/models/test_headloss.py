@@ -198,6 +198,7 @@ def losses_of_all(cases: list[tuple[Any, ...]]) -> list[list[float]]:
         return [losses(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_sharded_checkpointed_compiled_and_adapted_losses_are_the_same(run_ranks: Pool, tmp_path: Path) -> None:
     models = {name: saved(name, tmp_path / name) for name in ("llama", "qwen3", "gemma2")}
     settings = {name: Settings(model=str(tmp_path / name), tokenizer="bytes") for name in models}
