@@ -1,27 +1,28 @@
 """The collectives, all in place: the buffer that is gathered is the buffer that is computed with.
 
 `start_*` queues a collective and returns an `InFlight` record; `finish` makes the current stream (on a
-CPU: the caller) wait for it. The record keeps the buffer alive until then. On an axis of one rank
-nothing is queued. This module does not know what a parameter is.
+CPU: the caller) wait for it, and does what is left to do then. The record keeps the buffer alive until then. On an axis
+of one rank nothing is queued. This module does not know what a parameter is.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from ..errors import WireError
-from .ledger import Kind, Ledger, describe_call
+from .ledger import Call, Kind, Ledger, describe_call
 
 # The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
 # renamed the flat collectives; 2.11 has only the older names.
-_ALL_GATHER, _REDUCE_SCATTER = (
-    ("all_gather_single", "reduce_scatter_single")
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
+    ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     if "all_gather_single" in dir(dist.ProcessGroup)
-    else ("_allgather_base", "_reduce_scatter_base")
+    else ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
 )
 
 
@@ -33,6 +34,7 @@ def _asynchronous(options: Any, averages: bool = False) -> Any:
 
 
 _GATHER = _asynchronous(AllgatherOptions())
+_EXCHANGE = _asynchronous(AllToAllOptions())
 # Sum, and where the communicator can do so on the way, mean.
 _SCATTER = {averages: _asynchronous(ReduceScatterOptions(), averages) for averages in (False, True)}
 _ALL_REDUCE = {averages: _asynchronous(AllreduceOptions(), averages) for averages in (False, True)}
@@ -53,19 +55,20 @@ class Channel:
 
 @dataclass(slots=True)
 class InFlight:
-    """A queued collective, and what it reads and writes until it is finished."""
+    """A queued collective, what it reads and writes until it is finished, and what is done then."""
 
     kind: Kind
     channel: Channel
     what: str
     buffer: torch.Tensor
-    work: dist.Work | None
+    work: dist.Work | None = None
+    then: Callable[[], None] | None = None
+    call: Call | None = None  # for the ledger, where bytes stand for something else
 
 
 def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Fill `buffer` with every rank's part; this rank's own part is already in its place."""
-    flight = InFlight("all_gather", channel, what, buffer, None)
-    return _start(flight, _ALL_GATHER, buffer, _own_part(channel, buffer), _GATHER)
+    return start_gather(InFlight("all_gather", channel, what, buffer))
 
 
 def start_reduce_scatter(
@@ -73,15 +76,24 @@ def start_reduce_scatter(
 ) -> InFlight:
     """Sum `buffer` over the ranks, or average it where the channel does. Afterwards this rank's part of the result is
     in `out`, or without it in its own part of `buffer`, and the rest means nothing."""
-    flight = InFlight("reduce_scatter", channel, what, buffer, None)
+    flight = InFlight("reduce_scatter", channel, what, buffer)
     part = _own_part(channel, buffer) if out is None else out
     return _start(flight, _REDUCE_SCATTER, part, buffer, _SCATTER[channel.averages])
 
 
 def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str, sums: bool = False) -> InFlight:
     """Sum `buffer` over the ranks, on every rank; or average it, where the channel does and `sums` is not asked for."""
-    flight = InFlight("all_reduce", channel, what, buffer, None)
+    flight = InFlight("all_reduce", channel, what, buffer)
     return _start(flight, "allreduce", [buffer], _ALL_REDUCE[channel.averages and not sums])
+
+
+def start_exchange(flight: InFlight, received: torch.Tensor) -> InFlight:
+    """Every rank gets its own part of each rank's buffer, in their order."""
+    return _start(flight, _ALL_TO_ALL, received, flight.buffer, [], [], _EXCHANGE)
+
+
+def start_gather(flight: InFlight) -> InFlight:
+    return _start(flight, _ALL_GATHER, flight.buffer, _own_part(flight.channel, flight.buffer), _GATHER)
 
 
 def finish(flight: InFlight) -> None:
@@ -90,6 +102,8 @@ def finish(flight: InFlight) -> None:
             flight.work.wait()
         except RuntimeError as error:
             _fail(flight.kind, flight.channel, flight.what, error)
+    if flight.then is not None:
+        flight.then()
 
 
 def broadcast_from_first(channel: Channel, buffer: torch.Tensor) -> None:
@@ -146,7 +160,7 @@ def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
     channel, buffer = flight.channel, flight.buffer
     if channel.num_ranks > 1 and buffer.numel():
         channel.ledger.calls.append(
-            describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)
+            flight.call or describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)
         )
         try:
             flight.work = getattr(channel.group, method)(*arguments)
