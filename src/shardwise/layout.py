@@ -8,9 +8,8 @@ parameters are kept. That is all: the engine reads the answers, and no other fil
 the nodes hold equal copies), `world` that all ranks together hold one copy.
 
 A preset's name may be followed by where something rests instead, as in `zero3+optimizer=host:0.6+params=disk`: the
-number is the part that goes there, and the rest of it stays on the device.
-
-What travels in fewer bits is costed by the planner; the engine of this version refuses to run it (`Layout.runs`).
+number is the part that goes there, and the rest of it stays on the device. And by what it travels as, a codec's name:
+`hsdp+params_as=int8+grads_as=int4:feedback`.
 """
 
 import re
@@ -20,15 +19,17 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from .errors import ConfigurationError, did_you_mean
+from .wire.codec import AS_IS, parse
 
 Split = Literal["whole", "node", "world"]
 Until = Literal["forward", "backward", "always"]
 Place = Literal["device", "host", "disk"]
-Encoding = Literal["as_is", "bf16", "fp8", "int8", "int4"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 # What may rest elsewhere than on the device.
 MOVABLE = ("params", "grads", "optimizer", "activations")
+# What may travel as something else than it is.
+ENCODABLE = ("params", "grads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Layout:
 
     `*_on` is where something rests between its uses; `kept` is the part of the optimizer, whole parameters of a unit,
     that stays on the device all the same, with all that belongs to it. `activations_on` is where rests what a unit's
-    forward leaves to its backward. `*_as` is what it travels as between ranks.
+    forward leaves to its backward. `*_as` is the codec that it travels in between ranks; matrices do, the rest of a
+    unit (norms, biases, embeddings) travels as it is.
     """
 
     params: Split = "whole"
@@ -49,8 +51,8 @@ class Layout:
     optimizer_on: Place = "device"
     activations_on: Place = "device"
     kept: float = 0.0
-    params_as: Encoding = "as_is"
-    grads_as: Encoding = "as_is"
+    params_as: str = AS_IS
+    grads_as: str = AS_IS
 
     def __post_init__(self) -> None:
         for field, known in (
@@ -59,7 +61,6 @@ class Layout:
             ("optimizer", SPLITS),
             ("gathered_until", get_args(Until)),
             *((f"{what}_on", get_args(Place)) for what in MOVABLE),
-            *((f"{what}_as", get_args(Encoding)) for what in ("params", "grads")),
         ):
             value = getattr(self, field)
             if value not in known:
@@ -78,6 +79,34 @@ class Layout:
                 "other: parameters that are always gathered are whole, and whole ones always gathered"
             )
         self._refuse_contradicting_places()
+        self._refuse_wrong_codecs()
+
+    def _refuse_wrong_codecs(self) -> None:
+        for what in ENCODABLE:
+            # Names of the same codec are one.
+            object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
+        params = parse(self.params_as)
+        if params.kind == "int4":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r}: 16 values are too few for weights, which are computed with as "
+                "they arrive (gradients are summed, and their errors with them); use int8 or fp8"
+            )
+        if params.has_feedback:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r}: what is lost of a weight is not lost, the master has it; "
+                "feedback is for gradients"
+            )
+        if self.params_as != AS_IS and self.optimizer == "whole":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
+                "never travel; leave it, or split the optimizer"
+            )
+        if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with params_on={self.params_on!r} and optimizer="
+                f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
+                "params_on='device', or split parameters as far as the optimizer"
+            )
 
     def _refuse_contradicting_places(self) -> None:
         if self.params_on != "device" and self.gathered_until == "always":
@@ -104,9 +133,13 @@ class Layout:
             )
 
     @property
-    def runs(self) -> bool:
-        """Whether the engine of this version can run it."""
-        return {self.params_as, self.grads_as} == {"as_is"}
+    def is_exact(self) -> bool:
+        """Everything travels as it is."""
+        return self.params_as == self.grads_as == AS_IS
+
+    @property
+    def exact(self) -> "Layout":
+        return replace(self, params_as=AS_IS, grads_as=AS_IS)
 
     @property
     def places(self) -> set[Place]:
@@ -130,10 +163,12 @@ class Layout:
     def chain(self) -> tuple[str, ...]:
         """The mesh axes that splitting goes along, outermost first.
 
-        Where nothing stops at the node, one step over the whole world is enough.
+        Where nothing stops at the node, one step over the whole world is enough; unless gradients are encoded: what is
+        summed inside a node first has less to cross its border.
         """
         stops_at_node = "node" in (self.params, self.grads, self.optimizer)
-        return ("node", "replicate") if stops_at_node else ("world",)
+        sums_at_node = self.grads_as != AS_IS and self.optimizer == "world"
+        return ("node", "replicate") if stops_at_node or sums_at_node else ("world",)
 
     def depth(self, split: Split) -> int:
         """How many axes of `chain` something split so is split over."""
@@ -141,20 +176,30 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Of the preset, with what rests elsewhere than it says; `layout_of` reads it."""
-        known = PRESETS | PLANNED
-        exact = next((name for name, layout in known.items() if layout == self), None)
+        """Of the preset, with what rests elsewhere or travels otherwise than it says; `layout_of` reads it."""
+        exact = next((name for name, layout in PRESETS.items() if layout == self), None)
         if exact is not None:
             return exact
-        plain = replace(self.on_device, activations_on="device")
-        base = next((name for name, layout in known.items() if layout == plain), None)
-        return "custom" if base is None else "+".join([base, *self._moved])
+        for changes, plain in (
+            (self._moved, replace(self.on_device, activations_on="device")),
+            (self._encoded, self.exact),
+            ([*self._moved, *self._encoded], replace(self.on_device, activations_on="device").exact),
+        ):
+            base = next((name for name, layout in PRESETS.items() if layout == plain), None)
+            if base is not None:
+                return "+".join([base, *changes])
+        return "custom"
 
     @property
     def _moved(self) -> list[str]:
         moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
         part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
+
+    @property
+    def _encoded(self) -> list[str]:
+        codecs = {f"{what}_as": getattr(self, f"{what}_as") for what in ENCODABLE}
+        return [f"{what}={codec}" for what, codec in codecs.items() if codec != AS_IS]
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -179,10 +224,6 @@ PRESETS |= {
     "zero2_offload": replace(PRESETS["zero2"], grads_on="host", optimizer_on="host"),
     "zero3_offload": replace(PRESETS["zero3"], params_on="host", grads_on="host", optimizer_on="host"),
     "zero3_nvme": replace(PRESETS["zero3"], params_on="disk", grads_on="host", optimizer_on="disk"),
-}
-
-# Rows that the planner costs and the engine cannot run yet.
-PLANNED: dict[str, Layout] = {
     "zeropp": replace(PRESETS["hpz"], params_as="int8", grads_as="int4"),
 }
 
@@ -245,10 +286,30 @@ def layout_of(strategy: str | Layout) -> Layout:
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
-    known = PRESETS | PLANNED
-    if name not in known:
-        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*known, *ALIASES, AUTO})}")
-    return moved(known[name], moves)
+    if name not in PRESETS:
+        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
+    return changed(PRESETS[name], moves)
+
+
+def changed(layout: Layout, changes: Iterable[str]) -> Layout:
+    """With things in other places, or travelling as something else."""
+    changes = list(changes)
+    codecs = [change for change in changes if change.partition("=")[0].removesuffix("_as") != change.partition("=")[0]]
+    return encoded(moved(layout, [change for change in changes if change not in codecs]), codecs)
+
+
+def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
+    """With things that travel as something else: each is `params_as=codec` or `grads_as=codec`."""
+    changes: dict[str, Any] = {}
+    for change in codecs:
+        what, _, codec = change.partition("=")
+        known = [f"{what}_as" for what in ENCODABLE]
+        if what not in known:
+            raise ConfigurationError(f"wire {change!r}: {what!r} does not travel; {did_you_mean(what, known)}")
+        if what in changes:
+            raise ConfigurationError(f"wire {change!r}: {what} is {changes[what]!r} already")
+        changes[what] = codec
+    return replace(layout, **changes)
 
 
 def moved(layout: Layout, moves: Iterable[str]) -> Layout:

@@ -3,9 +3,9 @@
 Everything here is pure and counts elements. The engine, the optimizer, the planner and the checkpoints
 all ask this module, so that they cannot disagree.
 
-A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS`, the whole padded so
-that it divides into equal shards that again are multiples of `BLOCK_ELEMS`. So no shard boundary ever
-cuts a quantisation block, and a block holds elements of one parameter only.
+A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS` (or of a codec's larger block), the
+whole padded so that it divides into equal shards that again are multiples of it. So no shard boundary ever cuts a
+quantisation block, and a block holds elements of one parameter only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,15 +54,15 @@ def round_up(num_elems: int, multiple: int) -> int:
     return -(-num_elems // multiple) * multiple
 
 
-def place(sizes: Sequence[int], num_shards: int) -> tuple[tuple[Interval, ...], int]:
+def place(sizes: Sequence[int], num_shards: int, block: int = BLOCK_ELEMS) -> tuple[tuple[Interval, ...], int]:
     """Lay parameters of these sizes in a row; returns where each lies and the padded length of the row."""
     intervals = []
     end = 0
     for size in sizes:
-        start = round_up(end, BLOCK_ELEMS)
+        start = round_up(end, block)
         end = start + size
         intervals.append(Interval(start, end))
-    return tuple(intervals), round_up(end, BLOCK_ELEMS * num_shards)
+    return tuple(intervals), round_up(end, block * num_shards)
 
 
 def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) -> tuple[Interval, ...]:

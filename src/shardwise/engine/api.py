@@ -175,12 +175,6 @@ def _prepare(
         )
         for unit, layout in zip(found, layouts, strict=True)
     ]
-    for plan in plans:
-        if not plan.layout.runs:
-            raise ConfigurationError(
-                f"strategy for unit {plan.name!r}: {plan.layout}: this version plans it (shardwise plan) but cannot "
-                "run it yet; what runs travels as it is"
-            )
     if disk_path is not None and chosen is None and not any("disk" in plan.layout.places for plan in plans):
         raise ConfigurationError(
             f"disk_path={str(disk_path)!r} with strategy={strategy!r}, which puts nothing on disk; leave it out, or "

@@ -32,11 +32,12 @@ LOST = 1
 
 @dataclass(slots=True)
 class GatherInFlight:
-    """`staged` is memory that the copies to the device read from."""
+    """`staged` is memory that the copies to the device read from, `row_slot` where encoded parameters are under way."""
 
     flights: list[InFlight]
     queued: Mark
     staged: Tensor | None
+    row_slot: Tensor | None
 
 
 class Gathers:
@@ -64,6 +65,7 @@ class Gathers:
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: put off while the host updates them.
         self._owed: deque[int] = deque()
+        self._row_slots = deque(self.memory.row_slots)
         self._is_staged = [any(is_staged(state.flat) for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
@@ -138,6 +140,7 @@ class Gathers:
         if not [flat for flat, _ in todo if not flat.master_is_whole]:
             unit.stamp(self.version)
             return
+        row_slot = self._take_row_slot() if self.schedule.units[index].gathered_row_bytes else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             flights: list[InFlight] = []
@@ -145,17 +148,31 @@ class Gathers:
             staged: dict[Flat, Tensor] = {}
             if wanted := self._wanted_from_disk(index, todo):
                 place, staged = self._staging.take(index, wanted)
+            rows = self.memory.rows_in(row_slot, unit)
             for state in unit.states:
                 for flat, is_stale in todo:
                     if flat is state.flat:
-                        flights += state.start_gather(is_stale, staged.get(flat), self._channels)
-            self._in_flight[index] = GatherInFlight(flights, self.lane.mark(), place)
+                        flights += state.start_gather(is_stale, staged.get(flat), rows.get(flat), self._channels)
+            if row_slot is not None and self.lane.queues:
+                # Decoding belongs to the lane, not to the computation that waits for it; and the next comes behind it.
+                for flight in flights:
+                    finish(flight)
+                self._row_slots.append(row_slot)
+                flights, row_slot = [], None
+            self._in_flight[index] = GatherInFlight(flights, self.lane.mark(), place, row_slot)
+
+    def _take_row_slot(self) -> Tensor:
+        while not self._row_slots:
+            self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
+        return self._row_slots.popleft()
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
         for flight in gather.flights:
             finish(flight)
         self.lane.compute_waits_for(gather.queued)
+        if gather.row_slot is not None:
+            self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
             self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
         self._units[index].stamp(self.version)

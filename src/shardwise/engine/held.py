@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import StateError
 from ..optim.sharded import ShardedOptimizer
 from ..plan.memory import StateBytes, state_bytes
-from ..plan.schedule import NUM_REDUCTIONS
+from ..plan.schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from .guards import engine_of
@@ -98,7 +98,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
     registered = count(model.buffers())
     # Memory of units that are always whole is params, but for the gaps between their flats.
-    buffers = registered + count([*engine.gathers.memory.slots, *own]) - whole + count(slots)
+    buffers = registered + count([*engine.gathers.memory.slots, *engine.gathers.memory.row_slots, *own]) - whole + count(slots)
     buffers += count(_small(engine, states, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(engine.mesh.device)
@@ -224,4 +224,5 @@ def _planned_slots(engine: Engine) -> int:
     schedule = engine.schedule
     scratch = schedule.scratch_bytes if engine.reductions.memory.has_scratch else 0
     own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
-    return sum(schedule.slot_bytes) + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch
+    rows = NUM_ROW_SLOTS * schedule.row_slot_bytes
+    return sum(schedule.slot_bytes) + rows + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

@@ -4,10 +4,13 @@ Units gathered until the end of the backward give their own memory back when the
 its storage to nothing: autograd's aliases keep the storage, and find the weights again once it is refilled.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ..plan.schedule import NUM_REDUCTIONS, Schedule, aligned
+from ..plan.flat import Flat
+from ..plan.schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS, Schedule, aligned
 from ..unit.unit import Unit
 from .streams import Mark
 
@@ -17,6 +20,8 @@ class GatherMemory:
         self._device = device
         self._units = units
         self.slots = [self._bytes(size) for size in schedule.slot_bytes]
+        # For rows of encoded parameters under way.
+        self.row_slots = [self._bytes(schedule.row_slot_bytes) for _ in range(NUM_ROW_SLOTS)]
         self.own: dict[int, Tensor] = {}
         # Addresses of shared slots, by the units that lie in them.
         self.borrowed: dict[int, int] = {}
@@ -58,6 +63,19 @@ class GatherMemory:
                 self.own.pop(unit.index, None)
                 self._borrow(unit, slot)
 
+    @staticmethod
+    def rows_in(row_slot: Tensor | None, unit: Unit) -> dict[Flat, Tensor]:
+        """A part of it for every flat of a unit that is encoded."""
+        found: dict[Flat, Tensor] = {}
+        start = 0
+        for state in unit.states if row_slot is not None else ():
+            num_bytes = state.flat.gathered_row_bytes
+            if num_bytes:
+                assert row_slot is not None
+                found[state.flat] = row_slot[start : start + num_bytes]
+                start += aligned(num_bytes)
+        return found
+
     def fetch(self, index: int) -> None:
         """Make sure that a unit's memory is there before it is gathered into."""
         own = self.own.get(index)
@@ -80,6 +98,14 @@ class GatherMemory:
             start += aligned(num_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of a flat in a reduction slot: for its gradient, if that rests split, and for the rows under way, if encoded."""
+
+    grads: Tensor | None
+    rows: Tensor | None
+
+
 class ReductionMemory:
     """The slots in which gradients travel, there from the first reduction of a backward to its end.
 
@@ -92,28 +118,31 @@ class ReductionMemory:
         self._device = device
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
-        self._views: dict[tuple[int, int | None], list[Tensor | None]] = {}
+        self._views: dict[tuple[int, int | None], list[Room]] = {}
         # When a slot may be written by the computation again.
         self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
         self._scratch: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
-    def views(self, unit: Unit, slot: int | None) -> list[Tensor | None]:
-        """A part of the slot for every flat of a unit whose gradient rests split."""
-        if slot is not None:
-            memory = self._fetch(slot)
+    def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
+        """For every flat of a unit, in the slot."""
+        memory = None if slot is None else self._fetch(slot)
         key = (unit.index, slot)
         if key not in self._views:
-            found: list[Tensor | None] = []
+            found: list[Room] = []
             start = 0
+
+            def take(num_bytes: int) -> Tensor:
+                nonlocal start
+                assert memory is not None
+                start += aligned(num_bytes)
+                return memory[start - aligned(num_bytes) :][:num_bytes]
+
             for state in unit.trainable_states:
                 flat = state.flat
-                if slot is None or not flat.reduces_in_slot:
-                    found.append(None)
-                    continue
-                num_bytes = flat.num_elems * flat.reduce.itemsize
-                found.append(memory[start : start + num_bytes].view(flat.reduce.torch))
-                start += aligned(num_bytes)
+                grads = take(flat.num_elems * flat.reduce.itemsize) if flat.reduces_in_slot else None
+                rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
+                found.append(Room(None if grads is None else grads.view(flat.reduce.torch), rows))
             self._views[key] = found
         return self._views[key]
 

@@ -20,7 +20,7 @@ from ..unit.reduction import Reduction
 from ..unit.scale import GradScale
 from ..unit.state import FlatState
 from ..unit.unit import Unit
-from .memory import ReductionMemory
+from .memory import ReductionMemory, Room
 from .streams import Lane, Mark, host_waits_for
 
 
@@ -29,7 +29,7 @@ class Opened:
     """The slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
 
     slot: int | None
-    views: list[Tensor | None]
+    rooms: list[Room]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +102,16 @@ class Reductions:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while slot in [started.slot for started in self._started]:
                 self._finish_oldest()
-        views = self.memory.views(unit, slot)
-        for state, view in zip(unit.trainable_states, views, strict=True):
+        rooms = self.memory.rooms(unit, slot)
+        for state, room in zip(unit.trainable_states, rooms, strict=True):
             if state.flat.host_updates and state.gradient.stage == "final":
                 # It becomes a partial sum again, where it is.
                 self._await_update(state)
                 host_waits_for(self.arrived.get(state))
             elif state.flat.grads_on_host:
                 self.lane.compute_waits_for(self.arrived.get(state))
-            state.gradient.open(slot, view, self._scale)
-        return Opened(slot, views)
+            state.gradient.open(slot, room.grads, self._scale)
+        return Opened(slot, rooms)
 
     def start(self, index: int, is_sync: bool) -> None:
         unit = self._units[index]
@@ -125,8 +125,8 @@ class Reductions:
             lane.after(freed)
         with lane.named(f"reduce {unit.name}"):
             reductions = [
-                Reduction.start(state.gradient, grads, view, is_sync, self._channels, self._scale)
-                for state, grads, view in zip(states, taken, opened.views, strict=True)
+                Reduction.start(state.gradient, grads, room.grads, room.rows, is_sync, self._channels, self._scale)
+                for state, grads, room in zip(states, taken, opened.rooms, strict=True)
             ]
             mark = self.lane.mark()
         self._started.append(Started(states, reductions, opened.slot, mark))
@@ -182,7 +182,8 @@ class Reductions:
     def sync(self, state: FlatState) -> None:
         """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
-            state.gradient.sync(state.flat.sync_hops, self._channels, self._scale)
+            rows = torch.empty(state.flat.exchanged_bytes, dtype=torch.uint8, device=state.device)
+            state.gradient.sync(state.flat.sync_hops, rows, self._channels, self._scale)
         self._finished[state] = self._leave([state])[-1]
         # What was fetched is let go of here.
         self._finish_lane.after(self.arrived.get(state))

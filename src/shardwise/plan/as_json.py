@@ -163,7 +163,7 @@ def _states_row(states: States, row: StatesRow) -> Json:
         "name": row.name,
         "layout": str(row.layout),
         "strategy": row.name,
-        "runs": row.layout.runs,
+        "runs": row.layout.is_exact,
         "fits": not why_not,
         "tight": False,
         "why_not": why_not,

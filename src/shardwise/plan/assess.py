@@ -212,7 +212,7 @@ class Assessment:
     @property
     def runs(self) -> bool:
         """Whether the engine of this version can run it."""
-        return all(layout.runs for layout in self.layouts)
+        return all(layout.is_exact for layout in self.layouts)
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..dtypes import INT32, DType, dtype_of
-from ..layout import Encoding
+from ..dtypes import INT32, dtype_of
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
@@ -150,7 +149,7 @@ def gather_event(unit: UnitPlan, todo: Todo) -> Event:
     moves: list[Move] = []
     for flat, is_stale in todo:
         hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
-        calls.extend(_calls(flat, hops, flat.compute, unit.layout.params_as))
+        calls.extend(_gather_calls(flat, hops))
         moves.extend(_fetches(flat, is_stale))
     return Event("gather", unit.name, tuple(calls), _added_up(moves))
 
@@ -186,7 +185,7 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     for flat in unit.flats:
         if flat.trainable:
             hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
-            calls.extend(_calls(flat, hops, flat.reduce, unit.layout.grads_as))
+            calls.extend(_reduce_calls(flat, hops))
             if flat.grads_on_host and not is_first:
                 moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
             if flat.host_updates and is_last:
@@ -215,12 +214,33 @@ def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
     return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
 
 
-def _calls(flat: Flat, hops: Iterable[Hop], dtype: DType, encoding: Encoding) -> Iterator[Call]:
+def _gather_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
+    """Rows of masters, if they are encoded, through all hops."""
+    codec = flat.params_codec
+    for hop, num_ranks, num_elems in _moving(flat, hops):
+        if codec is None:
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
+        else:
+            yield Call(hop.kind, hop.axis, str(codec), num_elems // flat.num_master * flat.row_bytes, num_ranks)
+
+
+def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
+    """Rows of what each rank sums, if they are encoded, and of the sums, if all ranks want them."""
+    codec = flat.grads_codec
+    for hop, num_ranks, num_elems in _moving(flat, hops):
+        if codec is None:
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
+            continue
+        num_bytes = num_ranks * encoded_bytes(codec, num_elems // num_ranks)
+        yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
+        if hop.kind == "all_reduce":
+            yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
+
+
+def _moving(flat: Flat, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
+    """With the ranks and the elements of each."""
     sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
     for hop in hops:
         num_elems = flat.spans[hop.depth].num_elems
         if sizes[hop.axis] > 1 and num_elems:
-            if encoding == "as_is":
-                yield describe_call(hop.kind, hop.axis, sizes[hop.axis], num_elems, dtype)
-            else:
-                yield Call(hop.kind, hop.axis, encoding, encoded_bytes(encoding, num_elems), sizes[hop.axis])
+            yield hop, sizes[hop.axis], num_elems

@@ -10,6 +10,9 @@ optimizer each stop at a depth of the chain, so every layout is three numbers:
 and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
 Frozen parameters have no optimizer: they stop at P.
 
+What travels encoded is a flat of its own: matrices are, what else a unit has travels as it is. A flat's parts that ranks
+hold are rows of bytes on the way (`wire/encoded.py`), and so is a copy at rest that several ranks' masters make up.
+
 Each of them rests in a place, too. Where the optimizer is not on the device, the host updates: it reads the gradient on
 the host, and leaves the new weights there in the compute dtype.
 """
@@ -22,7 +25,8 @@ from math import prod
 from ..dtypes import FP32, DType
 from ..layout import Layout, Place
 from ..precision import Precision
-from ..shard import Interval, nested_shards, place
+from ..shard import BLOCK_ELEMS, Interval, nested_shards, place
+from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
 from ..wire.ledger import Kind
 from .model import FoundUnit, Param, matches
 
@@ -65,9 +69,23 @@ class Flat:
         return self.layout.depth(self.layout.optimizer) if self.trainable else self.depth_of_params
 
     @cached_property
+    def params_codec(self) -> Codec | None:
+        """None: as they are, or nowhere."""
+        is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
+        return parse(self.layout.params_as) if self.layout.params_as != AS_IS and is_split else None
+
+    @cached_property
+    def grads_codec(self) -> Codec | None:
+        is_encoded = self.layout.grads_as != AS_IS and self.trainable and self.num_ranks > 1
+        return parse(self.layout.grads_as) if is_encoded else None
+
+    @cached_property
     def _placed(self) -> tuple[tuple[Interval, ...], int]:
         sizes = [param.num_elems for param in self.params]
-        return place(sizes, prod(self.axis_sizes[: self.depth_of_master]))
+        codecs = [codec for codec in (self.params_codec, self.grads_codec) if codec is not None]
+        # A sum that all ranks want is made by all of them, each its part.
+        depth = self.depth_of_master if self.grads_codec is None else len(self.axis_sizes)
+        return place(sizes, prod(self.axis_sizes[:depth]), max([BLOCK_ELEMS, *(codec.block for codec in codecs)]))
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -132,6 +150,49 @@ class Flat:
         return self.host_updates and not is_master and not is_rest
 
     @property
+    def copy_is_encoded(self) -> bool:
+        """The copy at rest is kept as it came."""
+        return self.params_codec is not None and self.rest_on == "device" and not self.rest_is_own
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of a rank's master, encoded."""
+        return 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of a copy at rest on the device."""
+        if self.copy_is_encoded:
+            return self.num_rest // self.num_master * self.row_bytes
+        return self.num_rest * self.compute.itemsize
+
+    @cached_property
+    def gathered_row_bytes(self) -> int:
+        """Of rows under way in a gather."""
+        return self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """Of rows under way in a reduction: sent, and received, in the largest of its hops."""
+        if self.grads_codec is None:
+            return 0
+        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
+        hops = [hop for hop in (*self.reduce_hops, *self.sync_hops) if sizes[hop.axis] > 1]
+        return max(
+            2 * sizes[hop.axis] * encoded_bytes(self.grads_codec, self.spans[hop.depth].num_elems // sizes[hop.axis])
+            for hop in hops
+        )
+
+    @property
+    def num_lost(self) -> int:
+        """Elements whose loss in encoding is kept, with feedback: of every hop."""
+        if self.grads_codec is None or not self.grads_codec.has_feedback:
+            return 0
+        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
+        hops = (*self.reduce_hops, *self.sync_hops)
+        return sum(self.spans[hop.depth].num_elems for hop in hops if sizes[hop.axis] > 1)
+
+    @property
     def num_master(self) -> int:
         """Elements of the master on this rank."""
         return self.spans[self.depth_of_master].num_elems
@@ -184,29 +245,34 @@ def flats_of(
     keep_fp32: Sequence[str],
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
-    groups: dict[tuple[DType, DType, DType, bool, bool], list[Param]] = {}
+    groups: dict[tuple[DType, DType, DType, bool, Layout], list[Param]] = {}
     on_device = kept_params(unit.params, layout.kept)
     for param in unit.params:
         kept = matches(param.sites[0].module, keep_fp32)
         compute = FP32 if kept else precision.compute
         master = (FP32 if kept else precision.master) if param.trainable else param.dtype
+        own = layout.on_device if param.name in on_device else layout
+        own = own if is_encodable(param) and not kept else own.exact
         # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
-        groups.setdefault((compute, master, param.dtype, param.trainable, param.name in on_device), []).append(param)
-    sizes = tuple(axes[axis][0] for axis in layout.chain)
-    indices = tuple(axes[axis][1] for axis in layout.chain)
+        groups.setdefault((compute, master, param.dtype, param.trainable, own), []).append(param)
     return tuple(
         Flat(
             tuple(params),
-            layout.on_device if is_kept else layout,
-            sizes,
-            indices,
+            own,
+            tuple(axes[axis][0] for axis in own.chain),
+            tuple(axes[axis][1] for axis in own.chain),
             compute,
             master,
             precision.reduce,
             trainable,
         )
-        for (compute, master, _, trainable, is_kept), params in groups.items()
+        for (compute, master, _, trainable, own), params in groups.items()
     )
+
+
+def is_encodable(param: Param) -> bool:
+    """Matrices are; norms, biases and tables of embeddings are few, or felt everywhere."""
+    return len(param.shape) > 1 and not param.is_table
 
 
 def kept_params(params: Sequence[Param], part: float) -> set[str]:

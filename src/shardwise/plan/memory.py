@@ -44,7 +44,7 @@ def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
     if flat.depth_of_params == 0 and not flat.master_is_whole:
         params += flat.num_elems * flat.compute.itemsize
     if flat.rest_on == "device":
-        params += flat.num_rest * flat.compute.itemsize
+        params += flat.rest_bytes
     master = flat.num_master * flat.master.itemsize if flat.master_on == "device" else 0
     if flat.trainable:
         optimizer += round(master * num_moments)

@@ -27,13 +27,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter by its first name. `sites` are all places it is used under, tied weights have several."""
+    """A parameter by its first name. `sites` are all places it is used under, tied weights have several. `is_table`:
+    one of them looks rows up in it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     trainable: bool
     sites: tuple[Site, ...]
+    is_table: bool = False
 
     @property
     def num_elems(self) -> int:

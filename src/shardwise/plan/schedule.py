@@ -23,6 +23,8 @@ from .flat import Flat
 ALIGN_BYTES = 2 * BLOCK_ELEMS
 # Reduction slots: one travels while the next is written. Gradients that rest whole need none.
 NUM_REDUCTIONS = 2
+# Gathers of encoded parameters that are under way at a time.
+NUM_ROW_SLOTS = 2
 # The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
 # running it. Norms are taken of pieces of this many.
 PART_ELEMS = 32 << 20
@@ -54,8 +56,13 @@ class UnitPlan:
 
     @property
     def reduced_bytes(self) -> int:
-        """What a reduction of the unit needs beside the gradients at rest on the device."""
-        return sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
+        """What a reduction of the unit needs beside the gradients at rest on the device: for them, and for rows."""
+        slots = sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
+        return slots + sum(aligned(flat.exchanged_bytes) for flat in self.flats)
+
+    @property
+    def gathered_row_bytes(self) -> int:
+        return sum(aligned(flat.gathered_row_bytes) for flat in self.flats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,11 @@ class Schedule:
         """For sums of earlier micro-batches that rest on the host, one at a time."""
         flats = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
         return max((flat.num_grads * flat.reduce.itemsize for flat in flats), default=0)
+
+    @property
+    def row_slot_bytes(self) -> int:
+        """For rows of encoded parameters under way."""
+        return max((unit.gathered_row_bytes for unit in self.units), default=0)
 
     @property
     def reduction_slot_bytes(self) -> int:

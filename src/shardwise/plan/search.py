@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigurationError
-from ..layout import FSDP2_HAS, MIXES, PLANNED, PRESETS, Layout, Strategy, layouts_for
+from ..layout import FSDP2_HAS, MIXES, PRESETS, Layout, Strategy, layouts_for
 from .assess import Assessment, Assessor
 from .training import Checkpointing, EngineName, Training
 
@@ -66,7 +66,9 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
 def presets(
     assess: Assessor, choice: Choice, only_what_runs: bool = False, has_disk: bool = True
 ) -> Iterator[Assessment]:
-    for name, layout in (PRESETS if only_what_runs else PRESETS | PLANNED).items():
+    for name, layout in PRESETS.items():
+        if only_what_runs and not layout.is_exact:
+            continue
         if (choice.engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
             continue
         yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..dtypes import BF16, FP16
 from ..errors import ConfigurationError
-from ..layout import PLANNED, PRESETS, Layout, Split, Strategy, layouts_for
+from ..layout import PRESETS, Layout, Split, Strategy, layouts_for
 from .assess import Machine
 from .events import gather_event, reduce_event, update_event
 from .flat import flats_of
@@ -55,7 +55,7 @@ class States:
     @property
     def recommended(self) -> StatesRow | None:
         fitting = [row for row in self.rows if not self.why_not(row)]
-        fitting = [row for row in fitting if row.layout.runs] or fitting
+        fitting = [row for row in fitting if row.layout.is_exact] or fitting
         fitting = [row for row in fitting if not row.layout.uses_host] or fitting
         roomy = [row for row in fitting if row.total <= ROOM * self.machine.memory_bytes]
         return next(iter(roomy or fitting), None)
@@ -65,7 +65,7 @@ def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy:
     """Of every preset, or of the one that is asked for."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
-    layouts = PRESETS | PLANNED
+    layouts = PRESETS
     if strategy is not None:
         asked = layouts_for(strategy, [ROOT])[0]
         layouts = {asked.name: asked}
@@ -107,7 +107,7 @@ def _moved(layout: Layout, num_params: int, machine: Machine, training: Training
     formats = training.formats
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)
-    param = Param("weight", (num_params,), formats.master, True, (Site("", "weight"),))
+    param = Param("weight", (1, num_params), formats.master, True, (Site("", "weight"),))
     found = FoundUnit(ROOT, "", (param,), False, True)
     unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, cluster.axes, ()), False, True)
     num = training.num_micro_batches

@@ -43,7 +43,8 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 def _params(model: nn.Module) -> list[Param]:
     sites: dict[nn.Parameter, list[Site]] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         for attribute, param in module._parameters.items():
             if param is not None:
                 sites.setdefault(param, []).append(Site(path, attribute))
@@ -55,7 +56,9 @@ def _params(model: nn.Module) -> list[Param]:
                 f"parameter {name!r} is {param.dtype}: only floating point parameters can be sharded; "
                 "register it as a buffer instead"
             )
-        found.append(Param(name, tuple(param.shape), dtype_of(param.dtype), param.requires_grad, tuple(places)))
+        is_table = any(isinstance(modules[place.module], (nn.Embedding, nn.EmbeddingBag)) for place in places)
+        dtype = dtype_of(param.dtype)
+        found.append(Param(name, tuple(param.shape), dtype, param.requires_grad, tuple(places), is_table))
     return found
 
 

@@ -1,14 +1,17 @@
 """How a flat's bytes travel: from rank to rank, hop by hop and in place, and between device and host.
 
-Gathers and reductions alike. Nothing else starts a collective on a flat.
+Gathers and reductions alike. Nothing else starts a collective on a flat. Where it travels encoded, `rows` is memory for
+what is under way; a hop over one rank moves nothing, and encodes nothing.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..away import Away
 from ..plan.flat import Flat, Hop
+from ..wire.codec import Codec
 from ..wire.collectives import (
     Channel,
     InFlight,
@@ -16,6 +19,13 @@ from ..wire.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+)
+from ..wire.encoded import (
+    decode_rows,
+    sent_rows,
+    start_encoded_all_reduce,
+    start_encoded_reduce_scatter,
+    start_gather_of_rows,
 )
 
 STARTERS = {
@@ -26,14 +36,21 @@ STARTERS = {
 
 Channels = dict[str, Channel]
 
+LOST_DTYPE = torch.bfloat16
+
 
 class Carrier:
     def __init__(self, flat: Flat, unit_name: str, away: Away | None) -> None:
         self.unit_name = unit_name
         self._flat = flat
         self._away = away
+        self._num_encoded = 0
+        # What encoding lost of a gradient, by hop, to be added to the next one.
+        self.lost: dict[Hop, Tensor] = {}
 
-    def start(self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels) -> list[InFlight]:
+    def start(
+        self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
+    ) -> list[InFlight]:
         """Queue `hops` on `buffer`, which holds the span at `depth`; each waits for the one before."""
         spans = self._flat.spans
         outer = spans[depth]
@@ -42,16 +59,74 @@ class Carrier:
             for flight in flights:
                 finish(flight)
             part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(outer)]
-            flights = [STARTERS[hop.kind](channels[hop.axis], part, self.unit_name)]
+            channel = channels[hop.axis]
+            if rows is None or channel.num_ranks == 1:
+                flights = [STARTERS[hop.kind](channel, part, self.unit_name)]
+            else:
+                flights = [self._start_encoded(part, hop, channel, rows, None)]
         return flights
 
-    def start_to(self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels) -> InFlight:
+    def start_to(
+        self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None
+    ) -> InFlight:
         """Queue one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
-        return start_reduce_scatter(channels[hop.axis], buffer, self.unit_name, out=out)
+        channel = channels[hop.axis]
+        if rows is None:
+            return start_reduce_scatter(channel, buffer, self.unit_name, out=out)
+        return self._start_encoded(buffer, hop, channel, rows, out)
 
-    def run(self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels) -> None:
-        for flight in self.start(buffer, depth, hops, channels):
+    def run(
+        self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
+    ) -> None:
+        for flight in self.start(buffer, depth, hops, channels, rows):
             finish(flight)
+
+    def _start_encoded(
+        self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor | None
+    ) -> InFlight:
+        codec = self._flat.grads_codec
+        assert codec is not None
+        if codec.has_feedback:
+            self._add_lost(part, hop)
+        seed = self.next_seed()
+        if hop.kind == "all_reduce":
+            flight = start_encoded_all_reduce(channel, part, codec, self.unit_name, rows, seed)
+        else:
+            own = part.view(channel.num_ranks, -1)[channel.index] if out is None else out
+            flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, own, rows, seed)
+        if codec.has_feedback:
+            self._keep_lost(part, hop, codec, sent_rows(channel, part, codec, rows))
+        return flight
+
+    def _add_lost(self, part: Tensor, hop: Hop) -> None:
+        if hop in self.lost:
+            part.add_(self.lost[hop])
+
+    def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
+        """What is not finite has arrived as such, and is not told twice."""
+        if hop not in self.lost:
+            self.lost[hop] = torch.empty(part.numel(), dtype=LOST_DTYPE, device=part.device)
+        lost = self.lost[hop]
+        decode_rows(codec, sent, lost)
+        torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+
+    def next_seed(self) -> int:
+        """Another one for every encoding on every rank."""
+        self._num_encoded += 1
+        return hash((self._num_encoded, *self._flat.axis_indices))
+
+    def start_rows(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[InFlight]:
+        """As `start`, of all the rows that a flat's masters are encoded to."""
+        flat, codec = self._flat, self._flat.params_codec
+        assert codec is not None
+        flights: list[InFlight] = []
+        for hop in hops:
+            for flight in flights:
+                finish(flight)
+            span = flat.spans[hop.depth]
+            part = rows[span.start // flat.num_master : span.stop // flat.num_master]
+            flights = [start_gather_of_rows(channels[hop.axis], part, codec, self.unit_name)]
+        return flights
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """What passes between device and host so is counted."""

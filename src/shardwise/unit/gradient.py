@@ -186,21 +186,23 @@ class Gradient:
 
     # From local to final, and back.
 
-    def sync(self, hops: Sequence[Hop], channels: Channels, scale: GradScale) -> None:
+    def sync(self, hops: Sequence[Hop], rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
         if self.flat.grads_on_host:
             fetched = torch.empty_like(self.grads, device=self._device)
             self.carrier.copy(fetched, self.grads)
-            self.sync_in(fetched, hops, channels, scale)
+            self.sync_in(fetched, hops, rows, channels, scale)
             return
-        self.carrier.run(self.grads, self.flat.depth_of_grads, hops, channels)
+        self.carrier.run(self.grads, self.flat.depth_of_grads, hops, channels, rows)
         scale.apply(self.final)
         self._became_final(self.final)
 
-    def sync_in(self, part: Tensor, hops: Sequence[Hop], channels: Channels, scale: GradScale) -> None:
+    def sync_in(
+        self, part: Tensor, hops: Sequence[Hop], rows: Tensor | None, channels: Channels, scale: GradScale
+    ) -> None:
         """As `sync`, on partial sums that are on the device while `grads` are not."""
-        self.carrier.run(part, self.flat.depth_of_grads, hops, channels)
+        self.carrier.run(part, self.flat.depth_of_grads, hops, channels, rows)
         final = part[self._final_in_grads]
         scale.apply(final)
         self._became_final(final)

@@ -13,10 +13,11 @@ from .scale import GradScale
 
 @dataclass(slots=True)
 class Reduction:
-    """A gradient on its way in `buffer`."""
+    """A gradient on its way in `buffer`; `rows` is memory for what of it is under way, if it is encoded."""
 
     gradient: Gradient
     buffer: Tensor
+    rows: Tensor | None
     flights: list[InFlight]
     is_sync: bool
     is_at_rest: bool = False
@@ -27,6 +28,7 @@ class Reduction:
         gradient: Gradient,
         taken: Sequence[Tensor | None],
         slot: Tensor | None,
+        rows: Tensor | None,
         is_sync: bool,
         channels: Channels,
         scale: GradScale,
@@ -47,10 +49,10 @@ class Reduction:
         ):
             # Nothing to add to: the sum goes straight to where it rests.
             assert gradient.grads is not None
-            flight = carrier.start_to(gradient.grads, buffer, flat.reduce_hops[0], channels)
-            return cls(gradient, buffer, [flight], is_sync, is_at_rest=True)
+            flight = carrier.start_to(gradient.grads, buffer, flat.reduce_hops[0], channels, rows)
+            return cls(gradient, buffer, rows, [flight], is_sync, is_at_rest=True)
         hops = flat.reduce_hops or (flat.sync_hops if is_sync else ())
-        return cls(gradient, buffer, carrier.start(buffer, 0, hops[:1], channels), is_sync)
+        return cls(gradient, buffer, rows, carrier.start(buffer, 0, hops[:1], channels, rows), is_sync)
 
     def finish(self, channels: Channels, scale: GradScale, scratch: Callable[[int], Tensor]) -> None:
         gradient, flat = self.gradient, self.gradient.flat
@@ -64,7 +66,7 @@ class Reduction:
         if self.is_at_rest:
             pass
         elif flat.depth_of_grads > 0:
-            gradient.carrier.run(self.buffer, 0, flat.reduce_hops[1:], channels)
+            gradient.carrier.run(self.buffer, 0, flat.reduce_hops[1:], channels, self.rows)
             part = self.buffer[gradient.in_whole]
             if gradient.stage == "local":
                 gradient.grads.add_(part)
@@ -75,7 +77,7 @@ class Reduction:
             sync_hops = sync_hops[1:]
         gradient.stage = "local"
         if self.is_sync:
-            gradient.sync(sync_hops, channels, scale)
+            gradient.sync(sync_hops, self.rows, channels, scale)
 
     def _finish_on_host(self, channels: Channels, scale: GradScale, scratch: Callable[[int], Tensor]) -> None:
         """The sum is made in the slot; `scratch` is for what comes back from the host."""
@@ -83,11 +85,11 @@ class Reduction:
         assert gradient.grads is not None
         part, sync_hops = self.buffer, flat.sync_hops[1:]
         if flat.depth_of_grads > 0:
-            gradient.carrier.run(self.buffer, 0, flat.reduce_hops[1:], channels)
+            gradient.carrier.run(self.buffer, 0, flat.reduce_hops[1:], channels, self.rows)
             part, sync_hops = self.buffer[gradient.in_whole], flat.sync_hops
             if gradient.stage == "local":
                 gradient.add_from_host(part, scratch(gradient.grads.nbytes))
         gradient.stage = "local"
         gradient.leaving = (gradient.grads, part)
         if self.is_sync:
-            gradient.sync_in(part, sync_hops, channels, scale)
+            gradient.sync_in(part, sync_hops, self.rows, channels, scale)

@@ -11,7 +11,9 @@ from ..away import MASTER, Away, HostMemory, Moves
 from ..errors import StateError
 from ..plan.flat import Flat
 from ..shard import pieces
-from ..wire.collectives import InFlight
+from ..wire.collectives import InFlight, finish
+from ..wire.encoded import decode_rows
+from ..wire.quant import encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
 from .stand_ins import Elsewhere, OnDisk, OnHost
@@ -35,7 +37,9 @@ class FlatState:
         self.master = self._master_at_rest(device)
         self._draft: Tensor | None = None
         self.rest: Tensor | None = None if self.away is None else self.away.rest
-        if flat.rest_on == "device":
+        if flat.copy_is_encoded:
+            self.rest = torch.zeros(flat.rest_bytes, dtype=torch.uint8, device=device).view(-1, flat.row_bytes)
+        elif flat.rest_on == "device":
             self.rest = torch.zeros(flat.num_rest, dtype=flat.compute.torch, device=device)
         self.whole: Tensor = (
             self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute.torch, device=device)
@@ -175,22 +179,22 @@ class FlatState:
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
-    def start_gather(self, is_stale: bool, staged: Tensor | None, channels: Channels) -> list[InFlight]:
+    def start_gather(
+        self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels
+    ) -> list[InFlight]:
         """Bring the master to `whole`. All hops but the last are finished here, in stream order.
 
-        `staged` is what was read from disk for it.
+        `staged` is what was read from disk for it; `rows` is memory for what is under way, if it is encoded.
         """
         flat = self.flat
         if flat.master_is_whole:
             return []
         refresh = flat.refresh_hops if is_stale else ()
+        if rows is not None:
+            return self._start_encoded_gather(is_stale, staged, rows.view(-1, flat.row_bytes), channels)
         at_rest = self.whole[self._rest_in_whole]
         if flat.rest_on is None or flat.rest_is_own:
-            if flat.rest_on == "device" and is_stale:
-                assert self.rest is not None
-                self.carrier.copy(self.rest, self.updated)
-            source = self.updated if self.rest is None else self.rest
-            self.carrier.copy(self._own_part, source if staged is None else staged)
+            self._bring_own_part(is_stale, staged)
             return self.carrier.start(self.whole, 0, [*refresh, *flat.gather_hops], channels)
         if not is_stale:
             resting = self.rest if staged is None else staged
@@ -206,6 +210,43 @@ class FlatState:
             self.carrier.run(self.whole, 0, refresh, channels)
             self._rest_from(at_rest)
         return self.carrier.start(self.whole, 0, flat.gather_hops, channels)
+
+    def _bring_own_part(self, is_stale: bool, staged: Tensor | None) -> None:
+        """Where nobody else's master is in the copy at rest."""
+        if self.flat.rest_on == "device" and is_stale:
+            assert self.rest is not None
+            self.carrier.copy(self.rest, self.updated)
+        source = self.updated if self.rest is None else self.rest
+        self.carrier.copy(self._own_part, source if staged is None else staged)
+
+    def _start_encoded_gather(
+        self, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
+    ) -> list[InFlight]:
+        """Encoded once and decoded once, whatever the hops. Every rank computes with what arrives, its own part too."""
+        flat, codec = self.flat, self.flat.params_codec
+        assert codec is not None
+        own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
+        in_rest = rows[at_rest.start // flat.num_master : at_rest.stop // flat.num_master]
+        if flat.copy_is_encoded and not is_stale:
+            assert self.rest is not None
+            in_rest.copy_(self.rest)
+            hops = flat.gather_hops
+        else:
+            if flat.copy_is_encoded:
+                self.carrier.copy(self._own_part, self.updated)
+            else:
+                self._bring_own_part(is_stale, staged)
+            encode(codec, self._own_part, rows[own.start // flat.num_master], self.carrier.next_seed())
+            hops = flat.master_hops
+        if flat.copy_is_encoded and is_stale:
+            assert self.rest is not None
+            for flight in self.carrier.start_rows(rows, flat.refresh_hops, channels):
+                finish(flight)
+            self.rest.copy_(in_rest)
+            hops = flat.gather_hops
+        flights = self.carrier.start_rows(rows, hops, channels)
+        flights[-1].then = partial(decode_rows, codec, rows, self.whole)
+        return flights
 
     @property
     def updated(self) -> Tensor:

@@ -1,6 +1,6 @@
 """What travels in fewer bits: the name of a codec, how many bytes it makes of so many elements, and where they lie.
 
-    kind[:block][:asymmetric][:stochastic]        int8, int4:128, int8:512:asymmetric:stochastic, e4m3:64
+    kind[:block][:asymmetric][:stochastic][:feedback]        int8, int4:128, int8:512:asymmetric:stochastic, e4m3:64
 
 A buffer of encoded elements has up to three parts: the payload; one fp32 scale for each block of elements; and for an
 asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes, so
@@ -20,6 +20,7 @@ from ..shard import BLOCK_ELEMS
 
 Kind = Literal["as_is", "bf16", "fp16", "e4m3", "e5m2", "int8", "int4"]
 
+AS_IS: Kind = "as_is"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ALIASES: dict[str, Kind] = {"fp8": "e4m3"}
 ALIGN_BYTES = 16
@@ -33,18 +34,20 @@ _LARGEST: dict[Kind, tuple[float, ...]] = {
     "e5m2": (57344.0,),
 }
 _BLOCKS = tuple(2**power for power in range(6, 12))
-_OPTIONS = ("asymmetric", "stochastic")
+_OPTIONS = ("asymmetric", "stochastic", "feedback")
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
     """`block` elements share a scale. Symmetric codes are of -absmax to absmax, asymmetric ones of minimum to maximum.
-    Stochastic rounding is right on average; the nearest code is nearer."""
+    Stochastic rounding is right on average; the nearest code is nearer. With feedback, whoever encodes keeps what was
+    lost, and adds it to what is encoded next."""
 
     kind: Kind
     block: int = BLOCK_ELEMS
     is_asymmetric: bool = False
     is_stochastic: bool = False
+    has_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -56,6 +59,8 @@ class Codec:
             )
         if not self.has_scales and self.block != BLOCK_ELEMS:
             raise ConfigurationError(f"codec {self.kind} with a block of {self.block}: {_without_blocks(self.kind)}")
+        if self.has_feedback and self.kind == "as_is":
+            raise ConfigurationError("codec as_is with feedback: nothing is lost of what travels as it is; leave it")
         for option, is_asked in (("asymmetric", self.is_asymmetric), ("stochastic", self.is_stochastic)):
             if is_asked and not self.is_integer:
                 raise ConfigurationError(
@@ -65,7 +70,8 @@ class Codec:
 
     def __str__(self) -> str:
         words = [self.kind, *([str(self.block)] if self.block != BLOCK_ELEMS else [])]
-        return ":".join(words + [option for option in _OPTIONS if getattr(self, f"is_{option}")])
+        asked = (self.is_asymmetric, self.is_stochastic, self.has_feedback)
+        return ":".join(words + [option for option, is_asked in zip(_OPTIONS, asked, strict=True) if is_asked])
 
     @property
     def has_scales(self) -> bool:
@@ -115,7 +121,7 @@ def parse(name: str) -> Codec:
             options.add(word)
     if block is not None and known not in _LARGEST:
         raise ConfigurationError(f"codec {name!r} with a block of {block}: {_without_blocks(known)}")
-    return Codec(known, BLOCK_ELEMS if block is None else block, "asymmetric" in options, "stochastic" in options)
+    return Codec(known, BLOCK_ELEMS if block is None else block, *(option in options for option in _OPTIONS))
 
 
 @lru_cache(maxsize=4096)

@@ -80,6 +80,10 @@ def start_encoded_all_reduce(
     return flight
 
 
+def sent_rows(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> Tensor:
+    return _rows_of(channel, buffer, codec, scratch)[0]
+
+
 def _rows_of(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """To be sent, and to be received."""
     size = rows_bytes(codec, buffer.numel(), channel.num_ranks)

@@ -20,7 +20,7 @@ from ..events import Event
 from ..flat import Flat
 from ..memory import device_state, resting_grads
 from ..offload import OffDevice, off_device
-from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, PART_ELEMS, Schedule, UnitPlan
+from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
 from .stow import NUM_THERE, stowed_bytes
@@ -135,7 +135,7 @@ class _Walk:
                 self.held[OPTIMIZER] += optimizer
             if slot is None and unit.layout.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
-        self.held[GATHERED] += sum(schedule.slot_bytes)
+        self.held[GATHERED] += sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
         if training.num_micro_batches > 1:
             self.held[REDUCE] += schedule.scratch_bytes
         self.comes_and_goes = {

@@ -145,7 +145,7 @@ def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
     trainable = trains_all or part.is_adapter
     own = FP32 if part.is_adapter else dtype
     return tuple(
-        Param(f"{part.path}.{attribute}", size, own, trainable, (Site(part.path, attribute),))
+        Param(f"{part.path}.{attribute}", size, own, trainable, (Site(part.path, attribute),), part.is_embedding)
         for attribute, size in part.params
     )
 

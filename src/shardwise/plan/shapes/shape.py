@@ -157,7 +157,7 @@ def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[FoundUnit
     if isinstance(shape, StatesOnly):
         if lora is not None:
             raise ConfigurationError("lora: it needs the sizes of the layers, and --shape params=... has none")
-        whole = Param("params", (shape.num_params,), FP32, True, (Site("", "params"),))
+        whole = Param("params", (1, shape.num_params), FP32, True, (Site("", "params"),))
         return (FoundUnit(ROOT, "", (whole,), holds_units=False, backward_reads=True),)
     parts = _parts(shape)
     # Blocks are known by their class in transformers; in the in-tree one, by coming more than once.
