@@ -1,0 +1,273 @@
+"""The codecs as Triton kernels, for CUDA devices: bit for bit what `quant` says.
+
+Each is one pass: a program reads a tile of whole blocks once, in steps of 16 bytes, has scales and codes in registers,
+and writes them. What keeps the bits equal: products and sums are not fused (`enable_fp_fusion=False`); an inverse is
+one division for a block, rounded to nearest; the nearest integer comes from adding 1.5 * 2^23, where fp32 is spaced by
+1 and ties go to even; absmax, minimum and maximum are of the values' bits, as integers in the order of the numbers,
+which no NaN gets lost in.
+
+Kernels are launched on the current device, which must be that of the tensors.
+"""
+
+# Triton is untyped, and writes constants of a kernel in capitals.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# ruff: noqa: N803
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+from .codec import Codec, parts, seed_words
+
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_NEAREST = tl.constexpr(1.5 * 2.0**23)
+
+_PAYLOAD = {"int8": torch.int8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# A thread of four warps has 16 elements of a tile, and of a decoded int4 tile 32: 16 bytes of codes in both cases.
+_NUM_WARPS = 4
+_TILE_ELEMS = 2048
+_INT4_DECODED_ELEMS = 4096
+
+
+def encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
+    """Of a codec with scales."""
+    num_elems = values.numel()
+    where = parts(codec, num_elems)
+    num_slots = (where.minima_at - where.scales_at) // 4
+    scales = out[where.scales_at : where.minima_at].view(torch.float32)
+    minima = out[where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
+    num_blocks = _TILE_ELEMS // codec.block
+    _encode_tile[(triton.cdiv(num_slots, num_blocks),)](
+        values,
+        out[: where.scales_at].view(_payload_dtype(codec)),
+        scales,
+        minima,
+        num_elems,
+        where.scales_at,
+        num_slots,
+        *seed_words(seed),
+        KIND=codec.kind,
+        LARGEST=codec.largest,
+        IS_ASYMMETRIC=codec.is_asymmetric,
+        IS_STOCHASTIC=codec.is_stochastic,
+        HAS_TAIL=num_elems % codec.block != 0,
+        IS_LONG=_is_long(num_elems),
+        BLOCK=codec.block,
+        NUM_BLOCKS=num_blocks,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
+    """Also of a codec without scales."""
+    num_elems = out.numel()
+    if codec.has_scales:
+        where = parts(codec, num_elems)
+        payload = rows[:, : where.scales_at].view(_payload_dtype(codec))
+        scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
+        minima = rows[:, where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
+    else:
+        payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
+    tile_elems = _INT4_DECODED_ELEMS if codec.kind == "int4" else _TILE_ELEMS
+    _decode_tile[(triton.cdiv(num_elems, tile_elems),)](
+        payload,
+        scales,
+        minima,
+        out,
+        payload.stride(0),
+        scales.stride(0),
+        num_elems,
+        payload.shape[1],
+        len(rows),
+        ADD=add,
+        KIND=codec.kind,
+        HAS_SCALES=codec.has_scales,
+        IS_ASYMMETRIC=codec.is_asymmetric,
+        IS_LONG=_is_long(num_elems),
+        BLOCK=codec.block,
+        NUM_BLOCKS=tile_elems // codec.block,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def _payload_dtype(codec: Codec) -> torch.dtype:
+    return torch.uint8 if codec.is_asymmetric else _PAYLOAD[codec.kind]
+
+
+def _is_long(num_elems: int) -> bool:
+    """Whether the index of an element, also of one in the last tile's padding, needs 64 bits."""
+    return num_elems > 2**31 - _INT4_DECODED_ELEMS
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _encode_tile(
+    values,
+    payload,
+    scales,
+    minima,
+    num_elems,
+    num_payload_bytes,
+    num_slots,
+    seed_low,
+    seed_high,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_ASYMMETRIC: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    IS_LONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    blocks, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
+    is_value = elems < num_elems
+    wide = tl.load(values + elems, mask=is_value, other=0.0).to(tl.float32)
+    bits = wide.to(tl.int32, bitcast=True)
+    if IS_ASYMMETRIC:
+        order = _in_order(bits)
+        if HAS_TAIL:
+            lowest = tl.min(tl.where(is_value, order, 0x7FFFFFFF), axis=1)
+            highest = tl.max(tl.where(is_value, order, -0x7FFFFFFF), axis=1)
+        else:
+            lowest = tl.min(order, axis=1)
+            highest = tl.max(order, axis=1)
+        # A minimum of -0 is 0.
+        minimum = _in_order(lowest).to(tl.float32, bitcast=True) + 0.0
+        spread = _in_order(highest).to(tl.float32, bitcast=True) - minimum
+        wide = wide - minimum[:, None]
+    else:
+        minimum = tl.zeros([NUM_BLOCKS], tl.float32)
+        spread = tl.max(bits & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+
+    scale = spread * (1.0 / LARGEST)
+    is_finite = spread < float("inf")
+    is_usable = is_finite & (scale >= _SMALLEST_SCALE)
+    inverse = tl.where(is_usable, tl.div_rn(1.0, scale), 0.0)
+    scale = tl.where(is_usable, scale, tl.where(is_finite, 0.0, float("nan")))
+    # Slots without a block are padding, which is zero.
+    is_block = blocks * BLOCK < num_elems
+    tl.store(scales + blocks, tl.where(is_block, scale, 0.0), mask=blocks < num_slots)
+    if IS_ASYMMETRIC:
+        tl.store(minima + blocks, tl.where(is_block & is_finite, minimum, 0.0), mask=blocks < num_slots)
+
+    codes = wide * inverse[:, None]
+    if KIND == "e4m3" or KIND == "e5m2":
+        tl.store(payload + elems, codes.to(payload.dtype.element_ty), mask=elems < num_payload_bytes)
+    else:
+        if IS_STOCHASTIC:
+            codes = tl.floor(codes + _uniform(elems, seed_low, seed_high))
+            codes = tl.minimum(tl.maximum(codes, 0.0 if IS_ASYMMETRIC else -LARGEST), LARGEST)
+        # The integer is in the low bits; with the 8 that a symmetric int4 has added to it.
+        shift: tl.constexpr = _NEAREST + (8.0 if KIND == "int4" and not IS_ASYMMETRIC else 0.0)
+        integers = (codes + shift).to(tl.int32, bitcast=True)
+        if HAS_TAIL:
+            integers = tl.where(is_value, integers, 0)
+        if KIND == "int4":
+            low, high = tl.split(tl.reshape(integers, [NUM_BLOCKS, BLOCK // 2, 2]))
+            packed = (low & 15) | (high << 4)
+            bytes_at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            tl.store(payload + bytes_at, packed.to(tl.uint8), mask=bytes_at < num_payload_bytes)
+        else:
+            tl.store(payload + elems, integers.to(payload.dtype.element_ty), mask=elems < num_payload_bytes)
+
+
+@triton.jit
+def _decode_tile(
+    payload,
+    scales,
+    minima,
+    out,
+    payload_stride,
+    scales_stride,
+    num_elems,
+    num_payload,
+    num_rows,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_ASYMMETRIC: tl.constexpr,
+    IS_LONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    _, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
+    is_value = elems < num_elems
+    # The first row is not added to a zero: -0 stays what it is.
+    total = _decoded_row(
+        payload, scales, minima, num_elems, num_payload, KIND, HAS_SCALES, IS_ASYMMETRIC, IS_LONG, BLOCK, NUM_BLOCKS
+    )
+    if ADD:
+        total = tl.load(out + elems, mask=is_value, other=0.0).to(tl.float32) + total
+    for _row in tl.range(1, num_rows, loop_unroll_factor=4):
+        payload += payload_stride
+        scales += scales_stride
+        minima += scales_stride
+        total += _decoded_row(
+            payload, scales, minima, num_elems, num_payload, KIND, HAS_SCALES, IS_ASYMMETRIC, IS_LONG, BLOCK, NUM_BLOCKS
+        )
+    tl.store(out + elems, total.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _decoded_row(
+    payload,
+    scales,
+    minima,
+    num_elems,
+    num_payload,
+    KIND: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_ASYMMETRIC: tl.constexpr,
+    IS_LONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """This program's tile of what a row decodes to, in fp32."""
+    blocks, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
+    if KIND == "int4":
+        bytes_at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        packed = tl.load(payload + bytes_at, mask=bytes_at < num_payload, other=0)
+        halves = tl.join(packed & 15, packed >> 4)
+        # As the low bits of 2^23 they are a float without a conversion.
+        codes = (tl.reshape(halves, [NUM_BLOCKS, BLOCK]).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+        wide = codes - (2.0**23 + (0.0 if IS_ASYMMETRIC else 8.0))
+    else:
+        wide = tl.load(payload + elems, mask=elems < num_payload, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        is_block = blocks * BLOCK < num_elems
+        wide = wide * tl.load(scales + blocks, mask=is_block, other=0.0)[:, None]
+        if IS_ASYMMETRIC:
+            wide = wide + tl.load(minima + blocks, mask=is_block, other=0.0)[:, None]
+    return wide
+
+
+@triton.jit
+def _tile(IS_LONG: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """The indices of this program's blocks, and of their elements."""
+    program = tl.program_id(0)
+    if IS_LONG:
+        program = program.to(tl.int64)
+    blocks = program * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    return blocks, blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _in_order(bits):
+    """The bits of floats as integers of the same order, NaNs at both ends; and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _uniform(elems, seed_low, seed_high):
+    words = elems.to(tl.uint32) ^ seed_low.to(tl.uint32)
+    words ^= words >> 16
+    words *= 0x7FEB352D
+    words ^= seed_high.to(tl.uint32)
+    words ^= words >> 15
+    words *= 0x846CA68B
+    words ^= words >> 16
+    return ((words >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

@@ -1,0 +1,262 @@
+"""Encoding and decoding: what the bytes of a codec mean, in plain torch, and the kernels' reference.
+
+On a CUDA device the kernels of `kernels` do the same, bit for bit; elsewhere what is written here does. All arithmetic
+is fp32, an operation at a time, and nothing waits for a device.
+
+A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
+value (value - minimum) times 1/scale, ties to even, or `floor` of that plus a number of (0, 1) that is a hash of the
+seed and the element's index. fp8 is the cast of value times 1/scale. Decoded is code times scale, plus minimum.
+
+- int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
+  low half of a byte. The last block may be shorter.
+- A block of zeros, and one whose scale would be below 2^-126, has the scale 0: it decodes to zeros, or to its minimum.
+- A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
+  codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
+
+Elements are taken a piece at a time, so that the memory needed besides is a few pieces, whatever the size.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words
+
+# A piece and what is made of it lie in a core's second cache.
+PIECE_ELEMS = 1 << 16
+SMALLEST_SCALE = 2.0**-126
+
+_CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_WORD = 0xFFFFFFFF
+
+
+def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
+    """Fill `out`, bytes of exactly `encoded_bytes`, from the values. Only stochastic rounding reads the seed: the same
+    seed rounds the same way, so ranks and steps should have different ones."""
+    _check_values(codec, "values", values)
+    _check_encoded(codec, "out", out, values)
+    if not codec.has_scales:
+        out.view(_plain_dtype(codec, values)).copy_(values)
+    elif values.numel():
+        encoder = _kernels().encode if values.is_cuda else reference_encode
+        encoder(codec, values, out, seed)
+
+
+def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+    """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is
+    must be of `out`'s dtype."""
+    _check_values(codec, "out", out)
+    _check_encoded(codec, "encoded", encoded, out)
+    if not codec.has_scales and not add:
+        out.copy_(encoded.view(_plain_dtype(codec, out)))
+    else:
+        _decode(codec, encoded[None], out, add)
+
+
+def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
+    """Into `out` the sum of what the rows, (num_rows, encoded_bytes), decode to: in fp32, in the order of the rows, and
+    rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
+    _check_values(codec, "out", out)
+    if encoded_rows.ndim != 2 or not len(encoded_rows):
+        raise ConfigurationError(
+            f"codec {codec}: encoded_rows of shape {tuple(encoded_rows.shape)}; it must be (num_rows, "
+            f"{encoded_bytes(codec, out.numel(), out.dtype)}), a row of bytes for each rank"
+        )
+    _check_encoded(codec, "a row of encoded_rows", encoded_rows[0], out)
+    _decode(codec, encoded_rows, out, add=False)
+
+
+def _decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
+    if out.numel():
+        decoder = _kernels().decode if out.is_cuda else reference_decode
+        decoder(codec, rows, out, add)
+
+
+def reference_encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
+    """Of a codec with scales."""
+    where = parts(codec, values.numel())
+    scales, minima = _scale_parts(codec, out[None], values.numel())
+    out[where.payload_bytes : where.scales_at].zero_()
+    num_elems, num_piece = values.numel(), _piece_elems(codec, values.numel())
+    wide_scratch = torch.empty(num_piece, dtype=torch.float32, device=values.device)
+    spare_scratch = torch.empty_like(wide_scratch)
+    for begin in range(0, num_elems, num_piece):
+        num = min(num_piece, num_elems - begin)
+        blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
+        num_whole = (blocks.stop - blocks.start) * codec.block
+        wide, spare = wide_scratch[:num_whole], spare_scratch[:num_whole]
+        wide[:num].copy_(values[begin : begin + num])
+        # A shorter block is filled with its first element, which changes neither its minimum nor its maximum.
+        wide[num:].copy_(wide[num_whole - codec.block])
+        in_blocks = wide.view(-1, codec.block)
+        if codec.is_asymmetric:
+            # A minimum of -0 is 0: which of the two is the smaller is not defined.
+            minimum = in_blocks.amin(1) + 0.0
+            spread = in_blocks.amax(1) - minimum
+            minima[0, blocks] = torch.where(spread < torch.inf, minimum, 0.0)
+            in_blocks.sub_(minimum[:, None])
+        else:
+            spread = torch.abs(in_blocks, out=spare.view(-1, codec.block)).amax(1)
+        scale, inverse = _scale(codec, spread)
+        scales[0, blocks] = scale
+        in_blocks.mul_(inverse[:, None])
+        if codec.is_integer:
+            if codec.is_stochastic:
+                wide.add_(_uniform(begin, num_whole, seed, values.device)).floor_()
+                wide.clamp_(0.0 if codec.is_asymmetric else -codec.largest, codec.largest)
+            else:
+                wide.round_()
+        _write_codes(codec, wide[:num], spare, out, begin)
+    scales[0, where.num_blocks :].zero_()
+    minima[0, where.num_blocks :].zero_()
+
+
+def reference_decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
+    scales, minima = _scale_parts(codec, rows, out.numel())
+    num_elems, num_piece = out.numel(), _piece_elems(codec, out.numel())
+    total_scratch = torch.empty(num_piece, dtype=torch.float32, device=out.device)
+    wide_scratch = torch.empty_like(total_scratch)
+    for begin in range(0, num_elems, num_piece):
+        num = min(num_piece, num_elems - begin)
+        blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
+        num_whole = (blocks.stop - blocks.start) * codec.block
+        total, wide = total_scratch[:num_whole], wide_scratch[:num_whole]
+        piece = out[begin : begin + num]
+        if add:
+            total[:num].copy_(piece)
+        for index, row in enumerate(rows):
+            is_first = index == 0 and not add
+            decoded = total if is_first else wide
+            _read_codes(codec, row, decoded[:num], begin, out.dtype)
+            if codec.has_scales:
+                decoded.view(-1, codec.block).mul_(scales[index, blocks, None])
+                if codec.is_asymmetric:
+                    decoded.view(-1, codec.block).add_(minima[index, blocks, None])
+            if not is_first:
+                total.add_(wide)
+        piece.copy_(total[:num])
+
+
+def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block, and what its values are multiplied with."""
+    scale = spread * (1.0 / codec.largest)
+    is_finite = spread < torch.inf
+    is_usable = is_finite & (scale >= SMALLEST_SCALE)
+    kept = torch.where(is_usable, scale, torch.where(is_finite, 0.0, torch.nan))
+    return kept, torch.where(is_usable, scale.reciprocal(), 0.0)
+
+
+def _uniform(begin: int, num: int, seed: int, device: torch.device) -> Tensor:
+    """An odd multiple of 2^-24 below 1 for each of the elements from `begin`: a hash of the seed and the index. Words
+    of 32 bits lie in 64: a product with a signed factor cannot overflow, and its lower half is the unsigned one's."""
+    low, high = seed_words(seed)
+    words = torch.arange(begin, begin + num, device=device).bitwise_xor_(low).bitwise_and_(_WORD)
+    words.bitwise_xor_(words >> 16).mul_(0x7FEB352D).bitwise_xor_(high).bitwise_and_(_WORD)
+    words.bitwise_xor_(words >> 15).mul_(0x846CA68B - 2**32).bitwise_and_(_WORD)
+    words.bitwise_xor_(words >> 16).bitwise_right_shift_(8).bitwise_or_(1)
+    return words.to(torch.float32).mul_(2.0**-24)
+
+
+def _write_codes(codec: Codec, codes: Tensor, spare: Tensor, out: Tensor, begin: int) -> None:
+    """Of a piece that begins at the element `begin`. A cast to int8 is much quicker than one to uint8."""
+    num = codes.numel()
+    if codec.kind == "int4":
+        narrow = spare.view(torch.int8)[: num + num % 2]
+        narrow[num:].zero_()
+        narrow[:num].copy_(codes if codec.is_asymmetric else codes.add_(8.0))
+        pairs = narrow.view(torch.int16)
+        packed = (pairs >> 4).bitwise_or_(pairs).bitwise_and_(0xFF)
+        out[begin // 2 : begin // 2 + packed.numel()].copy_(packed)
+    elif codec.kind == "int8":
+        payload = out[begin : begin + num]
+        payload.view(torch.int8).copy_(codes.sub_(128.0) if codec.is_asymmetric else codes)
+        if codec.is_asymmetric:
+            payload.bitwise_xor_(0x80)
+    else:
+        out[begin : begin + num].view(_FP8[codec.kind]).copy_(codes)
+
+
+def _read_codes(codec: Codec, row: Tensor, wide: Tensor, begin: int, dtype: torch.dtype) -> None:
+    num = wide.numel()
+    if codec.kind == "int4":
+        packed = row[begin // 2 : (begin + num + 1) // 2].to(torch.int16)
+        pairs = (packed << 4).bitwise_or_(packed).bitwise_and_(0x0F0F)
+        wide.copy_(pairs.view(torch.uint8)[:num])
+        if not codec.is_asymmetric:
+            wide.sub_(8.0)
+    elif codec.kind == "int8":
+        wide.copy_(row[begin : begin + num].view(torch.uint8 if codec.is_asymmetric else torch.int8))
+    elif codec.kind == "e4m3":
+        # Shifted into place it is a fp16 that is 2^8 too small. torch's own cast takes ten times as long.
+        signed = row[begin : begin + num].view(torch.int8).to(torch.int16)
+        shifted = (signed << 7).bitwise_and_(0x3F80).bitwise_or_(signed.bitwise_and_(-0x8000))
+        wide.copy_(shifted.view(torch.float16)).mul_(256.0)
+    elif codec.kind == "e5m2":
+        wide.copy_((row[begin : begin + num].to(torch.int16) << 8).view(torch.float16))
+    else:
+        wide.copy_(row.view(_PLAIN.get(codec.kind, dtype))[begin : begin + num])
+
+
+def _scale_parts(codec: Codec, rows: Tensor, num_elems: int) -> tuple[Tensor, Tensor]:
+    """Scales and minima of each row, padding included; empty where the codec has none."""
+    if not codec.has_scales:
+        return rows.new_empty(0), rows.new_empty(0)
+    where = parts(codec, num_elems)
+    return (
+        rows[:, where.scales_at : where.minima_at].view(torch.float32),
+        rows[:, where.minima_at : where.total_bytes].view(torch.float32),
+    )
+
+
+def _piece_elems(codec: Codec, num_elems: int) -> int:
+    return min(PIECE_ELEMS, -(-num_elems // codec.block) * codec.block)
+
+
+def _plain_dtype(codec: Codec, values: Tensor) -> torch.dtype:
+    return _PLAIN.get(codec.kind, values.dtype)
+
+
+def _kernels() -> ModuleType:
+    try:
+        from . import kernels
+    except ImportError as error:
+        raise ConfigurationError(
+            f"codecs on a CUDA device are Triton kernels, and triton cannot be imported ({error}); install the triton "
+            f"that belongs to torch {torch.__version__}, or let everything travel as_is"
+        ) from error
+    return kernels
+
+
+def _check_values(codec: Codec, what: str, values: Tensor) -> None:
+    if values.dtype not in _CARRIED:
+        raise ConfigurationError(
+            f"codec {codec} cannot carry {what} of {values.dtype}; it carries {', '.join(map(str, _CARRIED))}"
+        )
+    if values.ndim != 1 or not values.is_contiguous():
+        raise ConfigurationError(
+            f"codec {codec}: {what} has shape {tuple(values.shape)} and strides {values.stride()}; it must be flat and "
+            "contiguous"
+        )
+
+
+def _check_encoded(codec: Codec, what: str, encoded: Tensor, values: Tensor) -> None:
+    needed = encoded_bytes(codec, values.numel(), values.dtype)
+    if encoded.dtype != torch.uint8 or tuple(encoded.shape) != (needed,) or not encoded.is_contiguous():
+        raise ConfigurationError(
+            f"codec {codec}: {what} is {encoded.dtype} of shape {tuple(encoded.shape)}; {values.numel()} elements of "
+            f"{values.dtype} need contiguous torch.uint8 of shape ({needed},)"
+        )
+    if encoded.device != values.device:
+        raise ConfigurationError(
+            f"codec {codec}: {what} is on {encoded.device} and the values on {values.device}; one device must hold both"
+        )
+    align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
+    if needed and encoded.storage_offset() % align:
+        raise ConfigurationError(
+            f"codec {codec}: {what} begins at byte {encoded.storage_offset()} of its storage; it must begin at a "
+            f"multiple of {align}"
+        )
