@@ -47,8 +47,8 @@ def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
 
 
 def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> None:
-    """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is must
-    be of `out`'s dtype."""
+    """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is
+    must be of `out`'s dtype."""
     _check_values(codec, "out", out)
     _check_encoded(codec, "encoded", encoded, out)
     if not codec.has_scales and not add:
