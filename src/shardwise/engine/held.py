@@ -98,7 +98,12 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
     registered = count(model.buffers())
     # Memory of units that are always whole is params, but for the gaps between their flats.
-    buffers = registered + count([*engine.gathers.memory.slots, *engine.gathers.memory.row_slots, *own]) - whole + count(slots)
+    buffers = (
+        registered
+        + count([*engine.gathers.memory.slots, *engine.gathers.memory.row_slots, *own])
+        - whole
+        + count(slots)
+    )
     buffers += count(_small(engine, states, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(engine.mesh.device)

@@ -81,9 +81,7 @@ class Carrier:
         for flight in self.start(buffer, depth, hops, channels, rows):
             finish(flight)
 
-    def _start_encoded(
-        self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor | None
-    ) -> InFlight:
+    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor | None) -> InFlight:
         codec = self._flat.grads_codec
         assert codec is not None
         if codec.has_feedback:
