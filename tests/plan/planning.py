@@ -43,3 +43,14 @@ def assessed(
 
 
 EVERY = list(PRESETS)
+# What travels encoded: everywhere, or in one way alone.
+WIRES = [
+    "ddp+grads_as=int8",
+    "zero1+params_as=int8+grads_as=int4:feedback",
+    "zero2+params_as=e4m3",
+    "zero3+params_as=int8",
+    "zero3+grads_as=int4:128:feedback",
+    "hsdp+params_as=bf16+grads_as=bf16",
+    "hfsdp+params_as=int8:asymmetric",
+    "zero3_offload+params_as=int8+grads_as=int8",
+]

@@ -16,7 +16,7 @@ STRATEGY = {
     "tokens_per_second_per_gpu", "mfu",
 }  # fmt: skip
 BESIDE = {
-    "strategy", "runs", "tight", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline",
+    "strategy", "exact", "tight", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline",
     "traffic", "nearest", "compute_seconds", "optimizer_part_on_device",
 }  # fmt: skip
 PER_GPU = {*CLASSES, "context", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high"}

@@ -65,10 +65,16 @@ def test_where_the_device_is_the_host_nothing_is_won_there() -> None:
     assert there.fits
 
 
-def test_what_this_version_runs() -> None:
-    assert all(assessed(name).runs for name in EVERY)
-    assert not assessed("zeropp").runs
-    assert not assessed({"blocks.0": replace(PRESETS["zero3"], params_as="int8"), "*": "zero3"}).runs
+def test_what_is_exact() -> None:
+    assert [name for name in EVERY if not assessed(name).is_exact] == ["zeropp"]
+    assert not assessed({"blocks.0": replace(PRESETS["zero3"], params_as="int8"), "*": "zero3"}).is_exact
+
+
+def test_a_table_and_a_matrix_of_the_same_shape_travel_differently() -> None:
+    found = assessed("zero3+params_as=int8")
+    by_name = {unit.name: unit.flats for unit in found.schedule.units}
+    assert [flat.params[0].shape for name in ("embed", "head") for flat in by_name[name]] == [(32000, 1024)] * 2
+    assert [flat.params_codec is None for name in ("embed", "head") for flat in by_name[name]] == [True, False]
 
 
 def test_blocks_that_are_alike_share_their_flats() -> None:

@@ -192,13 +192,13 @@ def small(free_bytes: int, **words: Any) -> Machine:
     return machine(gpus=2, free_bytes=free_bytes, **words)
 
 
-@pytest.mark.parametrize("only_what_runs", [False, True])
-def test_without_a_folder_nothing_goes_to_disk(only_what_runs: bool) -> None:
+@pytest.mark.parametrize("only_exact", [False, True])
+def test_without_a_folder_nothing_goes_to_disk(only_exact: bool) -> None:
     for free_bytes in (5 * GB, 9 * GB):
         on = small(free_bytes, host_memory=4 * GB)
-        found = searched(on, Training(), only_what_runs=only_what_runs)
+        found = searched(on, Training(), only_exact=only_exact)
         assert not any(layout.uses_disk for entry in found.found for layout in entry.layouts)
-        told = searched(on, Training(), only_what_runs=only_what_runs, has_disk=True)
+        told = searched(on, Training(), only_exact=only_exact, has_disk=True)
         assert "zero3_nvme" in [entry.name for entry in told.found]
 
 

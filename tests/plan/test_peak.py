@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from shardwise.direct_io import ALIGNMENT
-from shardwise.layout import OFFLOADS, PLANNED, PRESETS
+from shardwise.layout import OFFLOADS, PRESETS
 from shardwise.plan.assess import Assessment
 from shardwise.plan.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.plan.memory import resting_grads, state_bytes
 from shardwise.plan.schedule import NORM_ELEMS, NUM_REDUCTIONS
 from shardwise.plan.training import Lora
-from tests.plan.planning import EVERY, MANY, SHAPE, assessed, machine
+from tests.plan.planning import EVERY, MANY, SHAPE, WIRES, assessed, machine
 
 STEPS: list[dict[str, Any]] = [
     {},
@@ -26,7 +26,7 @@ STEPS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sizes", STEPS, ids=str)
 @pytest.mark.parametrize(
-    "strategy", [*EVERY, *PLANNED, *OFFLOADS[1:4], "ddp+activations=host", "zero3_offload+optimizer=host:0.5"]
+    "strategy", [*EVERY, *WIRES, *OFFLOADS[1:4], "ddp+activations=host", "zero3_offload+optimizer=host:0.5"]
 )
 def test_classes_are_never_negative_and_the_peak_is_no_sum_of_maxima(strategy: str, sizes: dict[str, Any]) -> None:
     memory = assessed(strategy, machine(nodes=2), **sizes).memory

@@ -10,7 +10,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigurationError
-from shardwise.layout import PLANNED, PRESETS
+from shardwise.layout import PRESETS
 from shardwise.plan.plan import Plan
 from tests.cli.asking import Asker
 from tests.plan.conftest import Answer
@@ -87,7 +87,7 @@ def test_a_config_without_a_size_is_refused(ask: Asker, tmp_path: Path, missing:
 def test_a_config_with_all_sizes_is_planned(plan: Answer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     answer = plan(tmp_path, *ON, "--no-search")
-    assert [row["name"] for row in answer["strategies"]] == [*PRESETS, *PLANNED]
+    assert [row["name"] for row in answer["strategies"]] == [*PRESETS]
     named = plan(tmp_path / "config.json", *ON, "--no-search")["model"]
     assert named | {"name": ""} == answer["model"] | {"name": ""}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.layout import PLANNED, PRESETS, layouts_for
+from shardwise.layout import PRESETS, layouts_for
 from shardwise.plan.assess import Assessment, Machine
 from shardwise.plan.plan import Plan, plan_for
 from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, strategy_of
@@ -34,7 +34,7 @@ def between(split: str, kept: str, nodes: int = 1) -> Machine:
 def test_nothing_that_fits_is_faster_than_what_is_recommended(free_bytes: int, nodes: int) -> None:
     found = searched(machine(nodes=nodes, free_bytes=free_bytes))
     best = found.recommended
-    fitting = [entry for entry in found.found if has_room(entry) and entry.runs]
+    fitting = [entry for entry in found.found if has_room(entry) and entry.is_exact]
     if best is None:
         assert not any(entry.fits for entry in found.found)
         return
@@ -86,7 +86,7 @@ def test_every_strategy_of_a_plan_can_be_asked_for_again() -> None:
 
 def test_no_search_no_mixtures() -> None:
     found = searched(between("zero3", "zero2"), search=False)
-    assert [entry.name for entry in found.found] == [*PRESETS, *PLANNED]
+    assert [entry.name for entry in found.found] == [*PRESETS]
 
 
 def test_the_least_checkpointing_that_fits_is_taken() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.layout import PLANNED, PRESETS
+from shardwise.layout import PRESETS
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.plan import plan
 from shardwise.plan.shapes.shape import StatesOnly
@@ -25,7 +25,7 @@ def bytes_each(found: States, name: str) -> tuple[float, float, float]:
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert [row.name for row in states().rows] == [*PRESETS, *PLANNED]
+    assert [row.name for row in states().rows] == [*PRESETS]
 
 
 @pytest.mark.parametrize(

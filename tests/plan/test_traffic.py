@@ -3,13 +3,12 @@
 import pytest
 
 from shardwise.dtypes import BF16
-from shardwise.layout import PLANNED
 from shardwise.plan.traffic import crossing_bytes
 from shardwise.wire.ledger import describe_call
-from tests.plan.planning import EVERY, assessed, machine
+from tests.plan.planning import EVERY, WIRES, assessed, machine
 
 
-@pytest.mark.parametrize("strategy", [*EVERY, *PLANNED])
+@pytest.mark.parametrize("strategy", [*EVERY, *WIRES])
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_inside_and_between_are_all(strategy: str, nodes: int) -> None:
     moved = assessed(strategy, machine(nodes=nodes)).moved

@@ -29,8 +29,9 @@ from .runtime import Engine
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`params` are copies in the compute dtype that stay between steps, `optimizer` is masters and moments, `buffers`
-    are gather slots, reduction slots, what modules registered, and counters.
+    """`params` are copies that stay between steps, in the compute dtype or encoded, `grads` are gradients and what
+    encoding lost of them, `optimizer` is masters and moments, `buffers` are gather slots, reduction slots, what modules
+    registered, and counters.
 
     `now` and `peak` are all that is allocated on a GPU, or the resident memory of the process on a CPU.
     """
@@ -94,7 +95,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     count = _Counter(engine.mesh.device, engine.host.arena.owns)
     whole = _whole_bytes(states)
     params = whole + count(_resting_copies(states))
-    grads = count(gradients)
+    grads = count(gradients) + count(lost for state in states for lost in state.carrier.lost.values())
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
     registered = count(model.buffers())
     # Memory of units that are always whole is params, but for the gaps between their flats.

@@ -210,8 +210,8 @@ class Assessment:
         return f"<{self.name}: {words}>"
 
     @property
-    def runs(self) -> bool:
-        """Whether the engine of this version can run it."""
+    def is_exact(self) -> bool:
+        """Everything travels as it is: training gives the numbers that one process would."""
         return all(layout.is_exact for layout in self.layouts)
 
     @property
@@ -271,5 +271,6 @@ class Assessor:
 def _signature(unit: FoundUnit, keep_fp32: Sequence[str]) -> object:
     kept = [bool(keep_fp32) and matches(param.sites[0].module, keep_fp32) for param in unit.params]
     return tuple(
-        (param.shape, param.dtype, param.trainable, is_kept) for param, is_kept in zip(unit.params, kept, strict=True)
+        (param.shape, param.dtype, param.trainable, param.is_table, is_kept)
+        for param, is_kept in zip(unit.params, kept, strict=True)
     )

@@ -6,13 +6,14 @@ over the bus, from disk and to it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ..dtypes import INT32, dtype_of
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
+from .memory import LOST
 from .schedule import Occupancy, Schedule, UnitPlan
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
@@ -29,13 +30,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`host_elems` are parameters that the host updates."""
+    """`host_elems` are parameters that the host updates. `encode_bytes` and `decode_bytes` are what the device reads
+    and writes of its own memory before the first of `calls` and after it, where they carry something encoded."""
 
     verb: Verb
     unit: str
     calls: tuple[Call, ...] = ()
     moves: tuple[Move, ...] = ()
     host_elems: int = 0
+    encode_bytes: int = 0
+    decode_bytes: int = 0
 
 
 # Flats to gather, and whether their master is newer than every copy of it.
@@ -97,7 +101,7 @@ class _Teller:
             else:
                 known = reduce_event(unit, happening.is_first, happening.is_last)
             self._known[key] = known
-        return Event(happening.verb, unit.name, known.calls, known.moves)
+        return replace(known, unit=unit.name)
 
 
 def _agreement(schedule: Schedule) -> Event:
@@ -147,11 +151,23 @@ def _gathers(occupancy: Occupancy, units: Iterable[int]) -> Iterator[_Happening]
 def gather_event(unit: UnitPlan, todo: Todo) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
+    encode_bytes = decode_bytes = 0
     for flat, is_stale in todo:
         hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
         calls.extend(_gather_calls(flat, hops))
         moves.extend(_fetches(flat, is_stale))
-    return Event("gather", unit.name, tuple(calls), _added_up(moves))
+        if flat.params_codec is not None:
+            encode_bytes += _row_making_bytes(flat, is_stale)
+            decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
+    return Event("gather", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
+
+
+def _row_making_bytes(flat: Flat, is_stale: bool) -> int:
+    """Before a gather of rows: from this rank's master, cast already, or from the copy at rest, which is such rows; a
+    new one is copied there."""
+    copied = 2 * flat.rest_bytes if flat.copy_is_encoded else 0
+    encoded = flat.num_master * flat.compute.itemsize + flat.row_bytes
+    return copied + (encoded if is_stale or not flat.copy_is_encoded else 0)
 
 
 def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
@@ -182,17 +198,21 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     """Gradients that rest on the host come back to be added to."""
     calls: list[Call] = []
     moves: list[Move] = []
+    encode_bytes = decode_bytes = 0
     for flat in unit.flats:
         if flat.trainable:
             hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
             calls.extend(_reduce_calls(flat, hops))
+            first, *others = (*_coding_bytes(flat, hops), 0)
+            encode_bytes += first
+            decode_bytes += sum(others)
             if flat.grads_on_host and not is_first:
                 moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
             if flat.host_updates and is_last:
                 moves.append(Move("to_host", flat.num_master * flat.reduce.itemsize))
             elif flat.grads_on_host:
                 moves.append(Move("to_host", flat.num_grads * flat.reduce.itemsize))
-    return Event("reduce", unit.name, tuple(calls), _added_up(moves))
+    return Event("reduce", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
 
 
 def update_event(unit: UnitPlan, num_moments: float) -> Event:
@@ -235,6 +255,24 @@ def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
         yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
         if hop.kind == "all_reduce":
             yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
+
+
+def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
+    """What a reduction's encodings and decodings read and write, one after the other: of every hop the rows to be sent,
+    and the sum of those that came; and where all ranks want it, the rows of the sum. With feedback, what was lost is
+    added first, and what is lost is found out: rows once more, three times the gradient, six times what is kept."""
+    codec = flat.grads_codec
+    if codec is None:
+        return
+    for hop, num_ranks, num_elems in _moving(flat, hops):
+        part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
+        row = encoded_bytes(codec, num_elems // num_ranks)
+        lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
+        yield whole + num_ranks * row + lost
+        yield num_ranks * row + part
+        if hop.kind == "all_reduce":
+            yield part + row
+            yield num_ranks * row + whole
 
 
 def _moving(flat: Flat, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:

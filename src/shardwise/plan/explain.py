@@ -6,6 +6,8 @@ from typing import Any
 from ..layout import Place, Split
 from .assess import Assessment
 from .cost.peak import CLASSES
+from .memory import kept_losses
+from .schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 
 _WORDS = {
     "params": "parameters",
@@ -110,12 +112,13 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
     master = "" if formats.master == formats.compute else f"{formats.master.itemsize} B master + "
     yield (
         "params",
-        _split_words(f"{formats.compute.itemsize} B a parameter", layout.params, layout.params_on, entry),
+        _split_words(_copy_words(entry), layout.params, layout.params_on, entry),
         "copies that stay between steps; none where parameters are split as far as the optimizer",
     )
     yield (
         "grads",
-        _split_words(f"{formats.reduce.itemsize} B a trained parameter", layout.grads, layout.grads_on, entry),
+        _split_words(f"{formats.reduce.itemsize} B a trained parameter", layout.grads, layout.grads_on, entry)
+        + _loss_words(entry),
         "reduce dtype; from the unit's backward to the step, or until they are on the host",
     )
     yield (
@@ -137,10 +140,11 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
     )
     yield (
         "gathered",
-        f"{len(entry.schedule.slot_bytes)} slots of the largest unit; units kept until the backward",
+        f"{len(entry.schedule.slot_bytes)} slots of the largest unit; units kept until the backward"
+        + (f"; {NUM_ROW_SLOTS} of its parameters encoded" if entry.schedule.row_slot_bytes else ""),
         "plan/schedule.py",
     )
-    yield "reduce", "2 slots of the largest unit in the reduce dtype", "plan/schedule.py"
+    yield "reduce", _slot_words(entry), "plan/schedule.py"
     yield (
         "loss",
         {
@@ -150,6 +154,25 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
         }[training.loss],
         "train/loss.py" if training.loss == "chunked" else "torch's cross-entropy",
     )
+
+
+def _copy_words(entry: Assessment) -> str:
+    flats = [flat for unit in entry.schedule.units for flat in unit.flats if flat.copy_is_encoded]
+    num_bytes, num_elems = sum(flat.rest_bytes for flat in flats), sum(flat.num_rest for flat in flats)
+    encoded = f", {num_bytes / num_elems:.3g} B of one that is kept encoded" if flats else ""
+    return f"{entry.training.formats.compute.itemsize} B a parameter{encoded}"
+
+
+def _loss_words(entry: Assessment) -> str:
+    lost = kept_losses(entry.schedule.trainable_flats)
+    return f"; {lost / 1e9:,.2g} GB of what encoding lost, which stay for the next" if lost else ""
+
+
+def _slot_words(entry: Assessment) -> str:
+    flats = entry.schedule.trainable_flats
+    parts = ["in the reduce dtype"] if any(flat.reduces_in_slot for flat in flats) else []
+    parts += ["as it is sent and received, encoded"] if any(flat.exchanged_bytes for flat in flats) else []
+    return f"{NUM_REDUCTIONS} slots of the largest unit {', and '.join(parts)}" if parts else "none: they rest whole"
 
 
 def _split_words(each: str, split: Split, place: Place, entry: Assessment) -> str:

@@ -3,12 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..dtypes import BF16
 from .flat import Flat
+
+# What encoding lost is kept in 16 bits.
+LOST = BF16
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """`params` are copies in the compute dtype that stay between steps, `optimizer` is master and moments."""
+    """`params` are copies that stay between steps, in the compute dtype or encoded, `optimizer` is master and moments.
+    `grads` has what encoding lost of them, too, where that is kept for the next."""
 
     params: int
     grads: int
@@ -32,7 +37,7 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
     states = [device_state(flat, num_moments) for flat in flats]
     return StateBytes(
         params=sum(params for params, _ in states),
-        grads=resting_grads(flats),
+        grads=resting_grads(flats) + kept_losses(flats),
         optimizer=sum(optimizer for _, optimizer in states),
     )
 
@@ -56,3 +61,8 @@ def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
 def resting_grads(flats: Iterable[Flat]) -> int:
     """On the device, between micro-batches."""
     return sum(flat.num_grads * flat.reduce.itemsize for flat in flats if flat.trainable and not flat.grads_on_host)
+
+
+def kept_losses(flats: Iterable[Flat]) -> int:
+    """What encoding lost of gradients, on the device from the first reduction on."""
+    return sum(flat.num_lost * LOST.itemsize for flat in flats)

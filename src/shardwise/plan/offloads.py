@@ -21,7 +21,7 @@ from .training import Training
 def offloads(
     assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool = True
 ) -> Iterator[Assessment]:
-    """What is better than all of `found`, or fits where none of it does."""
+    """What is better than all of `found`, which are exact as these, or fits where none of it does."""
     best = fastest(found)
     for entry in _tried(assess, found, choice, has_disk):
         if best is None or fastest([best, entry]) is entry:
@@ -30,7 +30,7 @@ def offloads(
 
 
 def _tried(assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool) -> Iterator[Assessment]:
-    fits_here = any(has_room(entry) and entry.is_on_device and entry.runs for entry in found)
+    fits_here = any(has_room(entry) and entry.is_on_device for entry in found)
     layouts = {name: layout_of(name) for name in OFFLOADS}
     layouts = {name: layout for name, layout in layouts.items() if has_disk or not layout.uses_disk}
     tried: list[Assessment] = []

@@ -123,22 +123,25 @@ def plan_for(
     *,
     strategy: Strategy | None = None,
     search: bool = True,
-    only_what_runs: bool = False,
+    only_exact: bool = False,
     has_disk: bool = False,
     tie: float = TIE,
     **settings: Any,
 ) -> Plan:
-    """`has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
+    """What is not exact is only recommended if it is the strategy that was asked for; it has a row unless `only_exact`.
+    `has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
     `settings` are the `Assessor`'s."""
     assess = Assessor(subject, machine, **settings)
     if strategy is not None:
-        entries = [asked(assess, strategy, choice)]
+        entries = candidates = [asked(assess, strategy, choice)]
     else:
-        entries = list(presets(assess, choice, only_what_runs, has_disk))
+        entries = list(presets(assess, choice, only_exact, has_disk))
+        candidates = [entry for entry in entries if entry.is_exact]
         if search and choice.engine == "shardwise":
-            entries += mixtures(assess, {entry.name: entry for entry in entries}, choice)
-            entries += offloads(assess, entries, choice, has_disk)
-    best = fastest(entries, tie)
+            more = list(mixtures(assess, {entry.name: entry for entry in candidates}, choice))
+            more += offloads(assess, [*candidates, *more], choice, has_disk)
+            entries, candidates = [*entries, *more], [*candidates, *more]
+    best = fastest(candidates, tie)
     why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
     return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
 
@@ -195,15 +198,15 @@ def _subject_of_module(model: Any, training: Training) -> Subject:
 
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
-    if best is None or not best.runs:
-        return _why_nothing_runs(assess, entries, best)
+    if best is None:
+        return _why_nothing_fits(assess, entries)
     if not best.is_on_device:
         return _why_off_device(entries, best)
     others = [entry for entry in entries if entry.fits and entry is not best]
     if assess.machine.cluster.world_size == 1:
         return "it fits on one GPU, and there is nobody to share with"
-    is_fastest = all(entry.runs or entry.tokens_per_s <= best.tokens_per_s for entry in others)
-    text = f"the fastest that fits{'' if is_fastest else ' and runs'}, {best.step_s:.3g} s a step"
+    is_fastest = all(entry.is_exact or entry.tokens_per_s <= best.tokens_per_s for entry in others)
+    text = f"the fastest that fits{'' if is_fastest else ' and is exact'}, {best.step_s:.3g} s a step"
     for entry in others:
         if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
@@ -228,12 +231,12 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     return text
 
 
-def _why_nothing_runs(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
+def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
     """With what would help: the smallest change to what needs least."""
-    running = [entry for entry in entries if entry.runs] or list(entries)
-    least = min(running, key=lambda entry: entry.needed_bytes)
+    exact = [entry for entry in entries if entry.is_exact] or list(entries)
+    least = min(exact, key=lambda entry: entry.needed_bytes)
     change = nearest_change(assess, least)
     advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
-    if best is None:
+    if not (rounding := [entry.name for entry in entries if entry.fits]):
         return f"nothing fits: {advice}"
-    return f"nothing fits that this version can run: {advice}. {best.name} fits, in a later version"
+    return f"nothing exact fits: {advice}. {' and '.join(rounding)} would fit, and rounds what travels: ask for it"

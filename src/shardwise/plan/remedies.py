@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..dtypes import BF16
 from ..errors import ConfigurationError
+from ..layout import Layout
 from .assess import Assessment, Assessor, Machine
 from .training import Training
 
@@ -53,12 +54,20 @@ def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assess
     """The same with more and more on the host, and what that is in words; nothing where something is there already."""
     if not entry.is_on_device or len(set(entry.layouts)) > 1 or entry.training.engine != "shardwise":
         return
-    layout = replace(entry.layouts[0], grads_on="host", optimizer_on="host")
-    moved = {"the optimizer on the host": layout}
-    if layout.gathered_until != "always":
-        moved["optimizer and parameters on the host"] = replace(layout, params_on="host")
-    for words, layout in moved.items():
-        yield words, assess(layout.name, [layout] * len(entry.layouts), entry.training)
+    words = ("the optimizer on the host", "optimizer and parameters on the host")
+    for said, layout in zip(words, on_host(entry.layouts[0]), strict=False):
+        yield said, assess(layout.name, [layout] * len(entry.layouts), entry.training)
+
+
+def on_host(layout: Layout) -> Iterator[Layout]:
+    """The same with gradients and optimizer on the host; and with the parameters, too, where that makes sense."""
+    moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
+    yield moved
+    try:
+        moved = replace(moved, params_on="host")
+    except ConfigurationError:
+        return
+    yield moved
 
 
 def _cost(words: str, before: Assessment, after: Assessment) -> str:

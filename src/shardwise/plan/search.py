@@ -63,11 +63,9 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
-def presets(
-    assess: Assessor, choice: Choice, only_what_runs: bool = False, has_disk: bool = True
-) -> Iterator[Assessment]:
+def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk: bool = True) -> Iterator[Assessment]:
     for name, layout in PRESETS.items():
-        if only_what_runs and not layout.is_exact:
+        if only_exact and not layout.is_exact:
             continue
         if (choice.engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
             continue
@@ -140,9 +138,8 @@ def replace_name(found: Assessment, name: str) -> Assessment:
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """Of what fits with room and runs; if nothing does, of what fits. The first of those that are about as fast."""
+    """Of what fits with room; if nothing does, of what fits. The first of those that are about as fast."""
     fitting = [entry for entry in found if entry.fits]
-    fitting = [entry for entry in fitting if entry.runs] or fitting
     roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
     fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
     here = max((entry.tokens_per_s for entry in fitting if entry.is_on_device), default=0.0)

@@ -3,7 +3,7 @@
 Mixed precision is 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, and fp32 masters with Adam's two
 moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two places,
 which a plan of a real model counts: under zero3 it keeps no second 16-bit shard beside the masters, and gradients are
-fp32 unless asked otherwise. Traffic is that of one unit of this size, gradients in 16 bits.
+fp32 unless asked otherwise. Traffic is that of one matrix of this size, gradients in 16 bits.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from ..layout import PRESETS, Layout, Split, Strategy, layouts_for
 from .assess import Machine
 from .events import gather_event, reduce_event, update_event
 from .flat import flats_of
+from .memory import kept_losses
 from .model import ROOT, FoundUnit, Param, Site
 from .schedule import UnitPlan
 from .shapes.shape import StatesOnly
@@ -83,7 +84,10 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
     def part(bytes_each: float, split: Split) -> int:
         return round(num_params * bytes_each / share[split])
 
+    unit = _unit(layout, num_params, machine, training)
     params, grads = part(half, layout.params), part(half, layout.grads)
+    if all(flat.copy_is_encoded for flat in unit.flats):
+        params = sum(flat.rest_bytes for flat in unit.flats)
     optimizer = part(moments + (formats.master.itemsize if has_master else 0), layout.optimizer)
     on_device = {"params": params, "grads": grads, "optimizer": optimizer}
     elsewhere = {"host": 0, "disk": 0}
@@ -92,26 +96,31 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
             kept = round(layout.kept * on_device[what])
             elsewhere[place] += (on_device[what] - kept) * cluster.node_size
             on_device[what] = kept
+    on_device["grads"] += kept_losses(unit.flats)
     return StatesRow(
         name,
         layout,
         **on_device,
         host_bytes=elsewhere["host"],
         disk_bytes=elsewhere["disk"],
-        moved=_moved(layout, num_params, machine, training),
+        moved=_moved(unit, machine, training),
     )
 
 
-def _moved(layout: Layout, num_params: int, machine: Machine, training: Training) -> Moved:
-    cluster = machine.cluster
+def _unit(layout: Layout, num_params: int, machine: Machine, training: Training) -> UnitPlan:
+    """Of one matrix."""
     formats = training.formats
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)
     param = Param("weight", (1, num_params), formats.master, True, (Site("", "weight"),))
     found = FoundUnit(ROOT, "", (param,), False, True)
-    unit = UnitPlan(ROOT, layout, flats_of(found, layout, formats, cluster.axes, ()), False, True)
+    return UnitPlan(ROOT, layout, flats_of(found, layout, formats, machine.cluster.axes, ()), False, True)
+
+
+def _moved(unit: UnitPlan, machine: Machine, training: Training) -> Moved:
+    cluster = machine.cluster
     num = training.num_micro_batches
-    num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[layout.gathered_until]
+    num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[unit.layout.gathered_until]
     events = [gather_event(unit, [(flat, index == 0) for flat in unit.flats]) for index in range(num_gathers)]
     events += [reduce_event(unit, is_first=index == 0, is_last=index == num - 1) for index in range(num)]
     events.append(update_event(unit, training.num_moments))

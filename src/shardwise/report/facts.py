@@ -128,6 +128,11 @@ def is_tight(plan: Json, strategy: Json) -> bool:
     return bool(strategy.get("fits")) and limit is not None and between is not None and between[1] > limit
 
 
+def is_exact(strategy: Json) -> bool:
+    """Everything travels as it is."""
+    return strategy.get("exact") is not False
+
+
 def mfu(plan: Json, strategy: Json) -> float | None:
     """Nobody has said what a CPU could reach."""
     return None if device_word(plan) == "rank" else number(strategy.get("mfu"))

@@ -27,7 +27,7 @@ def _numbers(plan: Json, row: Json) -> object:
         *(amount(row, "traffic_bytes", name) for name in WIRES),
         *(amount(row, name) for name in ("host_bytes", "disk_bytes", "step_seconds", "tokens_per_second_per_gpu")),
     ]
-    words = [text_of(row.get(name)) for name in ("fits", "runs", "why_not", "nearest")]
+    words = [text_of(row.get(name)) for name in ("fits", "exact", "why_not", "nearest")]
     return (*(f"{figure:.4g}" for figure in [*figures, needed(row)]), *words, is_tight(plan, row), batch_words(row))
 
 

@@ -59,7 +59,6 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "is_choice": is_choice,
         "device": facts.device_word(plan),
         "recommended": None if best is None else text_of(best["name"]),
-        "runs": best is not None and bool(best.get("runs", True)),
         "verdict": verdict(plan),
         "why": _sentence(reason(plan)),
         "batches": batches.pop() if len(batches) == 1 else "",
@@ -136,7 +135,7 @@ def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, 
         else "\u2713 fits"
         if row.get("fits")
         else "\u2717 does not fit",
-        "runs": row.get("runs") is not False,
+        "exact": facts.is_exact(row),
         "batch": batch_words(row),
         "bar": Markup(bars.memory_bar(row, scale)),
         "needed": need,

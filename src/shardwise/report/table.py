@@ -16,6 +16,7 @@ from .facts import (
     device_word,
     gpu_bytes,
     interval,
+    is_exact,
     is_tight,
     mfu,
     needed,
@@ -46,7 +47,7 @@ NARROWEST = 40
 SHORTEST = 12  # of names that are cut
 PLAIN = 120  # of rows, where there is no terminal to ask
 BAR = 12  # characters that stand for the whole GPU
-NO_RUN = "*"
+ROUNDS = "*"  # behind a name
 INTERVALS = " ("
 LEFT = ("strategy", "with", "fits", "of ")
 # Where a row is too wide, columns go in this order; in the middle, the intervals of memory. Host and disk go first,
@@ -98,8 +99,6 @@ def explain(plan: Json) -> str:
 def verdict(plan: Json) -> str:
     """What to take and why, in a sentence."""
     best, why = recommended(plan), reason(plan)
-    if best is not None and not best.get("runs", True) and why:
-        return f"{why[:1].upper()}{why[1:]}"
     if best is not None:
         days = f"; {days_words(best)} days in all" if days_words(best) else ""
         return f"Take {text_of(best['name'])}" + (f": {why}{days}" if why else f"{days}.")
@@ -134,8 +133,8 @@ def _lines(plan: Json, width: int) -> Iterator[Line]:
         text = _laid_out({title: cells[at] for title, cells in columns.items()}, widths)
         style = "bold green" if strategy is best else "" if strategy.get("fits") else "dim"
         yield Line(f"{'>' if strategy is best else ' '} {text}"[:width], style)
-    if any(strategy.get("runs") is False for strategy in shown):
-        yield Line(f"  {NO_RUN} planned, but not run by this version yet", "dim")
+    if not all(map(is_exact, shown)):
+        yield Line(f"  {ROUNDS} rounds what travels: taken only if it is asked for", "dim")
     if any(is_tight(plan, strategy) for strategy in shown):
         yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
     if best is not None:
@@ -186,7 +185,7 @@ def _columns(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, list[str]]
     limit, device, shown = gpu_bytes(plan), device_word(plan), [strategy for strategy, _ in groups]
     batches = differences(shown)
     columns = {
-        "strategy": [f"{name}{NO_RUN if s.get('runs') is False else ''}" for s, name in groups],
+        "strategy": [name if is_exact(s) else f"{name}{ROUNDS}" for s, name in groups],
         **({"with": batches} if batches else {}),
         "fits": ["tight" if is_tight(plan, s) else "yes" if s.get("fits") else "no" for s in shown],
         f"GB per {device}": [_gigabytes_needed(s) for s in shown],

@@ -14,6 +14,7 @@ from ..plan.remedies import (
     can_reduce_in_bf16,
     flags_for,
     nearest_change,
+    on_host,
     with_eight_bits,
     with_single_sequences,
 )
@@ -100,9 +101,7 @@ def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assess
     layout = entry.layouts[0]
     if len(set(entry.layouts)) > 1 or layout.uses_disk:
         return
-    more = [replace(layout, grads_on="host", optimizer_on="host", kept=0.0)]
-    if layout.gathered_until != "always":
-        more.append(replace(more[0], params_on="host"))
+    more = list(on_host(layout))
     more += [replace(other, activations_on="host") for other in (layout, more[-1])]
     for moved in dict.fromkeys(more):
         if moved != layout:
@@ -139,7 +138,7 @@ def _other_strategy(planned: RunPlan) -> Assessment | None:
     """The fastest that fits; if none does, the one that needs least."""
     entry, assess = planned.entry, planned.assess
     choice = Choice(((entry.training,),))
-    found = plan_for(assess.subject, assess.machine, entry.training, choice, only_what_runs=True)
+    found = plan_for(assess.subject, assess.machine, entry.training, choice, only_exact=True)
     best = found.recommended or min(found.found, key=lambda other: other.needed_bytes)
     return best if best.layouts != entry.layouts else None
 

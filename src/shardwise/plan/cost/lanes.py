@@ -84,6 +84,16 @@ class Lanes:
             after = self._queue(Op((lane, call.axis), name, ready_s, after, cost))
         return after
 
+    def coding_s(self, num_bytes: int) -> float:
+        """What the device takes to read and write so much while it encodes or decodes."""
+        return num_bytes / (self._wear.coding * self._cluster.gpu.hbm_bytes_per_s)
+
+    def start_coding(self, queue: Queue, name: str, num_bytes: int, ready_s: float, after: Op | None) -> Op | None:
+        """On the device itself: no wire is taken. Nothing to be encoded or decoded is no operation."""
+        if not num_bytes:
+            return after
+        return self._queue(Op(queue, name, ready_s, after, ((), self.coding_s(num_bytes))))
+
     def start_move(self, name: str, move: Move, ready_s: float, after: Op | None, stream: str = "") -> Op:
         """`stream`: who copies. Copies of others share the wires, and do not wait for each other's turn."""
         lane = _LANES[move.way]
@@ -154,7 +164,7 @@ class Lanes:
                 self.spans.append(Span(DISK, first.name, wire_begin_s, free_s))
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
-        if self._wear.contention != 1.0 and lane in COLLECTIVES:
+        if self._wear.contention != 1.0 and lane in COLLECTIVES and wires:
             self._busy.append((begun_s, first.end_s))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))

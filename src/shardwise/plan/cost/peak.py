@@ -1,10 +1,10 @@
 """What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
 
 The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
-at rest, the ring of gather slots. Some comes and goes: units gathered until their backward, gradients (from the
-backward of their unit to the step), reduction slots (from the first reduction of a backward to its end), activations
-(from a unit's forward to its backward) and what a forward or a backward needs while it runs. The peak is the largest
-sum at one instant, never a sum of the largest.
+at rest, the ring of gather slots and that of encoded rows, what encoding lost of gradients. Some comes and goes: units
+gathered until their backward, gradients (from the backward of their unit to the step), reduction slots (from the first
+reduction of a backward to its end), activations (from a unit's forward to its backward) and what a forward or a
+backward needs while it runs. The peak is the largest sum at one instant, never a sum of the largest.
 
 What the host reads leaves. Gradients that rest on the host never have a place on the device beside a slot; those that
 rest on the device lose it in the last micro-batch, while the backward goes on. Activations that rest on the host are on
@@ -18,7 +18,7 @@ from functools import cached_property
 
 from ..events import Event
 from ..flat import Flat
-from ..memory import device_state, resting_grads
+from ..memory import device_state, kept_losses, resting_grads
 from ..offload import OffDevice, off_device
 from ..schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
@@ -133,6 +133,7 @@ class _Walk:
                 params, optimizer = device_state(flat, training.num_moments)
                 self.held[PARAMS] += params
                 self.held[OPTIMIZER] += optimizer
+            self.held[GRADS] += kept_losses(unit.flats)
             if slot is None and unit.layout.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
         self.held[GATHERED] += sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes

@@ -8,6 +8,10 @@ next step's first gathers for all updates on the device. The host updates one un
 gradients have arrived the one that the next forward needs first; its weights come to the device with the gather of the
 unit, which waits for no other. The host queues everything, in order, and the computation cannot overtake it. What lies
 beside the computation is in `lanes.py`.
+
+What travels encoded is encoded before it is sent and decoded when it has come, on the device and on the lane of its
+gather or reduction; the computation beside that is the longer by as much. (Of the hops of a reduction all but the first
+encoding is counted at the end.)
 """
 
 from collections import deque
@@ -20,6 +24,9 @@ from .compute import UnitSeconds
 from .lanes import Lanes, Op, Span
 from .peak import NUM_LEAVING
 from .stow import NUM_THERE
+
+# Where the engine encodes and decodes: gathers one after the other; reductions start on one lane and end on another.
+GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
 
 
 class Player:
@@ -97,10 +104,13 @@ class Player:
         for move in event.moves:
             if move.way in ("read", "to_device"):
                 last = self.lanes.start_move(name, move, ready_s, last, "gather")
-        # The cast runs beside the computation, and takes from it what it needs.
+        # Casts and encodings run beside the computation, and take from it what they need.
         cast_s = self._seconds[event.unit].cast
         self._stolen_s += cast_s
+        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.lanes.start_coding(GATHER_LANE, name, event.encode_bytes, ready_s + cast_s, last)
         last = self.lanes.start_calls("gather", name, event.calls, ready_s + cast_s, last)
+        last = self.lanes.start_coding(GATHER_LANE, name, event.decode_bytes, ready_s + cast_s, last)
         if last is not None:
             self._gathers[event.unit] = last
         for move in event.moves:
@@ -141,7 +151,10 @@ class Player:
     def _reduce(self, event: Event, is_last: bool) -> None:
         self._host_s += self._wear.event_s
         name = f"reduce {event.unit}"
-        last = reduced = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, None)
+        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.lanes.start_coding(START_LANE, name, event.encode_bytes, self._compute_s, None)
+        last = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, last)
+        last = reduced = self.lanes.start_coding(FINISH_LANE, name, event.decode_bytes, self._compute_s, last)
         for move in event.moves:
             last = self.lanes.start_move(name, move, self._compute_s, last, "gradients")
         if self._has_slot[event.unit]:

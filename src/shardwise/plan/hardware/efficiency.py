@@ -32,6 +32,10 @@ class Efficiency:
     source: str
 
 
+# Of a GPU: an estimate, which no measurement stands behind.
+ESTIMATED_CODING = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Wear:
     """What a real machine adds to the links' own figures.
@@ -39,12 +43,14 @@ class Wear:
     `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
     bandwidth and power from it. `hop_us`: latency of a ring for every node beyond the first. The host needs
     `launch_s` to queue a kernel (with torch and autograd around it) and `event_s` to start a gather or a reduction.
+    `coding`: the share of the memory's bandwidth at which what travels is encoded and decoded.
     """
 
     contention: float = 1.0
     hop_us: float = 0.0
     launch_s: float = 0.0
     event_s: float = 0.0
+    coding: float = ESTIMATED_CODING
 
 
 # Links and nothing else.
