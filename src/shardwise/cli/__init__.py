@@ -11,7 +11,7 @@ import typer
 
 from ..errors import ShardwiseError
 from ..version import VERSION
-from .bench import bench
+from .bench import app as bench
 from .convert import convert
 from .doctor import app as doctor
 from .export import export
@@ -57,7 +57,7 @@ def _verbs(
 app.command()(plan)
 app.command(cls=TrainCommand)(train)
 app.command()(report)
-app.command()(bench)
+app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(inspect)
 app.command()(verify)

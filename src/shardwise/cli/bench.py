@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
+from .bench_wire import wire
+from .train import TrainCommand
 
 WHAT, WHERE, STEP, MEASURING, RESULTS = (
     partial(typer.Option, rich_help_panel=panel)
@@ -21,8 +23,13 @@ PRECISIONS = ("fp32", "bf16", "pure-bf16")
 DTYPES = ("fp32", "bf16")
 CHECKPOINTING = ("none", "selective", "full")
 
+app = typer.Typer()
+app.command(cls=TrainCommand)(wire)
 
+
+@app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     strategies: Annotated[
         str, WHAT(help="Presets, with commas; or mixes, as JSON. Behind one: @early, @capture, @meta.")
     ] = "zero3",
@@ -117,6 +124,8 @@ def bench(
 
         shardwise bench --shape llama-3-8b --checkpointing full --compile
     """
+    if context.invoked_subcommand is not None:
+        return
     from ..bench import compare, report
     from ..bench.case import SHAPES, Case, settings_of, with_intra
     from ..bench.launch import launch

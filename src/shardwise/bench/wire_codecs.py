@@ -1,0 +1,155 @@
+"""What codecs lose of real gradients and of trained weights, on one rank.
+
+    python -m shardwise.bench.wire_codecs ASKED ANSWER
+
+ASKED says as JSON which run's newest checkpoint is opened and which codecs are tried; the result goes to the file
+ANSWER. The gradient is that of one micro-batch, the first of rank 0 in the step that would have come next: what a rank
+would have sent. Matrices of a unit lie end to end, as they travel; what always travels as it is has no part in it.
+"""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.guards import engine_of
+from ..layout import MOST_SPLIT
+from ..mesh import leave
+from ..plan.flat import is_encodable
+from ..train.checks import check_all
+from ..train.data.prepare import prepare
+from ..train.data.samples import Batch, open_samples
+from ..train.folder import CONFIG, DATA
+from ..train.models.headloss import loss_sum
+from ..train.models.restore import restore
+from ..train.settings import settings_from_json
+from ..unit.state import FlatState
+from ..wire.codec import Codec, encoded_bytes, parse
+from ..wire.quant import decode, encode
+
+ROUNDS = 3
+MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Of all matrices together, and of the unit that has lost most. None: something was not finite any more."""
+
+    codec: str
+    relative_rms: float | None  # of the error over that of the values
+    worst_relative_rms: float | None
+    cosine: float | None
+    bytes_per_elem: float
+    encode_s: float  # for a million elements, median of a few rounds
+    decode_s: float
+
+
+def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
+    codec = parse(name)
+    num_elems = sum(value.numel() for value in values)
+    errors, squares, back_squares, dots = [], [], [], []
+    encode_s, decode_s = [0.0] * ROUNDS, [0.0] * ROUNDS
+    for index, value in enumerate(values):
+        encoded = torch.empty(encoded_bytes(codec, value.numel(), value.dtype), dtype=torch.uint8, device=value.device)
+        back = torch.empty_like(value)
+        _trip(codec, value, encoded, back, index)  # not counted: kernels may be compiled
+        for turn in range(ROUNDS):
+            there_s, back_s = _trip(codec, value, encoded, back, index)
+            encode_s[turn] += there_s
+            decode_s[turn] += back_s
+        wide, back_wide = value.double(), back.double()
+        errors.append(float((wide - back_wide).square().sum()))
+        squares.append(float(wide.square().sum()))
+        back_squares.append(float(back_wide.square().sum()))
+        dots.append(float(wide @ back_wide))
+    total, lengths = math.fsum(squares), math.sqrt(math.fsum(squares) * math.fsum(back_squares))
+    units = [math.sqrt(error / square) for error, square in zip(errors, squares, strict=True) if square]
+    return Lost(
+        name,
+        _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),
+        max(units, default=0.0) if all(map(math.isfinite, units)) else None,
+        _finite(sum(dots) / lengths if lengths else 1.0),
+        sum(encoded_bytes(codec, value.numel(), value.dtype) for value in values) / num_elems,
+        statistics.median(encode_s) / num_elems * MILLION,
+        statistics.median(decode_s) / num_elems * MILLION,
+    )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _trip(codec: Codec, value: Tensor, encoded: Tensor, back: Tensor, seed: int) -> tuple[float, float]:
+    """Seconds of either way."""
+    began = _now(value.device)
+    encode(codec, value, encoded, seed)
+    between = _now(value.device)
+    decode(codec, encoded, back)
+    return between - began, _now(value.device) - between
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def matrices(model: nn.Module, trained: bool, buffer_of: Callable[[FlatState], Tensor]) -> Iterator[Tensor]:
+    """What can travel encoded, out of each flat's buffer: a row for each unit."""
+    for unit in engine_of(model).units:
+        rows = []
+        for state in unit.states:
+            if trained and not state.flat.trainable:
+                continue
+            buffer = buffer_of(state)
+            pairs = zip(state.flat.params, state.flat.intervals, strict=True)
+            rows += [buffer[interval.start : interval.stop] for param, interval in pairs if is_encodable(param)]
+        if rows:
+            yield torch.cat(rows)
+
+
+def _next_batch(run: Path, num_ranks: int, step: int) -> Batch:
+    settings = settings_from_json((run / CONFIG).read_text())
+    checked = check_all(settings, num_ranks)
+    prepared = prepare(settings, checked.tokenizer, run / DATA, _silent, checked.facts.vocab_size)
+    samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, _silent)
+    global_size = checked.batching.global_size
+    return samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
+
+
+def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
+    batch = _next_batch(run, num_ranks, step)
+    model = restore(run, MOST_SPLIT).model.train()
+    device = next(model.parameters()).device
+    (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()
+    engine_of(model).finish_gradients()
+    sent = list(matrices(model, True, lambda state: state.gradient.final_at_hand))
+    masters = list(matrices(model, False, lambda state: state.read_master().detach()))
+    return {
+        "num_gradients": sum(value.numel() for value in sent),
+        "num_weights": sum(value.numel() for value in masters),
+        "gradient_dtype": str(sent[0].dtype).removeprefix("torch.") if sent else "",
+        "gradients": [asdict(lost_by(name, sent)) for name in gradients if sent],
+        "weights": [asdict(lost_by(name, masters)) for name in weights if masters],
+    }
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    try:
+        answer = measure(Path(asked.pop("run")), **asked)
+    finally:
+        leave()
+    Path(sys.argv[2]).write_text(json.dumps(answer))
