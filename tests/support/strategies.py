@@ -10,7 +10,7 @@ from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, SPLITS, Layout, Strategy, Until, layout_of
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: name for name in PRESETS},
+    **{name: name for name, layout in PRESETS.items() if layout.is_exact},
     # Combinations that have no name.
     #                                 params   grads    optimizer  gathered until
     "whole-whole-node": Layout("whole", "whole", "node", "always"),
@@ -38,10 +38,31 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 ALL = list(STRATEGIES)
-NAMED = list(PRESETS)
+NAMED = [name for name in STRATEGIES if name in PRESETS]
 # For tests that multiply with models or precisions: each kind of gradient and parameter handling once.
 SOME = ["ddp", "zero2", "zero3", "hsdp"]
 
+
+# What travels as something else, so that training is not the same to the last bit; all other promises hold.
+ENCODED: dict[str, Strategy] = {
+    **{name: name for name, layout in PRESETS.items() if not layout.is_exact},
+    **{f"zero3, gradients as {codec}": f"zero3+grads_as={codec}" for codec in ("bf16", "fp16", "e5m2", "int8:2048")},
+    **{f"zero3, parameters as {codec}": f"zero3+params_as={codec}" for codec in ("bf16", "e4m3:64", "int8:asymmetric")},
+    "zero3, both": "zero3+params_as=int8+grads_as=int4:feedback",
+    "ddp, gradients as int8": "ddp+grads_as=int8",
+    "ddp, gradients as int4 with feedback": "ddp+grads_as=int4:128:stochastic:feedback",
+    "zero1, both": "zero1+params_as=int8+grads_as=int8:asymmetric",
+    "zero2, both": "zero2+params_as=int8+grads_as=int4:64:asymmetric",
+    "shard_grad_op, parameters as int8": "shard_grad_op+params_as=int8",
+    "hsdp, both": "hsdp+params_as=int8+grads_as=int8:stochastic",
+    "hfsdp, both": "hfsdp+params_as=int8+grads_as=int8",
+    "hpz, the copy as int8": "hpz+params_as=int8",
+    "zeropp with feedback": "hpz+params_as=int8+grads_as=int4:feedback",
+    "zeropp, optimizer on host": "zeropp+optimizer=host",
+    "zero3_offload, both": "zero3_offload+params_as=int8+grads_as=int8",
+    "zero3_nvme, both": "zero3_nvme+params_as=int8+grads_as=int8",
+    "several in one model": {"blocks.0": "ddp+grads_as=int8", "blocks.1": "zeropp", "blocks.*": "zero3", "*": "zero2"},
+}
 
 OFFLOADED = [
     name for name, strategy in STRATEGIES.items() if any(word in str(strategy) for word in ("=", "_off", "nvme"))

@@ -182,7 +182,8 @@ class Reductions:
     def sync(self, state: FlatState) -> None:
         """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
-            rows = torch.empty(state.flat.exchanged_bytes, dtype=torch.uint8, device=state.device)
+            num_bytes = state.flat.exchanged_bytes
+            rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
             state.gradient.sync(state.flat.sync_hops, rows, self._channels, self._scale)
         self._finished[state] = self._leave([state])[-1]
         # What was fetched is let go of here.
