@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ..dtypes import INT32, dtype_of
+from ..shard import pieces
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop
@@ -219,7 +220,8 @@ def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
     moves: list[Move] = []
     for flat in unit.flats:
-        if flat.host_updates:
+        # A part that is padding alone is not updated.
+        if flat.host_updates and any(pieces(flat.intervals, flat.spans[flat.depth_of_master])):
             host_elems += flat.num_master
             if flat.master_on == "disk":
                 num_bytes = round(flat.num_master * flat.master.itemsize * (1 + num_moments))

@@ -93,7 +93,8 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
     if (other := _other_strategy(planned)) is not None:
         is_preset = len(set(other.layouts)) == 1
         words = f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}"
-        yield words if entry.is_on_device else f"{words} --offload none", other
+        words += "" if entry.is_on_device else " --offload none"
+        yield words if entry.is_exact else f"{words} --wire none", other
 
 
 def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assessment]]:
