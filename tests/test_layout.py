@@ -10,7 +10,6 @@ from shardwise.errors import ConfigurationError
 from shardwise.layout import (
     ALIASES,
     OFFLOADS,
-    PLANNED,
     PRESETS,
     SPLITS,
     Layout,
@@ -38,11 +37,15 @@ def test_the_table() -> None:
         "zero2_offload": ("whole", "world", "world", "always"),
         "zero3_offload": ("world", "world", "world", "forward"),
         "zero3_nvme": ("world", "world", "world", "forward"),
+        "zeropp": ("node", "world", "world", "forward"),
     }
     assert {name: astuple(layout)[4:8] for name, layout in PRESETS.items() if layout.uses_host} == {
         "zero2_offload": ("device", "host", "host", "device"),
         "zero3_offload": ("host", "host", "host", "device"),
         "zero3_nvme": ("disk", "host", "disk", "device"),
+    }
+    assert {name: layout._encoded for name, layout in PRESETS.items() if not layout.is_exact} == {
+        "zeropp": ["params_as=int8", "grads_as=int4"]
     }
 
 
@@ -63,6 +66,7 @@ def test_presets_differ() -> None:
         ("MiCS", "hsdp"),
         ("shard-grad-op", "shard_grad_op"),
         ("ZeRO3", "zero3"),
+        ("ZeRO++", "zeropp"),
     ],
 )
 def test_aliases(alias: str, preset: str) -> None:
@@ -70,7 +74,7 @@ def test_aliases(alias: str, preset: str) -> None:
 
 
 def test_every_alias_leads_to_a_preset() -> None:
-    assert set(ALIASES.values()) <= set(PRESETS | PLANNED)
+    assert set(ALIASES.values()) <= set(PRESETS)
     assert not set(ALIASES) & set(PRESETS)
 
 

@@ -42,6 +42,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "gradient_checkpointing": {"true": "full", "false": "none"},
     "lora": {"true": {}, "false": None},
     "offload": {"none": [], "false": []},
+    "wire": {"none": [], "false": []},
 }
 # A preset's value gives way when all of these are said, which say the same thing in another way.
 RIVALS = {
@@ -378,7 +379,7 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]]) -> Settings
 
     try:
         settings = _adapter().validate_python(values)
-        check_strategy(settings.strategy, settings.offload)
+        check_strategy(settings.strategy, settings.offload, settings.wire)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         refused = first.get("ctx", {}).get("error")

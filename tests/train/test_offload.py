@@ -1,4 +1,4 @@
-"""What `--offload` says: moves behind every name of a strategy, and one folder."""
+"""What `--offload` and `--wire` say: changes behind every name of a strategy, and one folder."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_every_entry_of_a_mapping_is_moved() -> None:
     moved = offload_of(["optimizer=host"]).applied_to(mapping)
     assert moved == {"blocks.0": "ddp+optimizer=host", "*": "zero3+optimizer=host"}
     check_strategy(mapping, ["optimizer=host"])
-    with pytest.raises(ConfigurationError, match="'ddp\\+params=host\\+optimizer=host', with what is moved"):
+    with pytest.raises(ConfigurationError, match="'ddp\\+params=host\\+optimizer=host', with what was changed"):
         check_strategy(mapping, ["params=host", "optimizer=host"])
 
 
@@ -67,3 +67,30 @@ def test_auto_takes_moves_and_a_folder() -> None:
     with pytest.raises(ConfigurationError, match="no folder is named"):
         check_strategy("auto", ["optimizer=disk"])
     assert not is_auto({"*": "auto"})
+
+
+def test_codecs_of_the_wire() -> None:
+    asked = offload_of(["optimizer=host:0.5"], ["params=int8", "grads=int4:128:feedback"]).applied_to("zero3")
+    assert asked == "zero3+optimizer=host:0.5+params_as=int8+grads_as=int4:128:feedback"
+    assert isinstance(asked, str)
+    layout = layout_of(asked)
+    assert (layout.params_as, layout.grads_as, layout.optimizer_on) == ("int8", "int4:128:feedback", "host")
+    assert layout.name == asked
+    check_strategy("auto", [], ["grads=bf16"])
+    check_strategy({"blocks.0": "ddp", "*": "zero3"}, [], ["grads=int8"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wire", "words"),
+    [
+        ("zero3", "int8", "'int8' does not say what travels as what; write params=int8"),
+        ("zero3", "params=", "'params=' does not say what travels as what"),
+        ("zero3", "params=int4", "with what was changed .*16 values are too few"),
+        ("zero3", "optimizer=int8", "'optimizer_as' does not travel"),
+        ("ddp", "params=int8", "parameters that every rank updates never travel"),
+        ("zero3", "grads=int9", "unknown kind 'int9'"),
+    ],
+)
+def test_wires_that_cannot_be(strategy: str, wire: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        check_strategy(strategy, [], [wire])

@@ -82,6 +82,11 @@ def train(
         shardwise train --model meta-llama/Llama-3.1-8B \\
           --strategy zero2 --offload optimizer=host,grads=host
 
+    Two machines on a slow network, gradients in 4 bits:
+
+        shardwise train examples/pretrain-1b.yaml --nnodes 2 \\
+          --strategy hpz --wire params=int8,grads=int4
+
     Go on where a run was stopped, on other ranks, sharded otherwise:
 
         shardwise train --output-dir runs/mine --strategy zero2 \\

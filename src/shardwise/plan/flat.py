@@ -10,8 +10,8 @@ optimizer each stop at a depth of the chain, so every layout is three numbers:
 and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
 Frozen parameters have no optimizer: they stop at P.
 
-What travels encoded is a flat of its own: matrices are, what else a unit has travels as it is. A flat's parts that ranks
-hold are rows of bytes on the way (`wire/encoded.py`), and so is a copy at rest that several ranks' masters make up.
+What travels encoded is a flat of its own: matrices are, what else a unit has travels as it is. The parts that ranks
+hold of it are rows of bytes on the way (`wire/encoded.py`), and so is a copy at rest that several masters make up.
 
 Each of them rests in a place, too. Where the optimizer is not on the device, the host updates: it reads the gradient on
 the host, and leaves the new weights there in the compute dtype.

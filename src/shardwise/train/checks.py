@@ -109,7 +109,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Everything about a run of so many ranks that its settings and its files tell."""
-    check_strategy(settings.strategy, settings.offload)
+    check_strategy(settings.strategy, settings.offload, settings.wire)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")

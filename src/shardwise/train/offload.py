@@ -1,10 +1,13 @@
-"""`--offload`: what of a strategy rests on the host or on disk, as settings say it. Pure.
+"""`--offload` and `--wire`: what of a strategy rests on the host or on disk, and what it travels as. Pure.
 
     optimizer=host        all of it; optimizer=host:0.6 is a part, and the rest stays on the device
     params=disk:/nvme     on disk, in this folder
     disk:/nvme            the folder alone: for a strategy that uses a disk itself, and for `auto`, which then may
 
-The moves are those that may stand behind a preset's name, so a strategy with them is a strategy again.
+    params=int8           of the wire: a codec
+    grads=int4:feedback
+
+Both may stand behind a preset's name, so a strategy with them is a strategy again.
 """
 
 import re
@@ -22,7 +25,7 @@ A_PART = re.compile(r"[\d.]+(e-?\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`moves` as `layout.moved` takes them, and the folder for what rests on disk."""
+    """`moves` as `layout.changed` takes them, codecs among them, and the folder for what rests on disk."""
 
     moves: tuple[str, ...]
     folder: Path | None
@@ -34,14 +37,14 @@ class Offload:
         return "+".join([strategy, *self.moves])
 
 
-def offload_of(words: Sequence[str]) -> Offload:
+def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
     found = [_read(word) for word in words]
     folders = list(dict.fromkeys(folder for _, folder in found if folder))
     if len(folders) > 1:
         raise ConfigurationError(
             f"offload: folders {folders[0]!r} and {folders[1]!r}: all that rests on disk is in one; name one of them"
         )
-    moves = tuple(move for move, _ in found if move)
+    moves = (*(move for move, _ in found if move), *map(_codec, wire))
     return Offload(moves, Path(folders[0]).expanduser() if folders else None)
 
 
@@ -68,13 +71,22 @@ def _read(word: str) -> tuple[str, str]:
     return f"{what}={place}" + (f":{part}" if part else ""), folder
 
 
+def _codec(word: str) -> str:
+    what, equals, codec = word.partition("=")
+    if not equals or not codec:
+        raise ConfigurationError(
+            f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
+        )
+    return f"{what}_as={codec}"
+
+
 def is_auto(strategy: Named) -> bool:
     return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
 
 
-def check_strategy(strategy: Named, words: Sequence[str]) -> None:
+def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
     """Refuse what cannot be, whatever the model and the ranks are."""
-    offload = offload_of(words)
+    offload = offload_of(words, wire)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
     asked = offload.applied_to(strategy)
@@ -97,7 +109,7 @@ def updates_early(settings: Settings) -> bool:
     to be known of all gradients before. What `auto` will choose by itself is not known here."""
     if settings.max_grad_norm or settings.precision == "fp16":
         return False
-    layouts = _layouts(offload_of(settings.offload).applied_to(settings.strategy))
+    layouts = _layouts(offload_of(settings.offload, settings.wire).applied_to(settings.strategy))
     return any(layout.optimizer_on != "device" for layout in layouts.values())
 
 
@@ -114,4 +126,4 @@ def _layout(name: str, is_open: bool) -> Layout:
     except ConfigurationError as error:
         if "=" not in name or not str(error).startswith("layout: "):
             raise
-        raise ConfigurationError(f"strategy {name!r}, with what is moved (offload): {error}") from None
+        raise ConfigurationError(f"strategy {name!r}, with what was changed (offload, wire): {error}") from None

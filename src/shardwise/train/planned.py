@@ -152,7 +152,7 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
     if draft.machine is None:
         return None
     assess = draft.assessor(draft.machine)
-    layouts = layouts_for(offload_of(settings.offload).applied_to(settings.strategy), assess.unit_names)
+    layouts = layouts_for(offload_of(settings.offload, settings.wire).applied_to(settings.strategy), assess.unit_names)
     return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
 
 
@@ -194,7 +194,7 @@ def _off_device(engine: Engine) -> dict[str, object]:
 
 def _name(settings: Settings) -> str:
     """What was asked for, with what was moved."""
-    strategy = offload_of(settings.offload).applied_to(settings.strategy)
+    strategy = offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
     return strategy if isinstance(strategy, str) else "mixed"
 
 

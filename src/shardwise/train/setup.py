@@ -187,7 +187,7 @@ def _sharded(
     built: Built, settings: Settings, checked: Checked, free_bytes: int, scene: Scene
 ) -> tuple[nn.Module, Any, RunPlan]:
     model, batching, seq_length = built.model, checked.batching, checked.seq_length
-    offload = offload_of(settings.offload)
+    offload = offload_of(settings.offload, settings.wire)
     strategy = offload.applied_to(settings.strategy)
     is_open = is_auto(strategy)
     optimizer = optimizer_for(model, settings)

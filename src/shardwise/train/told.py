@@ -27,6 +27,7 @@ def start_of(run: Run) -> Start:
     plan, is_known = run.planned, not run.planned.note
     asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
     asked += f" with {','.join(settings.offload)}" if settings.offload else ""
+    asked += f", on the wire {','.join(settings.wire)}" if settings.wire else ""
     warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
     num_samples = job.num_samples_before(job.num_steps)
     return Start(
