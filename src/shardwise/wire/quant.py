@@ -13,7 +13,8 @@ seed and the element's index. fp8 is the cast of value times 1/scale. Decoded is
 - A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
   codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
 
-Elements are taken a piece at a time, so that the memory needed besides is a few pieces, whatever the size.
+Elements are taken a piece at a time, so that whatever the size no more than 16 MiB are needed besides, and 32 MiB for
+stochastic rounding; the kernels need none.
 """
 
 from types import ModuleType
@@ -24,8 +25,8 @@ from torch import Tensor
 from ..errors import ConfigurationError
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words
 
-# A piece and what is made of it lie in a core's second cache.
-PIECE_ELEMS = 1 << 16
+# Few enough for the caches, and enough for threads to be worth their meeting after each operation.
+PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
 
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16)
