@@ -4,8 +4,8 @@
                                 [--threads 2] [--dtype bf16] [--out benchmarks/results]
 
 A round runs the copy and then everything else once, on the same arrays; shares of the copy's bandwidth are taken
-within a round. GB/s are of what has to be read and written: the values and the encoded bytes, and for a sum all the rows. The
-sum goes to fp32. On CUDA a time is between two events of the device, of several calls in a row.
+within a round. GB/s are of what has to be read and written: the values and the encoded bytes, and for a sum all the
+rows. The sum goes to fp32. On CUDA a time is between two events of the device, of several calls in a row.
 """
 
 import argparse
