@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigurationError
 from shardwise.wire import quant
-from shardwise.wire.codec import Codec, encoded_bytes, parse, parts
+from shardwise.wire.codec import Codec, encoded_bytes, parse, parts, seed_words
 from shardwise.wire.quant import decode, decode_sum, encode
 
 INTEGERS = tuple(
@@ -250,6 +250,27 @@ def test_random_rounding_is_right_on_average_and_the_same_for_a_seed(name: str) 
     residuals = (found - values.double()) / step
     for one, other in ((residuals[:, 1:], residuals[:, :-1]), (residuals[1:], residuals[:-1])):
         assert abs((one * other).mean()) < 6 * 0.25 / math.sqrt(one.numel())
+
+
+def hashed(index: int, seed: int) -> int:
+    """24 bits, the last one set: what is added to an element before it is rounded down, in 2^-24."""
+    low, high = (word % 2**32 for word in seed_words(seed))
+    word = index % 2**32 ^ low
+    word = ((word ^ word >> 16) * 0x7FEB352D % 2**32) ^ high
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return (word ^ word >> 16) >> 8 | 1
+
+
+def test_what_is_added_before_rounding_down_is_the_hash() -> None:
+    """By its definition, in unbounded integers: with a scale of 1, the first value that is rounded up tells it."""
+    codec, seed = parse("int8:64:stochastic"), 12345
+    added = torch.tensor([hashed(index, seed) for index in range(5000)])
+    added[::64] = 0  # the absmax of a block is 127, and stays
+    for one_less in (0, 1):
+        values = (2**24 - added - one_less).double() / 2**24
+        values[::64] = 127.0
+        codes = encoded(codec, values.float(), seed)[:5000].view(torch.int8)
+        assert (codes == torch.where(values == 127.0, 127, 1 - one_less)).all()
 
 
 def test_pieces_round_as_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:
