@@ -138,7 +138,7 @@ def test_casts_are_those_of_the_reference() -> None:
 
 def test_a_buffer_beyond_the_indices_of_32_bits() -> None:
     """Its last elements, those around the border, and its first are what they are alone."""
-    codec, num_elems, probe = parse("int4:stochastic"), 2**31 + 4096, 1 << 16
+    codec, num_elems, probe = parse("int4:stochastic"), 2**31 + (1 << 17), 1 << 16
     values = torch.zeros(num_elems, dtype=torch.bfloat16, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     begins = (0, 2**31 - probe // 2, num_elems - probe)

@@ -1,6 +1,7 @@
 """What comes back: error bounds, zeros, tails, what is not finite, rounding at random, sums."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise import wire
 from shardwise.errors import ConfigurationError
 from shardwise.wire import quant
 from shardwise.wire.codec import Codec, encoded_bytes, parse, parts, seed_words
@@ -102,9 +104,9 @@ def test_casts_are_torchs(kind: str, values: Tensor) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     found = round_trip(parse(kind), values)
     assert found.equal(values.to(dtype).float())
-    is_normal = (values.abs() >= torch.finfo(dtype).smallest_normal) & (values.abs() <= torch.finfo(dtype).max)
-    errors = (found.double() - values.double()).abs()
-    assert (errors <= values.double().abs() * RELATIVE[kind])[is_normal].all()
+    exact = values.double()
+    is_normal = (exact.abs() >= torch.finfo(dtype).smallest_normal) & (exact.abs() <= torch.finfo(dtype).max)
+    assert ((found.double() - exact).abs() <= exact.abs() * RELATIVE[kind])[is_normal].all()
 
 
 @settings(deadline=None)
@@ -311,6 +313,14 @@ def test_decode_adds_where_asked(name: str, dtype: torch.dtype) -> None:
     assert out.equal(wide.to(dtype))
 
 
+def test_no_graph_is_made_of_values_that_want_gradients() -> None:
+    codec, values = parse("int8"), torch.randn(300, requires_grad=True)
+    data = encoded(codec, values)
+    decode(codec, data, values)
+    assert values.requires_grad
+    assert values.is_leaf
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_of_nothing_nothing_is_made(name: str) -> None:
     nothing = torch.empty(0)
@@ -354,5 +364,15 @@ def test_what_cannot_be_is_refused() -> None:
         decode_sum(codec, right, torch.zeros(256))
     with pytest.raises(ConfigurationError, match=r"shape \(0, 272\)"):
         decode_sum(codec, right.view(1, 272)[:0], torch.zeros(256))
+    with pytest.raises(ConfigurationError, match="a row of encoded_rows begins at byte 280"):
+        decode_sum(codec, torch.zeros(600, dtype=torch.uint8).as_strided((2, 272), (280, 1)), torch.zeros(256))
     with pytest.raises(ConfigurationError, match="out is on meta and the values on cpu"):
         encode(codec, torch.zeros(256), right.to("meta"))
+
+
+def test_a_device_whose_kernels_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "shardwise.wire.kernels", raising=False)
+    monkeypatch.delattr(wire, "kernels", raising=False)
+    with pytest.raises(ConfigurationError, match=r"triton cannot be imported .* install the triton"):
+        quant._kernels()

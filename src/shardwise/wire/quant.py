@@ -33,6 +33,7 @@ _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
+@torch.no_grad()
 def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
     """Fill `out`, bytes of exactly `encoded_bytes`, from the values. Only stochastic rounding reads the seed: the same
     seed rounds the same way, so ranks and steps should have different ones."""
@@ -45,6 +46,7 @@ def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
         encoder(codec, values, out, seed)
 
 
+@torch.no_grad()
 def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> None:
     """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is
     must be of `out`'s dtype."""
@@ -56,6 +58,7 @@ def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> Non
         _decode(codec, encoded[None], out, add)
 
 
+@torch.no_grad()
 def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
     """Into `out` the sum of what the rows, (num_rows, encoded_bytes), decode to: in fp32, in the order of the rows, and
     rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
@@ -65,7 +68,8 @@ def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
             f"codec {codec}: encoded_rows of shape {tuple(encoded_rows.shape)}; it must be (num_rows, "
             f"{encoded_bytes(codec, out.numel(), out.dtype)}), a row of bytes for each rank"
         )
-    _check_encoded(codec, "a row of encoded_rows", encoded_rows[0], out)
+    for row in encoded_rows[:2]:  # where two begin right, all do
+        _check_encoded(codec, "a row of encoded_rows", row, out)
     _decode(codec, encoded_rows, out, add=False)
 
 
