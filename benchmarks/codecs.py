@@ -3,9 +3,10 @@
     python -m benchmarks.codecs [--device cpu|cuda] [--elems 16] [--codecs int8,int4,...] [--rows 8] [--rounds 9]
                                 [--threads 2] [--dtype bf16] [--out benchmarks/results]
 
-A round runs the copy and then everything else once, on the same arrays; shares of the copy's bandwidth are taken within a
-round. GB/s are of what has to be read and written: the values and the encoded bytes, and for a sum all the rows. The
-sum goes to fp32. On CUDA a time is between two events of the device, of several calls in a row.
+A round runs the copy and then everything else once, on the same arrays; shares of the copy's bandwidth are taken
+within a round. GB/s are of what has to be read and written: the values and the encoded bytes, and for a sum all the
+rows. The sum goes to fp32. On CUDA a time is between two events of the device, of several calls in a row. On a CPU the
+last column has the same shares in processor time, of all threads, which says more where others use the machine, too.
 """
 
 import argparse
@@ -63,52 +64,59 @@ def contenders(names: list[str], num_elems: int, num_rows: int, dtype: torch.dty
     return found
 
 
-def seconds_on_cpu(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def seconds_on_cpu(run: Callable[[], object]) -> tuple[float, float]:
+    """On the clock, and of the processor."""
+    began, began_busy = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - began_busy
 
 
-def seconds_on_cuda(run: Callable[[], object], num_calls: int = 10) -> float:
+def seconds_on_cuda(run: Callable[[], object], num_calls: int = 10) -> tuple[float, float]:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(num_calls):
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / num_calls
+    seconds = begin.elapsed_time(end) / 1e3 / num_calls
+    return seconds, seconds
 
 
 def measure(found: list[Contender], device: str, rounds: int) -> list[dict[str, Any]]:
     """A row for each; the first round is not counted."""
     clock = seconds_on_cuda if device == "cuda" else seconds_on_cpu
-    rates: list[list[float]] = [[] for _ in found]
+    rates: list[list[tuple[float, float]]] = [[] for _ in found]
     for turn in range(rounds + 1):
         for contender, seen in zip(found, rates, strict=True):
-            seconds = clock(contender.run)
+            seconds, busy = clock(contender.run)
             if turn:
-                seen.append(contender.num_bytes / seconds / 1e9)
+                seen.append((contender.num_bytes / seconds / 1e9, contender.num_bytes / busy / 1e9))
     return [
         {
             "codec": contender.codec,
             "what": contender.what,
             "bytes": contender.num_bytes,
-            "gigabytes_per_s": statistics.median(seen),
-            "shares_of_copy": [one / copied for one, copied in zip(seen, rates[0], strict=True)],
+            "gigabytes_per_s": statistics.median(rate for rate, _ in seen),
+            "shares_of_copy": [rate / copied for (rate, _), (copied, _) in zip(seen, rates[0], strict=True)],
+            "busy_shares_of_copy": [rate / copied for (_, rate), (_, copied) in zip(seen, rates[0], strict=True)],
         }
         for contender, seen in zip(found, rates, strict=True)
     ]
 
 
 def table(measured: list[dict[str, Any]], num_elems: int) -> str:
-    heads = ("codec", "what", "bytes an element", "G elements/s", "GB/s", "share of copy")
+    heads = ("codec", "what", "bytes an element", "G elements/s", "GB/s", "share of copy", "in processor time")
     lines = [heads, ("---",) * len(heads)]
     for row in measured:
-        shares, per_elem = row["shares_of_copy"], row["bytes"] / num_elems
-        share = f"**{statistics.median(shares):.2f}** ({min(shares):.2f}-{max(shares):.2f})"
+        per_elem = row["bytes"] / num_elems
         speeds = f"{row['gigabytes_per_s'] / per_elem:.3g}", f"{row['gigabytes_per_s']:.4g}"
-        lines.append((row["codec"], row["what"], f"{per_elem:.3f}", *speeds, share))
+        shares = spread(row["shares_of_copy"]), spread(row["busy_shares_of_copy"])
+        lines.append((row["codec"], row["what"], f"{per_elem:.3f}", *speeds, *shares))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(shares: list[float]) -> str:
+    return f"**{statistics.median(shares):.2f}** ({min(shares):.2f}-{max(shares):.2f})"
 
 
 def parse_options() -> argparse.Namespace:

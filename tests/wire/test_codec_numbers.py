@@ -1,6 +1,7 @@
 """What comes back: error bounds, zeros, tails, what is not finite, rounding at random, sums."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise import wire
 from shardwise.errors import ConfigurationError
 from shardwise.wire import quant
-from shardwise.wire.codec import Codec, encoded_bytes, parse, parts
+from shardwise.wire.codec import Codec, encoded_bytes, parse, parts, seed_words
 from shardwise.wire.quant import decode, decode_sum, encode
 
 INTEGERS = tuple(
@@ -102,9 +104,9 @@ def test_casts_are_torchs(kind: str, values: Tensor) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     found = round_trip(parse(kind), values)
     assert found.equal(values.to(dtype).float())
-    is_normal = (values.abs() >= torch.finfo(dtype).smallest_normal) & (values.abs() <= torch.finfo(dtype).max)
-    errors = (found.double() - values.double()).abs()
-    assert (errors <= values.double().abs() * RELATIVE[kind])[is_normal].all()
+    exact = values.double()
+    is_normal = (exact.abs() >= torch.finfo(dtype).smallest_normal) & (exact.abs() <= torch.finfo(dtype).max)
+    assert ((found.double() - exact).abs() <= exact.abs() * RELATIVE[kind])[is_normal].all()
 
 
 @settings(deadline=None)
@@ -252,6 +254,27 @@ def test_random_rounding_is_right_on_average_and_the_same_for_a_seed(name: str) 
         assert abs((one * other).mean()) < 6 * 0.25 / math.sqrt(one.numel())
 
 
+def hashed(index: int, seed: int) -> int:
+    """24 bits, the last one set: what is added to an element before it is rounded down, in 2^-24."""
+    low, high = (word % 2**32 for word in seed_words(seed))
+    word = index % 2**32 ^ low
+    word = ((word ^ word >> 16) * 0x7FEB352D % 2**32) ^ high
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return (word ^ word >> 16) >> 8 | 1
+
+
+def test_what_is_added_before_rounding_down_is_the_hash() -> None:
+    """By its definition, in unbounded integers: with a scale of 1, the first value that is rounded up tells it."""
+    codec, seed = parse("int8:64:stochastic"), 12345
+    added = torch.tensor([hashed(index, seed) for index in range(5000)])
+    added[::64] = 0  # the absmax of a block is 127, and stays
+    for one_less in (0, 1):
+        values = (2**24 - added - one_less).double() / 2**24
+        values[::64] = 127.0
+        codes = encoded(codec, values.float(), seed)[:5000].view(torch.int8)
+        assert (codes == torch.where(values == 127.0, 127, 1 - one_less)).all()
+
+
 def test_pieces_round_as_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, values = parse("int8:64:stochastic"), torch.randn(10000)
     in_pieces = encoded(codec, values, 5)
@@ -288,6 +311,14 @@ def test_decode_adds_where_asked(name: str, dtype: torch.dtype) -> None:
     assert out.equal((before.float() + wide).to(dtype))
     decode(codec, data, out)
     assert out.equal(wide.to(dtype))
+
+
+def test_no_graph_is_made_of_values_that_want_gradients() -> None:
+    codec, values = parse("int8"), torch.randn(300, requires_grad=True)
+    data = encoded(codec, values)
+    decode(codec, data, values)
+    assert values.requires_grad
+    assert values.is_leaf
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -333,5 +364,15 @@ def test_what_cannot_be_is_refused() -> None:
         decode_sum(codec, right, torch.zeros(256))
     with pytest.raises(ConfigurationError, match=r"shape \(0, 272\)"):
         decode_sum(codec, right.view(1, 272)[:0], torch.zeros(256))
+    with pytest.raises(ConfigurationError, match="a row of encoded_rows begins at byte 280"):
+        decode_sum(codec, torch.zeros(600, dtype=torch.uint8).as_strided((2, 272), (280, 1)), torch.zeros(256))
     with pytest.raises(ConfigurationError, match="out is on meta and the values on cpu"):
         encode(codec, torch.zeros(256), right.to("meta"))
+
+
+def test_a_device_whose_kernels_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "shardwise.wire.kernels", raising=False)
+    monkeypatch.delattr(wire, "kernels", raising=False)
+    with pytest.raises(ConfigurationError, match=r"triton cannot be imported .* install the triton"):
+        quant._kernels()

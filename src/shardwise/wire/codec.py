@@ -157,8 +157,12 @@ def seed_words(seed: int) -> tuple[int, int]:
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
     mixed ^= mixed >> 31
-    low, high = mixed % 2**32, mixed >> 32
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+    return signed_word(mixed), signed_word(mixed >> 32)
+
+
+def signed_word(value: int) -> int:
+    """The lowest 32 bits as an int32 has them."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def _aligned(num_bytes: int) -> int:

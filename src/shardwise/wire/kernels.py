@@ -23,12 +23,13 @@ from .codec import Codec, parts, seed_words
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _NEAREST = tl.constexpr(1.5 * 2.0**23)
 
-_PAYLOAD = {"int8": torch.int8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_PAYLOAD = {"int8": torch.uint8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A thread of four warps has 16 elements of a tile, and of a decoded int4 tile 32: 16 bytes of codes in both cases.
+# Of a tile each thread has 16 or 32 elements, so that all it reads and writes is 16 bytes or several times that.
 _NUM_WARPS = 4
-_TILE_ELEMS = 2048
-_INT4_DECODED_ELEMS = 4096
+_ENCODED_ELEMS = 4096
+_DECODED_ELEMS = 2048
+_DECODED_INT4_ELEMS = 4096
 
 
 def encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
@@ -38,10 +39,10 @@ def encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
     num_slots = (where.minima_at - where.scales_at) // 4
     scales = out[where.scales_at : where.minima_at].view(torch.float32)
     minima = out[where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
-    num_blocks = _TILE_ELEMS // codec.block
+    num_blocks = _ENCODED_ELEMS // codec.block
     _encode_tile[(triton.cdiv(num_slots, num_blocks),)](
         values,
-        out[: where.scales_at].view(_payload_dtype(codec)),
+        out[: where.scales_at].view(_PAYLOAD[codec.kind]),
         scales,
         minima,
         num_elems,
@@ -66,12 +67,12 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
     num_elems = out.numel()
     if codec.has_scales:
         where = parts(codec, num_elems)
-        payload = rows[:, : where.scales_at].view(_payload_dtype(codec))
+        payload = rows[:, : where.scales_at].view(torch.int32 if codec.is_integer else _PAYLOAD[codec.kind])
         scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
         minima = rows[:, where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
     else:
         payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
-    tile_elems = _INT4_DECODED_ELEMS if codec.kind == "int4" else _TILE_ELEMS
+    tile_elems = _DECODED_INT4_ELEMS if codec.kind == "int4" else _DECODED_ELEMS
     _decode_tile[(triton.cdiv(num_elems, tile_elems),)](
         payload,
         scales,
@@ -94,13 +95,9 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
     )
 
 
-def _payload_dtype(codec: Codec) -> torch.dtype:
-    return torch.uint8 if codec.is_asymmetric else _PAYLOAD[codec.kind]
-
-
 def _is_long(num_elems: int) -> bool:
     """Whether the index of an element, also of one in the last tile's padding, needs 64 bits."""
-    return num_elems > 2**31 - _INT4_DECODED_ELEMS
+    return num_elems > 2**31 - _ENCODED_ELEMS
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
@@ -168,7 +165,7 @@ def _encode_tile(
             integers = tl.where(is_value, integers, 0)
         if KIND == "int4":
             low, high = tl.split(tl.reshape(integers, [NUM_BLOCKS, BLOCK // 2, 2]))
-            packed = (low & 15) | (high << 4)
+            packed = low + (high << 4)
             bytes_at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
             tl.store(payload + bytes_at, packed.to(tl.uint8), mask=bytes_at < num_payload_bytes)
         else:
@@ -228,13 +225,21 @@ def _decoded_row(
 ):
     """This program's tile of what a row decodes to, in fp32."""
     blocks, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
-    if KIND == "int4":
-        bytes_at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        packed = tl.load(payload + bytes_at, mask=bytes_at < num_payload, other=0)
-        halves = tl.join(packed & 15, packed >> 4)
-        # As the low bits of 2^23 they are a float without a conversion.
-        codes = (tl.reshape(halves, [NUM_BLOCKS, BLOCK]).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-        wide = codes - (2.0**23 + (0.0 if IS_ASYMMETRIC else 8.0))
+    if KIND == "int8" or KIND == "int4":
+        # A word of 4 or 8 codes is taken apart where it is: its elements are neighbours, and in one thread.
+        word_elems: tl.constexpr = 4 if KIND == "int8" else 8
+        at = blocks[:, None] * (BLOCK // word_elems) + tl.arange(0, BLOCK // word_elems)[None, :]
+        codes = tl.load(payload + at, mask=at < num_payload, other=0)
+        if KIND == "int8" and not IS_ASYMMETRIC:
+            codes ^= -0x7F7F7F80  # 0x80808080: each code plus 128
+        codes = tl.join(codes, codes >> 16)
+        codes = tl.join(codes, codes >> 8)
+        if KIND == "int4":
+            codes = tl.join(codes, codes >> 4)
+        codes = tl.reshape(codes, [NUM_BLOCKS, BLOCK]) & (255 if KIND == "int8" else 15)
+        # As the low bits of 2^23 they are floats without a conversion.
+        added: tl.constexpr = 0.0 if IS_ASYMMETRIC else 128.0 if KIND == "int8" else 8.0
+        wide = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + added)
     else:
         wide = tl.load(payload + elems, mask=elems < num_payload, other=0.0).to(tl.float32)
     if HAS_SCALES:

@@ -13,7 +13,7 @@ seed and the element's index. fp8 is the cast of value times 1/scale. Decoded is
 - A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
   codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
 
-Elements are taken a piece at a time, so that the memory needed besides is a few pieces, whatever the size.
+Elements are taken a piece at a time, so that whatever the size about 16 MiB are needed besides; the kernels need none.
 """
 
 from types import ModuleType
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words
+from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
-# A piece and what is made of it lie in a core's second cache.
-PIECE_ELEMS = 1 << 16
+# Few enough for the caches, and enough for threads to be worth their meeting after each operation.
+PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
 
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_WORD = 0xFFFFFFFF
 
 
+@torch.no_grad()
 def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
     """Fill `out`, bytes of exactly `encoded_bytes`, from the values. Only stochastic rounding reads the seed: the same
     seed rounds the same way, so ranks and steps should have different ones."""
@@ -46,6 +46,7 @@ def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
         encoder(codec, values, out, seed)
 
 
+@torch.no_grad()
 def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> None:
     """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is
     must be of `out`'s dtype."""
@@ -57,6 +58,7 @@ def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> Non
         _decode(codec, encoded[None], out, add)
 
 
+@torch.no_grad()
 def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
     """Into `out` the sum of what the rows, (num_rows, encoded_bytes), decode to: in fp32, in the order of the rows, and
     rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
@@ -66,7 +68,8 @@ def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
             f"codec {codec}: encoded_rows of shape {tuple(encoded_rows.shape)}; it must be (num_rows, "
             f"{encoded_bytes(codec, out.numel(), out.dtype)}), a row of bytes for each rank"
         )
-    _check_encoded(codec, "a row of encoded_rows", encoded_rows[0], out)
+    for row in encoded_rows[:2]:  # where two begin right, all do
+        _check_encoded(codec, "a row of encoded_rows", row, out)
     _decode(codec, encoded_rows, out, add=False)
 
 
@@ -84,6 +87,7 @@ def reference_encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> No
     num_elems, num_piece = values.numel(), _piece_elems(codec, values.numel())
     wide_scratch = torch.empty(num_piece, dtype=torch.float32, device=values.device)
     spare_scratch = torch.empty_like(wide_scratch)
+    counts = torch.arange(num_piece if codec.is_stochastic else 0, dtype=torch.int32, device=values.device)
     for begin in range(0, num_elems, num_piece):
         num = min(num_piece, num_elems - begin)
         blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
@@ -106,7 +110,7 @@ def reference_encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> No
         in_blocks.mul_(inverse[:, None])
         if codec.is_integer:
             if codec.is_stochastic:
-                wide.add_(_uniform(begin, num_whole, seed, values.device)).floor_()
+                _round_at_random(wide, spare, counts, begin, seed)
                 wide.clamp_(0.0 if codec.is_asymmetric else -codec.largest, codec.largest)
             else:
                 wide.round_()
@@ -150,15 +154,18 @@ def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
     return kept, torch.where(is_usable, scale.reciprocal(), 0.0)
 
 
-def _uniform(begin: int, num: int, seed: int, device: torch.device) -> Tensor:
-    """An odd multiple of 2^-24 below 1 for each of the elements from `begin`: a hash of the seed and the index. Words
-    of 32 bits lie in 64: a product with a signed factor cannot overflow, and its lower half is the unsigned one's."""
+def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, begin: int, seed: int) -> None:
+    """`floor` of each element plus an odd multiple of 2^-24 below 1: a hash of the seed and its index. Words of 32 bits
+    are int32, whose sums and products wrap; a shift to the right brings copies of the sign, which are masked."""
     low, high = seed_words(seed)
-    words = torch.arange(begin, begin + num, device=device).bitwise_xor_(low).bitwise_and_(_WORD)
-    words.bitwise_xor_(words >> 16).mul_(0x7FEB352D).bitwise_xor_(high).bitwise_and_(_WORD)
-    words.bitwise_xor_(words >> 15).mul_(0x846CA68B - 2**32).bitwise_and_(_WORD)
-    words.bitwise_xor_(words >> 16).bitwise_right_shift_(8).bitwise_or_(1)
-    return words.to(torch.float32).mul_(2.0**-24)
+    words, shifted = counts[: wide.numel()] + signed_word(begin), spare.view(torch.int32)
+    words.bitwise_xor_(low)
+    for shift, factor, word in ((16, 0x7FEB352D, high), (15, 0x846CA68B, 0)):
+        torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_(2 ** (32 - shift) - 1)
+        words.bitwise_xor_(shifted).mul_(signed_word(factor)).bitwise_xor_(word)
+    torch.bitwise_right_shift(words, 16, out=shifted).bitwise_and_(0xFFFF)
+    words.bitwise_xor_(shifted).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
+    wide.add_(spare.copy_(words), alpha=2.0**-24).floor_()
 
 
 def _write_codes(codec: Codec, codes: Tensor, spare: Tensor, out: Tensor, begin: int) -> None:
