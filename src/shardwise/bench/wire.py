@@ -157,7 +157,9 @@ def _codecs(asked: Asked, run_folder: Path) -> tuple[dict[str, Any], str]:
         "gradients": asked.gradient_codecs,
         "weights": asked.weight_codecs,
     }
-    environment = dict(os.environ)
+    # As many threads as a rank of the runs has.
+    num_threads = max(1, len(os.sched_getaffinity(0)) // asked.num_ranks)
+    environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ}
     if asked.settings.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with log.open("w") as sink:
