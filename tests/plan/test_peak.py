@@ -9,8 +9,8 @@ from shardwise.direct_io import ALIGNMENT
 from shardwise.layout import OFFLOADS, PRESETS
 from shardwise.plan.assess import Assessment
 from shardwise.plan.cost.peak import CLASSES, WORKSPACE_BYTES
-from shardwise.plan.memory import resting_grads, state_bytes
-from shardwise.plan.schedule import NORM_ELEMS, NUM_REDUCTIONS
+from shardwise.plan.memory import kept_losses, resting_grads, state_bytes
+from shardwise.plan.schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, aligned
 from shardwise.plan.training import Lora
 from tests.plan.planning import EVERY, MANY, SHAPE, WIRES, assessed, machine
 
@@ -43,7 +43,7 @@ def test_summing_maxima_would_say_more() -> None:
     assert sum(maxima) > 1.1 * memory.peak.total
 
 
-@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize("strategy", [*EVERY, *WIRES])
 def test_a_step_ends_with_its_state_and_its_slots(strategy: str) -> None:
     found = assessed(strategy, machine(nodes=2))
     state = state_bytes(flat for unit in found.schedule.units for flat in unit.flats)
@@ -221,3 +221,52 @@ def test_checkpointing_saves(strategy: str) -> None:
         for mode in ("none", "selective", "full")
     )
     assert none > selective > full
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what travels encoded
+
+
+def test_rows_of_parameters_have_two_places() -> None:
+    exact, encoded = (assessed(name) for name in ("zero3", "zero3+params_as=int8"))
+    rows = [unit.gathered_row_bytes for unit in encoded.schedule.units]
+    assert encoded.schedule.row_slot_bytes == max(rows)
+    # The largest is the head: a byte for each of its elements, and a scale for 256.
+    assert max(rows) == SHAPE.vocab * SHAPE.hidden * 260 // 256
+    grown = sum(encoded.schedule.slot_bytes) - sum(exact.schedule.slot_bytes)
+    assert at_most(encoded, "gathered") - at_most(exact, "gathered") == NUM_ROW_SLOTS * max(rows) + grown
+    assert not exact.schedule.row_slot_bytes
+
+
+def test_whole_gradients_need_a_slot_for_rows_alone() -> None:
+    found = assessed("ddp+grads_as=int8")
+    largest = max(sum(aligned(flat.exchanged_bytes) for flat in unit.flats) for unit in found.schedule.units)
+    assert largest == 2 * SHAPE.vocab * SHAPE.hidden * 260 // 256  # sent, and received
+    assert at_most(found, "reduce") == NUM_REDUCTIONS * largest
+    assert found.memory.instants[-1].by_class()["reduce"] == 0
+
+
+def test_what_is_lost_stays_with_the_gradients() -> None:
+    """Of every hop: all elements inside the node, an eighth of them across; in 16 bits, from step to step."""
+    without, found = (assessed(f"zero3+grads_as=int4{words}", machine(nodes=2)) for words in ("", ":feedback"))
+    lost = 2 * sum(flat.num_elems * 9 // 8 for flat in found.schedule.trainable_flats if flat.grads_codec is not None)
+    assert kept_losses(found.schedule.trainable_flats) == lost > 0
+    assert kept_losses(without.schedule.trainable_flats) == 0
+    for instant, other in zip(found.memory.instants, without.memory.instants, strict=True):
+        assert instant.by_class()["grads"] - other.by_class()["grads"] == lost
+
+
+def test_a_copy_at_rest_is_as_it_came() -> None:
+    exact, encoded = (assessed(name, machine(nodes=2)) for name in ("hpz", "zeropp"))
+    matrices = [flat for flat in encoded.schedule.trainable_flats if flat.copy_is_encoded]
+    saved = sum(flat.num_rest * 2 - flat.num_rest * 260 // 256 for flat in matrices)
+    padding = sum(flat.num_rest for flat in encoded.schedule.trainable_flats) - sum(
+        flat.num_rest for flat in exact.schedule.trainable_flats
+    )
+    assert at_most(exact, "params") - at_most(encoded, "params") == saved - 2 * padding
+
+
+def test_one_rank_encodes_nothing() -> None:
+    for strategy in WIRES:
+        exact, found = (assessed(name, machine(gpus=1)).memory for name in (strategy.partition("+")[0], strategy))
+        assert found.peak.total == pytest.approx(exact.peak.total, rel=1e-3)  # norms are a flat of their own

@@ -1,19 +1,23 @@
 """Which strategy: memory that is there is filled, what is recommended is never slower than a preset that fits."""
 
+from typing import Any
+
 import pytest
 
+from shardwise.engine.auto import moved_presets
+from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, layouts_for
 from shardwise.plan.assess import Assessment, Machine
-from shardwise.plan.plan import Plan, plan_for
+from shardwise.plan.plan import Plan, _why, plan_for
 from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, strategy_of
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
 from tests.plan.planning import GB, MANY, assessed, assessor, choice_of, machine
 
 
-def searched(on: Machine, training: Training | None = None, search: bool = True) -> Plan:
+def searched(on: Machine, training: Training | None = None, **settings: Any) -> Plan:
     training = training or Training()
-    return plan_for(subject_of(MANY, training), on, training, choice_of(training), search=search, has_disk=True)
+    return plan_for(subject_of(MANY, training), on, training, choice_of(training), has_disk=True, **settings)
 
 
 def room_for(strategy: str, nodes: int = 1) -> int:
@@ -121,3 +125,60 @@ def test_of_two_that_are_as_fast_the_simpler_one() -> None:
     entries = [assessed(name, machine(gpus=1)) for name in ("ddp", "zero1", "zero3")]
     assert fastest(entries) is entries[0]
     assert fastest([]) is None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what rounds
+
+
+def slow_network() -> Machine:
+    return machine(nodes=8, network="ethernet-10")
+
+
+def test_what_rounds_is_shown_and_not_recommended() -> None:
+    found = searched(slow_network(), search=False)
+    by_name = {entry.name: entry for entry in found.found}
+    assert found.recommended is not None
+    assert found.recommended.is_exact
+    assert by_name["zeropp"].fits
+    assert by_name["zeropp"].tokens_per_s > by_name["hpz"].tokens_per_s
+    assert max(found.found, key=lambda entry: entry.tokens_per_s) is by_name["zeropp"]
+    assert found.why.startswith("the fastest that fits and is exact, ")
+
+
+def test_what_was_asked_for_is_recommended_though_it_rounds() -> None:
+    found = searched(slow_network(), strategy="zero3+params_as=int8+grads_as=int4")
+    assert found.recommended is found.found[0]
+    assert not found.recommended.is_exact
+    assert found.why.startswith("the fastest that fits, ")
+
+
+def test_what_is_exact_alone() -> None:
+    found = searched(slow_network(), only_exact=True, search=False)
+    assert [entry.name for entry in found.found] == [name for name, layout in PRESETS.items() if layout.is_exact]
+
+
+def test_where_only_something_that_rounds_fits_it_is_named() -> None:
+    assess, exact = assessor(machine(free_bytes=GB)), assessed("zero3", machine(free_bytes=GB))
+    assert _why(assess, [exact], None).startswith("nothing fits: zero3 needs")
+    told = _why(assess, [exact, assessed("zeropp")], None)
+    assert told.startswith("nothing exact fits: zero3 needs")
+    assert told.endswith(". zeropp would fit, and rounds what travels: ask for it")
+
+
+def test_what_rounds_and_does_not_fit_has_a_remedy() -> None:
+    """Its copy at rest stays on the device."""
+    found = searched(machine(nodes=2, free_bytes=4 * GB), search=False)
+    assert not next(entry for entry in found.found if entry.name == "zeropp").fits
+    assert found.refusals["zeropp"].startswith("--")
+
+
+def test_auto_with_a_codec_changes_every_preset_that_it_can() -> None:
+    both = moved_presets(["params_as=int8", "grads_as=int4:feedback"])
+    assert {(layout.params_as, layout.grads_as) for layout in both} == {("int8", "int4:feedback")}
+    names = [layout.name.partition("+")[0] for layout in both]
+    assert "ddp" not in names  # its parameters never travel
+    assert {"zero1", "zero3", "hsdp", "hpz"} <= set(names)
+    assert all(layout.is_exact for layout in moved_presets(["optimizer=host"]))
+    with pytest.raises(ConfigurationError, match="16 values are too few for weights"):
+        moved_presets(["params_as=int4"])

@@ -9,18 +9,19 @@ import pytest
 from shardwise.dtypes import FP32
 from shardwise.layout import Layout, layout_of, layouts_for
 from shardwise.plan.cost.compute import UnitSeconds
-from shardwise.plan.cost.lanes import BOTH_WAYS
+from shardwise.plan.cost.lanes import BOTH_WAYS, Lanes
 from shardwise.plan.cost.stow import with_stowing
 from shardwise.plan.cost.time import Timing, days_for, mfu, step_time
 from shardwise.plan.events import step_events
 from shardwise.plan.flat import flats_of
 from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.efficiency import IDEAL, Wear
+from shardwise.plan.hardware.efficiency import ESTIMATED_CODING, IDEAL, Wear
 from shardwise.plan.hardware.links import Link
 from shardwise.plan.hardware.values import Cluster
 from shardwise.plan.model import FoundUnit, Param, Site
 from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
 from shardwise.precision import precision_of
+from shardwise.wire.codec import encoded_bytes
 
 ELEMS = 1 << 20
 
@@ -35,7 +36,7 @@ def schedule(num_units: int, strategy: str | Layout = "zero3", nodes: int = 1, r
     axes = {"world": (8 * nodes, 0), "node": (8, 0), "replicate": (nodes, 0)}
     units = []
     for name, layout in zip(names, layouts_for(strategy, names), strict=True):
-        param = Param(f"{name}.weight", (ELEMS,), FP32, True, (Site(name, "weight"),))
+        param = Param(f"{name}.weight", (1024, ELEMS // 1024), FP32, True, (Site(name, "weight"),))
         flats = flats_of(FoundUnit(name, name, (param,), False, True), layout, precision_of("bf16", reduce), axes, ())
         units.append(UnitPlan(name, layout, flats, False, True))
     return make_schedule(units, range(num_units), None)
@@ -313,3 +314,88 @@ def test_a_step_of_82_units_is_played_in_milliseconds() -> None:
 def test_shares_of_the_peak_and_days() -> None:
     assert mfu(6e9, 10_000, 1e14) == pytest.approx(0.6)
     assert days_for(86_400e6, 1e6) == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what travels encoded
+
+
+def coded(strategy: str, verb: str, nodes: int = 1) -> list[tuple[int, int]]:
+    """Bytes of the device's memory that a step's events of one kind read and write, before and after they travel."""
+    events = step_events(schedule(2, strategy, nodes))
+    return [(event.encode_bytes, event.decode_bytes) for event in events if event.verb == verb]
+
+
+def rows_of(codec: str, num_elems: int, num_rows: int) -> int:
+    return num_rows * encoded_bytes(codec, num_elems // num_rows)
+
+
+def test_what_travels_as_it_is_is_not_encoded() -> None:
+    for verb in ("gather", "reduce", "update"):
+        assert set(coded("hpz", verb, nodes=2)) == {(0, 0)}
+
+
+def test_a_gather_encodes_a_part_and_decodes_all_of_it() -> None:
+    rows = rows_of("int8", ELEMS, 8)
+    assert set(coded("zero3+params_as=int8", "gather")) == {(2 * ELEMS // 8 + rows // 8, rows + 2 * ELEMS)}
+    assert set(coded("zero3+params_as=int8", "reduce")) == {(0, 0)}
+
+
+def test_a_copy_at_rest_is_encoded_once_a_step() -> None:
+    rows, all_of_it = rows_of("int8", ELEMS, 16), rows_of("int8", ELEMS, 16) + 2 * ELEMS
+    encoded, copied = 2 * ELEMS // 16 + rows // 16, 2 * rows // 8
+    schedule_of_four = schedule(4, "zeropp", nodes=2)
+    gathers = [event for event in step_events(schedule_of_four) if event.verb == "gather"]
+    assert [event.encode_bytes for event in gathers] == [encoded + copied] * 4 + [copied] * 2
+    assert {event.decode_bytes for event in gathers} == {all_of_it}
+
+
+def test_a_reduction_encodes_before_every_hop_and_sums_after_it() -> None:
+    """Inside the node first, then an eighth of it across; bf16 gradients."""
+    inside, across = rows_of("int4", ELEMS, 8), rows_of("int4", ELEMS // 8, 2)
+    part = 2 * ELEMS // 8
+    after = (inside + part) + (part + across) + (across + part // 2)
+    assert set(coded("zero3+grads_as=int4", "reduce", nodes=2)) == {(2 * ELEMS + inside, after)}
+
+
+def test_a_sum_that_all_ranks_want_is_encoded_once_more() -> None:
+    rows, part = rows_of("int8", ELEMS, 8), 2 * ELEMS // 8
+    after = (rows + part) + (part + rows // 8) + (rows + 2 * ELEMS)
+    assert set(coded("ddp+grads_as=int8", "reduce")) == {(2 * ELEMS + rows, after)}
+
+
+def test_feedback_reads_and_writes_more() -> None:
+    (plain, after), *_ = coded("zero3+grads_as=int4", "reduce")
+    (fed_back, as_before), *_ = coded("zero3+grads_as=int4:feedback", "reduce")
+    assert fed_back - plain == (3 * 2 + 6 * 2) * ELEMS + rows_of("int4", ELEMS, 8)
+    assert as_before == after
+
+
+@pytest.mark.parametrize("strategy", ["zero3+params_as=int8+grads_as=int4", "ddp+grads_as=int8", "zeropp"])
+def test_encoding_takes_the_device_from_the_computation(strategy: str) -> None:
+    """Where no wire is waited for, a step is the longer by what is encoded and decoded in it; and by the last reduction
+    once more, which nothing is computed beside."""
+    on, each = cluster(gigabytes_per_s=1e9), UnitSeconds(forward=1e-3, backward=2e-3)
+    plan, exact = schedule(4, strategy), schedule(4, layout_of(strategy).exact)
+    sizes = [event.encode_bytes + event.decode_bytes for event in step_events(plan) if event.verb != "gather"]
+    last = [num_bytes for num_bytes in sizes if num_bytes][-1]
+    num_bytes = sum(event.encode_bytes + event.decode_bytes for event in step_events(plan)) + last
+    coding_s = num_bytes / (ESTIMATED_CODING * on.gpu.hbm_bytes_per_s)
+    assert Lanes(on, IDEAL).coding_s(num_bytes) == pytest.approx(coding_s)
+    assert play(plan, each, on).step_s - play(exact, each, on).step_s == pytest.approx(coding_s, rel=0.01)
+
+
+def test_a_unit_waits_until_its_weights_are_decoded() -> None:
+    """Nothing else to do, and wires that take no time: gathers follow each other on their lane."""
+    on, plan = cluster(gigabytes_per_s=1e9), schedule(4, "zero3+params_as=int8")
+    gathers = [event for event in step_events(plan) if event.verb == "gather"]
+    coding_s = Lanes(on, IDEAL).coding_s(sum(event.encode_bytes + event.decode_bytes for event in gathers))
+    assert play(plan, UnitSeconds(), on).step_s >= coding_s
+    slower = replace(IDEAL, coding=ESTIMATED_CODING / 10)
+    assert play(plan, UnitSeconds(), on, slower).step_s >= 10 * coding_s
+
+
+def test_fewer_bits_are_faster_on_slow_wires() -> None:
+    on, each = cluster(gigabytes_per_s=1.0), UnitSeconds(forward=1e-5, backward=2e-5)
+    exact, encoded = (play(schedule(8, name), each, on).step_s for name in ("zero3", "zero3+params_as=int8"))
+    assert encoded < 0.75 * exact

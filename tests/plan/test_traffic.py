@@ -2,9 +2,18 @@
 
 import pytest
 
-from shardwise.dtypes import BF16
+from shardwise.dtypes import BF16, FP32
+from shardwise.layout import layout_of
+from shardwise.plan.events import step_events
+from shardwise.plan.flat import flats_of
+from shardwise.plan.model import FoundUnit, Param, Site
+from shardwise.plan.plan import plan
+from shardwise.plan.schedule import UnitPlan, make_schedule
+from shardwise.plan.shapes.shape import StatesOnly
+from shardwise.plan.states import States
 from shardwise.plan.traffic import crossing_bytes
-from shardwise.wire.ledger import describe_call
+from shardwise.precision import precision_of
+from shardwise.wire.ledger import Call, describe_call
 from tests.plan.planning import EVERY, WIRES, assessed, machine
 
 
@@ -53,3 +62,51 @@ def test_an_optimizer_on_disk_is_read_and_written() -> None:
     num_elems = sum(flat.spans[flat.depth_of_master].num_elems for flat in found.schedule.trainable_flats)
     assert found.moved.write == 12 * num_elems + 2 * num_elems
     assert found.moved.read == 12 * num_elems + found.moved.to_device
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what crosses the border in fewer bits: multiples of the parameters in 16 bits, gradients in 16 bits, too
+
+NODES, NODE = 4, 8
+# What a rank takes across, of what all nodes lack.
+OF_A_RANK = (NODES - 1) / NODES / NODE
+# Of the bytes, what is no scale: 256 elements share one of 4 bytes.
+PAYLOAD = {"bfloat16": 1.0, "int8": 256 / 260, "int4": 128 / 132}
+WITH_SCALES = 0.5 / PAYLOAD["int8"] + 0.25 / PAYLOAD["int4"]
+
+
+def test_zeropp_crosses_a_quarter_of_what_zero3_does() -> None:
+    """Parameters in both passes and gradients: 3. Parameters in 8 bits once, and gradients in 4: 0.75, with scales
+    0.77."""
+    num_params = 2**30
+    found = plan(StatesOnly(num_params), machine(NODE, NODES))
+    assert isinstance(found, States)
+    crossing = {row.name: row.moved.inter_node / (2 * num_params * OF_A_RANK) for row in found.rows}
+    assert crossing["zero3"] == 3
+    assert crossing["zeropp"] == pytest.approx(WITH_SCALES)
+    assert pytest.approx(0.766, abs=5e-4) == WITH_SCALES
+    assert crossing["hpz"] == 2
+
+
+def test_as_the_engine_has_it_two_units_stay_from_forward_to_backward() -> None:
+    """Of 64 matrices; what crosses without scales, and with them."""
+    exact, encoded = (crossing_of("zero3"), crossing_of("zeropp"))
+    assert exact == (3 - 2 / 64, 3 - 2 / 64)
+    assert encoded == pytest.approx((0.75, WITH_SCALES))
+
+
+def crossing_of(strategy: str, num_units: int = 64) -> tuple[float, float]:
+    layout = layout_of(strategy)
+    axes = {"world": (NODES * NODE, 0), "node": (NODE, 0), "replicate": (NODES, 0)}
+    units = []
+    for name in map(str, range(num_units)):
+        found = FoundUnit(name, name, (Param(name, (1024, 1024), FP32, True, (Site(name, "weight"),)),), False, True)
+        flats = flats_of(found, layout, precision_of("bf16", "bf16"), axes, ())
+        units.append(UnitPlan(name, layout, flats, False, True))
+    events = step_events(make_schedule(units, range(num_units), None))
+    calls = [call for event in events if event.verb in ("gather", "reduce") for call in event.calls]
+
+    def crossing(call: Call) -> float:
+        return crossing_bytes(call, NODES, NODE) / (2 * num_units * 1024**2 * OF_A_RANK)
+
+    return sum(crossing(call) * PAYLOAD[call.dtype] for call in calls), sum(map(crossing, calls))
