@@ -229,8 +229,8 @@ def test_with_feedback_what_was_lost_arrives_later(run_ranks: Pool) -> None:
 
 
 def norms_with_a_nan(strategy: str) -> tuple[list[float], bool]:
-    """Rank 1 has a gradient that is not a number in its second step."""
-    model, optimizer = small(strategy, node_size=2)
+    """Rank 1 has a gradient that is not a number in its second step, which is left out."""
+    model, optimizer = small(strategy, node_size=2, skip_nonfinite=True)
     norms = []
     for step in range(3):
         loss = backward(model, step)
@@ -242,12 +242,10 @@ def norms_with_a_nan(strategy: str) -> tuple[list[float], bool]:
             optimizer.zero_grad()
             backward(model, step)
         norms.append(float(optimizer.clip_grad_norm(1.0)))
-        if step == 1:
-            optimizer.zero_grad()
-            continue
         optimizer.step()
         optimizer.zero_grad()
         assert torch.isfinite(loss)
+        assert optimizer.num_skipped_steps == (step > 0)
     return norms, all(bool(weight.isfinite().all()) for weight in sw.full_state_dict(model).values())
 
 

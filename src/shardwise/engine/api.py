@@ -59,6 +59,7 @@ def shard(
     units: Units = "auto",
     memory_budget: int | None = None,
     early_update: bool = False,
+    skip_nonfinite: bool = False,
     seed: int | None = None,
     batch: Batch | None = None,
     disk_path: str | Path | None = None,
@@ -66,7 +67,8 @@ def shard(
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
-        plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6".
+        plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6",
+        and what travels in fewer bits: "hsdp+grads_as=int8".
     precision: fp32, bf16 (fp32 masters), fp16 (fp32 masters, loss scaling), pure-bf16, or a `Precision`.
     reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
     node_size: ranks per node; torchrun's local world size unless given.
@@ -74,6 +76,8 @@ def shard(
     memory_budget: bytes for units gathered ahead; unless given, one unit is gathered ahead of the one computing.
     early_update: update a unit as soon as its gradient is final, while the backward of others still runs. No clipping,
         and nobody may read weights between backward() and step().
+    skip_nonfinite: leave out steps whose gradient is not finite, on all ranks, as fp16 does always; else a NaN becomes
+        weights. The host waits for the gradients' norm.
     seed: for weights of a model built on the meta device.
     batch: for "auto", what activations depend on: sequences of a micro-batch, tokens of each, and how many
         micro-batches make a step (one unless given). Without it a quarter of the memory is left to them.
@@ -87,7 +91,7 @@ def shard(
         world,
         lambda: _prepare(
             model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
-            memory_budget, early_update, seed, machine, batch, path,
+            memory_budget, early_update, skip_nonfinite, seed, machine, batch, path,
         ),
     )  # fmt: skip
     require_agreement(world, plan.facts)
@@ -110,7 +114,9 @@ def shard(
         # What it keeps already, if it has stepped before.
         known = [state for state in engine.trainable_states if any(p in optimizer.state for p in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
-        sharded = ShardedOptimizer(optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host)
+        sharded = ShardedOptimizer(
+            optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host, skip_nonfinite
+        )
         if early_update:
             engine.updates.make_early(sharded.update_early)
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
@@ -142,6 +148,7 @@ def _prepare(
     units: Units,
     memory_budget: int | None,
     early_update: bool,
+    skip_nonfinite: bool,
     seed: int | None,
     machine: Machine | None,
     batch: Batch | None,
@@ -208,6 +215,10 @@ def _prepare(
             else "early_update=True with fp16: a step that overflowed is skipped, and is found out after the backward; "
             "use bf16, or leave early_update"
         )
+    if early_update and skip_nonfinite:
+        raise ConfigurationError(
+            "early_update=True with skip_nonfinite=True: weights are updated before all gradients are known; leave one"
+        )
     if any(param.is_meta for param in names) and seed is None:
         raise ConfigurationError(
             "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
@@ -217,6 +228,7 @@ def _prepare(
         "the ranks per node (node_size)": axes.node_size,
         "memory_budget": memory_budget,
         "early_update": early_update,
+        "skip_nonfinite": skip_nonfinite,
         "seed": seed,
     }
     facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]

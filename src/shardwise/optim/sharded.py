@@ -51,6 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None,
         early_update: bool,
         host: HostUpdates,
+        skip_nonfinite: bool,
     ) -> None:
         # Not super().__init__: groups and state are the inner optimizer's.
         self._inner = inner
@@ -58,6 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._channels = channels
         self._scaler = scaler
         self._host = host
+        self._skips = skip_nonfinite or scaler is not None
+        self._num_skipped = 0
         self._places: dict[Tensor, tuple[FlatState, int]] = {}
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
@@ -115,8 +118,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps left out because an fp16 gradient overflowed."""
-        return 0 if self._scaler is None else self._scaler.num_skipped
+        """Steps left out because a gradient was not finite: in fp16 it may have overflowed."""
+        return self._num_skipped if self._scaler is None else self._scaler.num_skipped
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients down so that their norm is at most `max_norm`; returns the norm before.
@@ -154,7 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             return self._step_with(closure)
         self._stepper.finish_gradients()
-        overflowed = self._scaler is not None and not bool(torch.isfinite(self._norm()))
+        overflowed = self._skips and not bool(torch.isfinite(self._norm()))
+        self._num_skipped += overflowed
         if not overflowed:
             self._refuse_misuse()
             self._update()

@@ -107,7 +107,7 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
 def updates_early(settings: Settings) -> bool:
     """Whether units are updated inside the backward: where the host or a disk is what updates wait for, and nothing has
     to be known of all gradients before. What `auto` will choose by itself is not known here."""
-    if settings.max_grad_norm or settings.precision == "fp16":
+    if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
         return False
     layouts = _layouts(offload_of(settings.offload, settings.wire).applied_to(settings.strategy))
     return any(layout.optimizer_on != "device" for layout in layouts.values())

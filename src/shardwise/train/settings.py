@@ -105,6 +105,7 @@ class Settings:
     max_grad_norm: float = setting(TRAINING, 1.0, "Gradients are scaled down to this norm; 0: never.", least=0)
     seed: int = setting(TRAINING, 0, "Of weights, order and dropout.", least=0, most=2**63 - 1)
     eval_steps: int = setting(TRAINING, 0, "Evaluate every so many steps; 0: at the end only.", least=0)
+    skip_nonfinite: bool = setting(TRAINING, False, "Leave out steps whose gradient is not finite, and stop after 50 in a row; else the first stops the run. fp16 always does.")
     divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 when the loss is this many times its lowest mean, or is not a number; 0: go on.", least=0)
 
     strategy: str | dict[str, str] = setting(SHARDING, "auto", "auto, ddp, zero1, zero2, zero3, hsdp, zero2-offload, zero3-offload, zero3-nvme, ...; or a mapping from unit patterns to them.")

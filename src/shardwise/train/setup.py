@@ -210,6 +210,7 @@ def _sharded(
         node_size=settings.node_size,
         seed=settings.seed,
         early_update=updates_early(settings),
+        skip_nonfinite=settings.skip_nonfinite,
         batch=(batching.micro_size, seq_length, batching.num_micro) if is_open else None,
         disk_path=offload.folder,
     )
@@ -241,7 +242,7 @@ def _book(run: Run, num_ranks: int) -> Book:
         flops_per_token=run.built.flops_per_token(run.checked.seq_length),
         peak_flops=None if peak is None else peak * num_ranks,
         divergence=Divergence(settings.divergence_ratio),
-        may_overflow=precision.loss_scaling,
+        may_overflow=precision.loss_scaling or settings.skip_nonfinite,
         more=run.memory_row,
         write=run.write,
     )
