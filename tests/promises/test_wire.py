@@ -288,6 +288,20 @@ def test_checkpoints_fit_all(run_ranks: Pool, tmp_path: Path, saving: str, loadi
 
 
 @pytest.mark.parametrize(
+    ("strategy", "precision", "words"),
+    [
+        ("zero3+params_as=bf16", "bf16", "params_as='bf16' with parameters in bfloat16: they would travel in as many"),
+        ("zero3+params_as=fp16", "bf16", "params_as='fp16' with parameters in bfloat16"),
+        ("zero3+grads_as=int4:feedback", "fp16", "grads_as='int4:feedback' with loss scaling"),
+    ],
+)
+def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, precision: str, words: str) -> None:
+    for error in run_ranks.errors(2, train_sharded, IN_TREE, strategy, precision=precision):
+        assert error is not None
+        assert words in error
+
+
+@pytest.mark.parametrize(
     ("strategy", "words"),
     [
         ("zero3+params_as=int4", "16 values are too few for weights"),

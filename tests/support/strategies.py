@@ -47,7 +47,7 @@ SOME = ["ddp", "zero2", "zero3", "hsdp"]
 ENCODED: dict[str, Strategy] = {
     **{name: name for name, layout in PRESETS.items() if not layout.is_exact},
     **{f"zero3, gradients as {codec}": f"zero3+grads_as={codec}" for codec in ("bf16", "fp16", "e5m2", "int8:2048")},
-    **{f"zero3, parameters as {codec}": f"zero3+params_as={codec}" for codec in ("bf16", "e4m3:64", "int8:asymmetric")},
+    **{f"zero3, parameters as {codec}": f"zero3+params_as={codec}" for codec in ("e4m3:64", "int8:asymmetric")},
     "zero3, both": "zero3+params_as=int8+grads_as=int4:feedback",
     "ddp, gradients as int8": "ddp+grads_as=int8",
     "ddp, gradients as int4 with feedback": "ddp+grads_as=int4:128:stochastic:feedback",

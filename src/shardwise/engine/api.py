@@ -24,7 +24,7 @@ from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_ke
 from ..optim.scaler import LossScaler
 from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
 from ..plan.assess import Machine
-from ..plan.flat import flats_of
+from ..plan.flat import Flat, flats_of
 from ..plan.memory import state_bytes
 from ..plan.model import FoundUnit
 from ..plan.plan import Plan
@@ -182,6 +182,9 @@ def _prepare(
         )
         for unit, layout in zip(found, layouts, strict=True)
     ]
+    for plan in plans:
+        for flat in plan.flats:
+            _refuse_codecs_of(flat, plan.name, precision)
     if disk_path is not None and chosen is None and not any("disk" in plan.layout.places for plan in plans):
         raise ConfigurationError(
             f"disk_path={str(disk_path)!r} with strategy={strategy!r}, which puts nothing on disk; leave it out, or "
@@ -233,6 +236,20 @@ def _prepare(
     }
     facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]
     return _Plan(axes, precision, found, schedule, keep_fp32, row_names, facts, chosen)
+
+
+def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
+    """What depends on dtypes; the rest a layout refuses."""
+    if flat.params_codec is not None and not flat.params_codec.has_scales and flat.compute.itemsize == 2:
+        raise ConfigurationError(
+            f"unit {unit_name!r}: params_as='{flat.params_codec}' with parameters in {flat.compute.name}: they would "
+            "travel in as many bits as they have, rounded for nothing; leave it, or use int8 or fp8"
+        )
+    if flat.grads_codec is not None and flat.grads_codec.has_feedback and precision.loss_scaling:
+        raise ConfigurationError(
+            f"unit {unit_name!r}: grads_as='{flat.grads_codec}' with loss scaling: what was lost of one gradient "
+            "would be added to another under another scale; use bf16, or leave feedback"
+        )
 
 
 def num_cores() -> int:
