@@ -1,6 +1,7 @@
 """`shardwise bench wire` from the outside: help, mistakes, what is asked for, and a real run."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -32,7 +33,7 @@ def understand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def stop(asked: Asked, *_: object) -> None:
             raise Understood(asked)
 
-        monkeypatch.setattr(session, "run", stop)
+        monkeypatch.setattr(session, "prepare", stop)
         monkeypatch.setattr(sys, "argv", ["shardwise", "bench", "wire", *arguments])
         with pytest.raises(Understood) as asked:
             main()
@@ -50,17 +51,11 @@ def test_help_comes_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     command = [sys.executable, "-c", code, "bench", "wire", "--help"]
-    seen = subprocess.run(command, capture_output=True, text=True, check=False, env={"COLUMNS": "200"} | dict(_path()))
+    seen = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
     assert seen.returncode == 0, seen.stderr
     for flag in ("--strategies", "--steps", "--train-file", "--nproc-per-node", "--runs"):
         assert flag in seen.stdout
     assert "--resume-from-checkpoint" not in seen.stdout
-
-
-def _path() -> dict[str, str]:
-    import os
-
-    return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
 
 
 def test_what_is_asked_for_by_default(understand: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from ..checkpoint.steps import CHECKPOINTS
 from ..errors import ConfigurationError
 from ..layout import layout_of
-from ..train.checks import check_all
+from ..train.checks import check_all, look_ahead
 from ..train.folder import DATA
 from ..train.offload import is_auto
 from ..train.settings import Settings
@@ -115,11 +115,15 @@ class Findings:
         return bool(self.asked.gradient_codecs or self.asked.weight_codecs)
 
 
+def prepare(asked: Asked, folder: Path, say: Say) -> None:
+    """Make the data into tokens, where all runs find it, and refuse what can be refused of it."""
+    look_ahead(replace(asked.settings, output_dir=str(folder)), asked.num_ranks, say)
+
+
 def run(asked: Asked, folder: Path, say: Say) -> Iterator[Findings]:
-    """What is known so far, again after every run. Run folders are made in `folder`."""
+    """What is known so far, again after every run. Run folders are made in `folder`, where the data is prepared."""
     findings = Findings(asked)
     data = folder / DATA
-    data.mkdir(parents=True, exist_ok=True)
     for index, (name, strategy) in enumerate(asked.strategies.items(), 1):
         say(f"{name} ({index} of {len(asked.strategies)})")
         place = folder / f"{index:02}-{_file_name(name)}"

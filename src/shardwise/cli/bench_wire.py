@@ -124,9 +124,12 @@ def wire(
     asked = _asked(words or [], flags, strategies, steps, codecs, weight_codecs)
     asked.refuse_what_cannot_run()
     say = partial(print, file=sys.stderr, flush=True)
-    page = new_page(out or Path("benchmark-results"), wire_report.name_of(asked)) if out or not as_json else None
+    page: Path | None = None
     try:
         with _folder(runs) as folder:
+            session.prepare(asked, folder, say)
+            if out or not as_json:
+                page = new_page(out or Path("benchmark-results"), wire_report.name_of(asked))
             for findings in session.run(asked, folder, say):
                 if page is not None:
                     wire_report.write(findings, page)
