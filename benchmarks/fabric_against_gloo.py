@@ -26,8 +26,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +45,8 @@ import shardwise as sw
 from shardwise.bench import fabric
 from shardwise.mesh import make_axes
 from shardwise.plan.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
+
+from .namespaces import LOCAL, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -225,9 +225,7 @@ class Clock:
         """Bytes out of this node so far: the kernel's count, or the model's for all ranks of the node."""
         if self.job.fabric:
             return fabric.moved_bytes()["inter"] * self.job.world.node_size
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-        line = next(line for line in lines if line.strip().startswith(f"{self.job.interface}:"))
-        return float(line.partition(":")[2].split()[8])
+        return sent_bytes(self.job.interface)
 
 
 def probe(clock: Clock, axis: str, group: dist.ProcessGroup) -> list[Seen]:
@@ -283,88 +281,28 @@ def train(clock: Clock, steps: Steps) -> Seen:
 # nodes
 
 
-@dataclass(frozen=True)
-class Node:
-    """Where ranks are started: the words before a command, and the interface that gloo is to use there."""
-
-    prefix: list[str]
-    interface: str
-
-
-def can_make_namespaces() -> bool:
-    """Found out by making some: root in a container may not be allowed to."""
-    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
-        return False
-    try:
-        with nodes_of(World(1, 1, 100)):
-            return True
-    except RuntimeError:
-        return False
-
-
 @contextmanager
 def nodes_of(world: World) -> Iterator[list[Node]]:
-    """Namespaces on a bridge, gone afterwards whatever happened."""
     if not world.mbit_per_s:
-        yield [Node([], "lo")] * world.num_nodes
+        yield [LOCAL] * world.num_nodes
         return
-    hub, *names = [f"shardwise-{os.getpid()}-{place}" for place in ("hub", *range(world.num_nodes))]
-    # Bursts of a millisecond, or of half a large packet: with less, 1 Gbit/s in both directions at once is not reached.
-    burst = max(32_000, world.mbit_per_s * 1_000_000 // 8 // 1000)
-    limit = f"tbf rate {world.mbit_per_s}mbit burst {burst} latency 400ms"
-    try:
-        for name in (hub, *names):
-            run(f"ip netns add {name}")
-            run(f"ip -n {name} link set lo up")
-        run(f"ip -n {hub} link add bridge type bridge")
-        run(f"ip -n {hub} link set bridge up")
-        for index, name in enumerate(names):
-            run(f"ip link add nic netns {name} type veth peer name port{index} netns {hub}")
-            run(f"ip -n {hub} link set port{index} master bridge up")
-            run(f"ip -n {name} addr add 10.77.0.{index + 1}/24 dev nic")
-            run(f"ip -n {name} link set nic up")
-            # Not BBR, which slows down on purpose every few seconds to look at the queue.
-            run(f"ip -n {name} route replace 10.77.0.0/24 dev nic congctl cubic")
-            run(f"tc -n {name} qdisc add dev nic root {limit}")
-            run(f"tc -n {hub} qdisc add dev port{index} root {limit}")
-        yield [Node(["ip", "netns", "exec", name], "nic") for name in names]
-    finally:
-        for name in (hub, *names):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def run(command: str) -> None:
-    done = subprocess.run(shlex.split(command), check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+    with namespaces(world.num_nodes, world.mbit_per_s) as nodes:
+        yield nodes
 
 
 def launch(jobs: list[Job], nodes: list[Node]) -> list[list[Seen]]:
     """What each job's worker measured. All of them are stopped when one fails or time is up."""
     module = [sys.executable, "-m", "benchmarks.fabric_against_gloo", "--worker"]
-    workers = []
-    for job in jobs:
-        node = nodes[job.rank // job.world.node_size]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": node.interface, "OMP_NUM_THREADS": "1"}
-        command = [*node.prefix, *module, json.dumps(asdict(job))]
-        with Path(job.answer).with_suffix(".log").open("w") as log:
-            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    end_s = time.monotonic() + DEADLINE_S
-    try:
-        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
-            if time.monotonic() > end_s:
-                break
-            time.sleep(0.05)
-        codes = [worker.poll() for worker in workers]
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-            worker.wait()
-    if any(code != 0 for code in codes):
-        first = next((job for job, code in zip(jobs, codes, strict=True) if code), jobs[0])
-        log = Path(first.answer).with_suffix(".log").read_text()
-        raise RuntimeError(f"{first.world}: exit codes by rank {codes} (None: out of time)\n{log}")
+    ranks = [
+        Rank(
+            nodes[job.rank // job.world.node_size],
+            [*module, json.dumps(asdict(job))],
+            {"OMP_NUM_THREADS": "1"},
+            Path(job.answer).with_suffix(".log"),
+        )
+        for job in jobs
+    ]
+    run_ranks(ranks, DEADLINE_S)
     return [[Seen(**row) for row in json.loads(Path(job.answer).read_text())] for job in jobs]
 
 
@@ -553,7 +491,7 @@ def main() -> None:
     if not can_make_namespaces():
         print("no root, ip or tc: ranks of one node on an unlimited loopback")
         worlds = [World(1, 2, 0)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces are taken down
+    end_on_signals()
     comparisons = []
     for world in worlds:
         comparisons.append(compare(world, options.sizes, steps_for(world), options.repetitions))
