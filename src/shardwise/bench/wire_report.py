@@ -160,17 +160,17 @@ def strategy_cells(findings: Findings) -> Cells:
     """The table by column, without columns that say nothing."""
     exact, rows = findings.asked.exact, rows_of(findings)
     # The exact one differs from itself in nothing.
-    beside = [None if row.strategy == exact else row for row in rows]
+    beside = [Row(row.strategy, row.status, row.error) if row.strategy == exact else row for row in rows]
     cells = {
         "strategy": [row.strategy for row in rows],
         "loss": [_figure(row.loss, ".4f") or row.status for row in rows],
-        f"vs {exact}": [_figure(row and row.loss_difference, "+.2%") for row in beside],
+        f"vs {exact}": [_figure(row.loss_difference, "+.2%") for row in beside],
         "evaluation": [_figure(row.eval_loss, ".4f") for row in rows],
-        "vs": [_figure(row and row.eval_difference, "+.2%") for row in beside],
+        "vs": [_figure(row.eval_difference, "+.2%") for row in beside],
         "largest": [_largest(row) for row in beside],
         "MB": [_megabytes(row.wire_bytes) for row in rows],
         "between nodes MB": [_megabytes(row.inter_node_bytes) for row in rows],
-        "times fewer": [_figure(row and row.fewer_between_nodes, ".2f") for row in beside],
+        "times fewer": [_figure(row.fewer_between_nodes, ".2f") for row in beside],
         "s per step": [_figure(row.step_s, ".4f") for row in rows],
     }
     return {title: texts for title, texts in cells.items() if any(texts)}
@@ -192,8 +192,8 @@ def _figure(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def _largest(row: Row | None) -> str:
-    return "" if row is None or row.largest_difference is None else f"{row.largest_difference:.2%} ({row.largest_at})"
+def _largest(row: Row) -> str:
+    return "" if row.largest_difference is None else f"{row.largest_difference:.2%} ({row.largest_at})"
 
 
 def _megabytes(num_bytes: float | None) -> str:
