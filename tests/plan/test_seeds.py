@@ -110,6 +110,13 @@ def test_40b_on_two_nodes_sends_120_gb_out_of_each(plan: Answer) -> None:
 # ZeRO++ by its parts, each alone and all of them.
 QWZ = replace(PRESETS["hpz"], params_as="int8")
 QGZ = replace(PRESETS["hpz"], grads_as="int4")
+# The part of llama-2-7b that is its embedding, which travels as it is.
+TABLE = 32000 * 4096 / 6.738e9
+
+
+def with_table(share: float) -> float:
+    """Of what travels in 16 bits, where matrices are this share of it."""
+    return share * (1 - TABLE) + TABLE
 
 
 def between_nodes(strategy: str | Layout) -> tuple[float, float]:
@@ -129,7 +136,7 @@ def between_nodes(strategy: str | Layout) -> tuple[float, float]:
 
 def test_weights_in_8_bits_halve_what_is_gathered() -> None:
     gathered, reduced = between_nodes(QWZ)
-    assert gathered == pytest.approx(between_nodes("hpz")[0] / 2, rel=0.03)  # and the scales
+    assert gathered == pytest.approx(between_nodes("hpz")[0] * with_table(1 / 2 * 260 / 256), rel=1e-3)  # and scales
     assert reduced == between_nodes("hpz")[1]
 
 
@@ -141,13 +148,15 @@ def test_a_copy_in_the_node_saves_the_gather_of_the_backward() -> None:
 
 def test_gradients_in_4_bits_are_a_quarter() -> None:
     gathered, reduced = between_nodes(QGZ)
-    assert reduced == pytest.approx(between_nodes("hpz")[1] / 4, rel=0.05)
+    assert reduced == pytest.approx(between_nodes("hpz")[1] * with_table(1 / 4 * 132 / 128), rel=1e-3)
     assert gathered == between_nodes("hpz")[0]
 
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes() -> None:
-    """3 M become 0.75 M: half of a gather, none in the backward, a quarter of the gradients."""
-    assert sum(between_nodes("zero++")) == pytest.approx(sum(between_nodes("zero3")) / 4, rel=0.05)
+    """3 M become 0.75 M: half of a gather, none in the backward, a quarter of the gradients. Scales are 2 % of that,
+    and the embedding 4 %."""
+    assert between_nodes("zero++") == pytest.approx((between_nodes(QWZ)[0], between_nodes(QGZ)[1]))
+    assert sum(between_nodes("zero++")) == pytest.approx(sum(between_nodes("zero3")) / 4, rel=0.08)
 
 
 # ---------------------------------------------------------------------------------------------------------
