@@ -17,7 +17,7 @@ class ForwardCall:
     unit: int
     began: int
     ended: int
-    num_updates: int
+    version: int  # of the weights it ran with
     is_open: bool = False
     closed_in: int = -1
     is_spent: bool = False
@@ -43,15 +43,17 @@ class Calls:
         self._clock += 1
         self._began[index] = self._clock
 
-    def record(self, index: int, num_updates: int) -> ForwardCall:
+    def record(self, index: int, version: int) -> ForwardCall:
         """The forward of a unit has ended, and leads to a backward."""
         self._clock += 1
-        call = ForwardCall(index, self._began[index], self._clock, num_updates)
+        call = ForwardCall(index, self._began[index], self._clock, version)
         self._recorded[index].append(weakref.ref(call))
         return call
 
     def live(self, index: int) -> list[ForwardCall]:
         """Forwards of a unit that a backward may still come to."""
+        if not self._recorded[index]:
+            return []
         found = [call for call in [ref() for ref in self._recorded[index]] if call is not None and not call.is_spent]
         self._recorded[index] = [weakref.ref(call) for call in found]
         return found
@@ -79,7 +81,7 @@ class Calls:
         call.closed_in = self._num_backwards
         call.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
         self.busy[call.unit] -= 1
-        return not self.busy[call.unit] and all(self.is_closed(other) for other in self.live(call.unit))
+        return not self.busy[call.unit] and not [other for other in self.live(call.unit) if not self.is_closed(other)]
 
     def is_closed(self, call: ForwardCall) -> bool:
         """In this backward, or in the last one if there is none."""

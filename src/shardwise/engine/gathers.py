@@ -26,7 +26,7 @@ from .host_jobs import HostJobs
 from .memory import GatherMemory
 from .streams import Lane, Mark, host_waits_for
 
-# The version of compute parameters whose memory does not hold their weights; 2 * num_updates while it does.
+# The version of compute parameters whose memory does not hold their weights; else it is even.
 LOST = 1
 
 
@@ -60,7 +60,8 @@ class Gathers:
         self.occupancy = Occupancy(schedule)
         self.memory = GatherMemory(schedule, units, device)
         self.lane = Lane(device)
-        self.num_updates = 0
+        # Of the weights, and of compute parameters that hold them: 2 * num_updates.
+        self.version = 0
         self.is_captured = False
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: put off while the host updates them.
@@ -73,9 +74,8 @@ class Gathers:
             unit.stamp(LOST)
 
     @property
-    def version(self) -> int:
-        """Of compute parameters that hold the weights as they are now."""
-        return 2 * self.num_updates
+    def num_updates(self) -> int:
+        return self.version // 2
 
     def make_ready(self, index: int, ahead: Sequence[int] = ()) -> None:
         """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
@@ -146,7 +146,7 @@ class Gathers:
             flights: list[InFlight] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
-            if wanted := self._wanted_from_disk(index, todo):
+            if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._staging.take(index, wanted)
             rows = self.memory.rows_in(row_slot, unit)
             for state in unit.states:
@@ -261,7 +261,7 @@ class Gathers:
     def was_updated(self) -> None:
         """The masters that are trained are newer than every copy of them."""
         self.settle()
-        self.num_updates += 1
+        self.version += 2
         self._masters_version = self._version_of_masters()
         self.occupancy.masters_changed()
         self._staging.forget()

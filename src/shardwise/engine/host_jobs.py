@@ -48,7 +48,9 @@ class HostJobs:
             self._jobs[state] = self._lane.give(Job(urgency[state], name, run, update.ask, is_ready))
 
     def is_updated(self, unit: Unit) -> bool:
-        jobs = [self._jobs.get(state) for state in unit.trainable_states] if self._jobs else []
+        if not self._jobs:
+            return True
+        jobs = [self._jobs.get(state) for state in unit.trainable_states]
         return all(job is None or job.is_done for job in jobs)
 
     def await_updates(self, unit: Unit) -> None:

@@ -54,15 +54,9 @@ class Progress:
         self._to_reduce = deque(reduce_order)
         self._backward_at = len(self._leaves)
 
-    def reach_in_backward(self, index: int) -> list[int]:
-        """Returns the units passed over that the last forward of this rank did not call."""
-        return self._pass_over(self._position_of.get(index, len(self._leaves)))
-
-    def end_backward(self) -> list[int]:
-        """Returns the units not reached that the last forward of this rank did not call."""
-        return self._pass_over(-1)
-
-    def _pass_over(self, position: int) -> list[int]:
+    def reach_in_backward(self, index: int | None) -> list[int]:
+        """The end is None. Returns the units passed over that the last forward of this rank did not call."""
+        position = -1 if index is None else self._position_of.get(index, len(self._leaves))
         passed = reversed(self._leaves[position + 1 : self._backward_at])
         self._backward_at = min(self._backward_at, max(position, 0))
         return [unit for unit in passed if not (self._called[unit] or self._complete[unit])]

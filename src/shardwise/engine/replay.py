@@ -39,7 +39,7 @@ class Replay:
     def end(self) -> None:
         """Forwards before it can no longer lead to a backward; the first units hold the new weights."""
         gathers = self._gathers
-        gathers.num_updates += 1
+        gathers.version += 2
         for unit in self._engine.units:
             if gathers.occupancy.is_ready(unit.index):
                 unit.stamp(gathers.version)

@@ -26,7 +26,7 @@ from ..errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
 from ..optim.host_updates import FlatUpdate
-from ..plan.schedule import Schedule, make_schedule
+from ..plan.schedule import Schedule, UnitPlan, make_schedule
 from ..precision import Precision
 from ..unit.carrier import Channels
 from ..unit.scale import GradScale
@@ -100,10 +100,6 @@ class Engine:
     def schedule(self) -> Schedule:
         return self.gathers.schedule
 
-    @property
-    def num_updates(self) -> int:
-        return self.gathers.num_updates
-
     def _ordered_for_update(self) -> list[list[FlatState]]:
         return [self.units[index].trainable_states for index in self.schedule.reduce_order]
 
@@ -132,7 +128,7 @@ class Engine:
             self._calls.begin(index)
             for other in self._progress.reach_in_forward(index):
                 self.gathers.start(other, needed_now=False)
-            self.gathers.make_ready(index, self.schedule.before_forward[index])
+            self.gathers.make_ready(index, self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
 
@@ -148,7 +144,7 @@ class Engine:
                 "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
             )
         if leads_to_backward:
-            return self._calls.record(index, self.num_updates)
+            return self._calls.record(index, self.gathers.version)
         if not self._calls.live(index):
             self.gathers.drop(index)
         return None
@@ -165,16 +161,16 @@ class Engine:
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
         if call.is_open or (self._in_backward and self._calls.is_closed(call)):
             return
-        index = call.unit
-        unit, plan = self.units[index], self.schedule.units[index]
-        self._refuse_backward(call)
+        index, schedule = call.unit, self.gathers.schedule
+        unit, plan = self.units[index], schedule.units[index]
+        self._refuse_backward(call, unit, plan)
         if not self._in_backward:
             self._begin_backward()
         for later in self._calls.opened_after(call):
             self._close(later)
         self._calls.open(call)
         self._leave_out(self._progress.reach_in_backward(index))
-        for other in self.schedule.before_backward[index]:
+        for other in schedule.before_backward[index]:
             self.gathers.start(other, needed_now=other == index)
         self.gathers.read_ahead_in_backward(index)
         for other in self._progress.reducible():
@@ -184,16 +180,15 @@ class Engine:
         if unit.writes_directly and self._progress.is_next_to_reduce(index):
             self.reductions.open_for_compute(index)
 
-    def _refuse_backward(self, call: ForwardCall) -> None:
-        name, layout = self.units[call.unit].name, self.schedule.units[call.unit].layout
-        if call.num_updates != self.num_updates:
+    def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
+        if call.version != self.gathers.version:
             raise StateError(
-                f"backward through a forward of unit {name!r} that ran before optimizer.step(): its weights have "
+                f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
                 "changed since; run the forward again"
             )
-        if torch.is_grad_enabled() and layout.gathered_until != "always":
+        if torch.is_grad_enabled() and plan.layout.gathered_until != "always":
             raise StateError(
-                f"create_graph=True: a second backward would read weights of unit {name!r} that are gone by then; "
+                f"create_graph=True: a second backward would read weights of unit {unit.name!r} that are gone by then; "
                 "use a layout whose parameters are whole"
             )
         if not self._in_backward and self.scale.loss_scale is not None and not self.is_loss_scaled:
@@ -248,7 +243,7 @@ class Engine:
     def end_backward(self) -> None:
         for call in list(self._calls.opened):
             self._close(call)
-        self._leave_out(self._progress.end_backward())
+        self._leave_out(self._progress.reach_in_backward(None))
         for index in self._progress.left_to_reduce():
             self.reductions.start(index, self.is_sync)
         self.reductions.finish_all()

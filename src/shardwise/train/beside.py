@@ -133,7 +133,7 @@ class Run:
 
     def _look_at_traffic(self) -> None:
         """Written down once, of a step that began where one before it had ended: it is like all that follow."""
-        num_updates = engine_of(self.job.model).num_updates
+        num_updates = engine_of(self.job.model).gathers.num_updates
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
         if self.num_steady == STEADY and self.is_first:
