@@ -100,8 +100,7 @@ class Seen:
 # in a worker
 
 
-def work(case: Case, answer: Path, nice: int) -> None:
-    os.nice(nice)
+def work(case: Case, answer: Path) -> None:
     rank = int(os.environ["RANK"])
     join(case)
     run = torch_hsdp(case) if case.contender == HSDP else find(case.contender)(case)
@@ -142,14 +141,14 @@ def counted() -> list[int]:
 # the run
 
 
-def measure(case: Case, nodes: list[Node], mbit_per_s: int, repetition: int, port: int, nice: int) -> Seen:
+def measure(case: Case, nodes: list[Node], mbit_per_s: int, repetition: int, port: int) -> Seen:
     with tempfile.TemporaryDirectory(prefix="shardwise-links-") as folder:
         answers = [Path(folder) / f"rank{rank}.json" for rank in range(case.world_size)]
         module = [sys.executable, "-m", "benchmarks.wire_links", "--worker"]
         ranks = [
             Rank(
                 nodes[rank // NODE_SIZE],
-                [*module, case.to_json(), str(answer), str(nice)],
+                [*module, case.to_json(), str(answer)],
                 {
                     **environment(case, rank, port),
                     "LOCAL_RANK": str(rank % NODE_SIZE),
@@ -228,9 +227,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
 
 
-def write(seen: list[Seen], plans: dict[str, Planned], case: Case, folder: Path) -> Path:
+def write(seen: list[Seen], plans: dict[str, Planned], case: Case, folder: Path, now: datetime.datetime) -> Path:
     """A dated page and JSON; the page's path."""
-    now = datetime.datetime.now()
     command = shlex.join(["python", "-m", "benchmarks.wire_links", *sys.argv[1:]])
     machine = (
         f"{os.cpu_count()} cores for {case.world_size} ranks ({processor()}), Linux {platform.release()}, "
@@ -281,6 +279,7 @@ def main() -> None:
     options = parser.parse_args()
     if not can_make_namespaces():
         sys.exit("wire_links makes network namespaces, for which it needs root, ip and tc: run it with sudo")
+    os.nice(options.nice)  # the ranks inherit it
     end_on_signals()
     case = Case(
         PEER, replace(SHAPES[options.shape], tokens=options.tokens), "cpu", NUM_NODES * NODE_SIZE, NODE_SIZE, "",
@@ -289,21 +288,23 @@ def main() -> None:
     )  # fmt: skip
     plans = {contender: planned(contender, case) for contender in options.contenders}
     seen: list[Seen] = []
+    now = datetime.datetime.now()
     for repetition in range(options.repetitions):
         for rate in options.rates:
             with namespaces(NUM_NODES, rate) as nodes:
                 for index, contender in enumerate(options.contenders):
                     own = replace(case, contender=contender)
-                    seen.append(measure(own, nodes, rate, repetition, FIRST_PORT + index, options.nice))
+                    seen.append(measure(own, nodes, rate, repetition, FIRST_PORT + index))
                     print(f"{rate} Mbit/s {contender}: {seen[-1].median_s:.2f} s", flush=True)
+            page = write(seen, plans, case, options.out, now)  # as much as there is
     for rate in options.rates:
         print(f"\n{rate} Mbit/s\n{table(rows_of(seen, plans, rate))}")
-    print(f"\n{write(seen, plans, case, options.out)}")
+    print(f"\n{page}")
 
 
 if __name__ == "__main__":
     if "--worker" in sys.argv:
-        told, answer_file, niceness = sys.argv[-3:]
-        work(case_from_json(told), Path(answer_file), int(niceness))
+        told, answer_file = sys.argv[-2:]
+        work(case_from_json(told), Path(answer_file))
     else:
         main()
