@@ -241,7 +241,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("strategy: zero2\noffload: disk:/nvme", "the folder '/nvme', but strategy 'zero2' puts nothing on disk"),
         ("strategy: zero3+optimizer=host\noffload: optimizer=disk:/x", "optimizer is moved to 'host' already"),
         ("strategy: ddp\noffload: params=host,optimizer=host", "parameters that are always gathered never leave the"),
-        ("offload: params=host", "strategy 'auto+params=host', with what was changed (offload, wire): layout: params_on='host'"),
+        ("offload: params=host", "'auto+params=host', with what was changed (offload, wire): layout: params_on='host'"),
         ("strategy: {'*': auto}\noffload: optimizer=host", "strategy 'auto' chooses for the whole model"),
         ("seed.x: 1", "unknown key 'seed.x' (file {file} line 1); seed has no parts"),
         ("nnodes: many", "nnodes: 'many' is no number of machines; write 2, or 1:4 for 1 to 4 (file {file} line 1)"),

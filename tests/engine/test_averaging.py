@@ -71,8 +71,7 @@ def train(strategy: Any, averages: bool, accumulates: bool, node_size: int) -> d
 def test_a_mean_on_the_wire_is_the_mean(run_ranks: Pool, strategy: str, accumulates: bool) -> None:
     for world, node_size in ((2, 2), (4, 2)):
         summed, averaged = (
-            run_ranks(world, train, strategy, averages, accumulates, node_size)[0]
-            for averages in (False, True)
+            run_ranks(world, train, strategy, averages, accumulates, node_size)[0] for averages in (False, True)
         )
         for name, weight in summed.items():
             torch.testing.assert_close(averaged[name], weight, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from shardwise.plan.assess import Assessment, Assessor, Machine
 from shardwise.plan.cost.peak import CLASSES
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.hardware.efficiency import IDEAL, efficiency_of
-from shardwise.plan.memory import resting_grads
+from shardwise.plan.memory import kept_losses, resting_grads
 from shardwise.plan.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
 from shardwise.plan.shapes.shape import ModelShape
 from shardwise.plan.subject import subject_of
@@ -25,7 +25,7 @@ from shardwise.plan.training import Training
 from shardwise.wire.ledger import Traffic
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, SEQ, VOCAB, tokens
-from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
+from tests.support.strategies import ENCODED, NAMED, OFFLOADED, STRATEGIES, disk_for
 from tests.support.training import adamw
 
 WORLD, NODE = 4, 2
@@ -100,7 +100,8 @@ def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy
             moves = {way: getattr(found.moved, way) for way in WAYS}
             assert seen.traffic.moves == {way: num_bytes for way, num_bytes in moves.items() if num_bytes}
             assert held.params == at_most(found, "params")
-            assert held.peak_grads == sum(resting_grads(unit.flats) for unit in found.schedule.units)
+            flats = [flat for unit in found.schedule.units for flat in unit.flats]
+            assert held.peak_grads == resting_grads(flats) + kept_losses(flats)
             assert held.planned.optimizer == at_most(found, "optimizer")
             buffers = at_most(found, "gathered") + at_most(found, "reduce")
             assert held.planned_buffers - seen.registered == buffers
@@ -115,6 +116,13 @@ ON_DEVICE = [name for name in [*NAMED, "mapping"] if name not in OFFLOADED]
 )
 def test_layouts(run_ranks: Pool, strategies: list[str]) -> None:
     assert_as_planned(run_ranks, IN_TREE, [STRATEGIES[name] for name in strategies], "bf16", 1)
+
+
+def test_what_travels_encoded(run_ranks: Pool) -> None:
+    # A plan is of the first rank; of small flats that rest on disk, the last ranks have padding alone, and move less.
+    chosen = [strategy for name, strategy in ENCODED.items() if "nvme" not in name]
+    assert_as_planned(run_ranks, IN_TREE, chosen, "bf16", 1)
+    assert_as_planned(run_ranks, TIED, [ENCODED[name] for name in ("zeropp", "zero3, both", "hsdp, both")], "bf16", 2)
 
 
 def test_several_micro_batches(run_ranks: Pool) -> None:
