@@ -22,7 +22,7 @@ from ..wire.collectives import (
 )
 from ..wire.encoded import (
     decode_rows,
-    sent_rows,
+    rows_under_way,
     start_encoded_all_reduce,
     start_encoded_reduce_scatter,
     start_gather_of_rows,
@@ -93,7 +93,8 @@ class Carrier:
             own = part.view(channel.num_ranks, -1)[channel.index] if out is None else out
             flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, own, rows, seed)
         if codec.has_feedback:
-            self._keep_lost(part, hop, codec, sent_rows(channel, part, codec, rows))
+            sent, _ = rows_under_way(channel, part, codec, rows)
+            self._keep_lost(part, hop, codec, sent)
         return flight
 
     def _add_lost(self, part: Tensor, hop: Hop) -> None:

@@ -6,7 +6,7 @@ sends each rank the rows of its own part (an all-to-all), decodes what came from
 one encoding for each hop, and nobody receives what he does not need. Where the sum should be on every rank, it is
 encoded once more and gathered.
 
-`scratch` is memory for the rows under way, of `exchange_bytes`; it is in use until the collective is finished.
+`scratch` is memory for the rows under way (`Flat.exchanged_bytes`); it is in use until the collective is finished.
 """
 
 from functools import partial
@@ -17,20 +17,6 @@ from .codec import Codec, encoded_bytes
 from .collectives import Channel, InFlight, finish, start_exchange, start_gather
 from .ledger import Call, Kind
 from .quant import decode, decode_sum, encode
-
-
-def rows_bytes(codec: Codec, num_elems: int, num_rows: int) -> int:
-    return num_rows * encoded_bytes(codec, num_elems // num_rows)
-
-
-def exchange_bytes(codec: Codec, num_elems: int, num_ranks: int) -> int:
-    """Sent, and received."""
-    return 2 * rows_bytes(codec, num_elems, num_ranks)
-
-
-def rows_call(kind: Kind, axis: str, num_ranks: int, codec: Codec, num_bytes: int) -> Call:
-    """As the ledger has it, and the plan."""
-    return Call(kind, axis, str(codec), num_bytes, num_ranks)
 
 
 def encode_rows(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -46,19 +32,17 @@ def decode_rows(codec: Codec, rows: Tensor, out: Tensor) -> None:
 
 def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
     """In place, as every gather: this rank's own rows are where they belong."""
-    call = rows_call("all_gather", channel.axis, channel.num_ranks, codec, rows.nbytes)
-    return start_gather(InFlight("all_gather", channel, what, rows.view(-1), call=call))
+    return start_gather(_flight("all_gather", channel, rows, codec, what))
 
 
 def start_encoded_reduce_scatter(
     channel: Channel, buffer: Tensor, codec: Codec, what: str, out: Tensor, scratch: Tensor, seed: int
 ) -> InFlight:
     """The sum, or the mean where the channel averages, of this rank's part of `buffer` goes to `out`."""
-    sent, received = _rows_of(channel, buffer, codec, scratch)
+    sent, received = rows_under_way(channel, buffer, codec, scratch)
     encode_rows(codec, buffer, sent, seed)
-    call = rows_call("reduce_scatter", channel.axis, channel.num_ranks, codec, sent.nbytes)
-    then = partial(_sum_rows, channel, codec, received, out)
-    flight = InFlight("reduce_scatter", channel, what, sent.view(-1), then=then, call=call)
+    flight = _flight("reduce_scatter", channel, sent, codec, what)
+    flight.then = partial(_sum_rows, channel, codec, received, out)
     return start_exchange(flight, received.view(-1))
 
 
@@ -66,7 +50,7 @@ def start_encoded_all_reduce(
     channel: Channel, buffer: Tensor, codec: Codec, what: str, scratch: Tensor, seed: int
 ) -> InFlight:
     """The sum, or the mean where the channel averages, goes to `buffer` on every rank: the same bits."""
-    sent, received = _rows_of(channel, buffer, codec, scratch)
+    sent, received = rows_under_way(channel, buffer, codec, scratch)
     own = buffer.view(channel.num_ranks, -1)[channel.index]
     flight = start_encoded_reduce_scatter(channel, buffer, codec, what, own, scratch, seed)
 
@@ -80,14 +64,17 @@ def start_encoded_all_reduce(
     return flight
 
 
-def sent_rows(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> Tensor:
-    return _rows_of(channel, buffer, codec, scratch)[0]
+def rows_under_way(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the rows of a reduction lie: those that are sent, and those that are received."""
+    size = channel.num_ranks * encoded_bytes(codec, buffer.numel() // channel.num_ranks)
+    sent, received = scratch[: 2 * size].view(2, channel.num_ranks, -1)
+    return sent, received
 
 
-def _rows_of(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """To be sent, and to be received."""
-    size = rows_bytes(codec, buffer.numel(), channel.num_ranks)
-    return tuple(scratch[start : start + size].view(channel.num_ranks, -1) for start in (0, size))  # type: ignore[return-value]
+def _flight(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
+    """The ledger has the codec, not bytes."""
+    call = Call(kind, channel.axis, str(codec), rows.nbytes, channel.num_ranks)
+    return InFlight(kind, channel, what, rows.view(-1), call=call)
 
 
 def _sum_rows(channel: Channel, codec: Codec, rows: Tensor, out: Tensor) -> None:
