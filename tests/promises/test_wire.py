@@ -18,9 +18,12 @@ from shardwise.engine.guards import engine_of
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.wire.codec import parse
+from tests.engine.test_models import OddStack
+from tests.engine.test_models import train as train_odd
 from tests.harness import Pool
 from tests.support.models import IN_TREE
 from tests.support.strategies import ENCODED, disk_for
+from tests.support.trainee import tell_sharded
 from tests.support.training import Outcome, assert_same, relative, train_alone, train_sharded
 
 EXACT = "zero3"
@@ -255,6 +258,16 @@ def test_what_is_not_a_number_arrives_as_such_on_every_rank(run_ranks: Pool, cod
     for norms, is_finite in run_ranks(2, norms_with_a_nan, f"zero3+grads_as={codec}"):
         assert [norm == norm for norm in norms] == [True, False, True]
         assert is_finite
+
+
+@pytest.mark.parametrize("strategy", ["zeropp", "zero3+params_as=int8:2048+grads_as=int8:2048", "ddp+grads_as=int8"])
+def test_odd_shapes(run_ranks: Pool, strategy: str) -> None:
+    """Parameters of one element and of none, and fewer of them than ranks."""
+    (exactly, *_), (told, *others) = (
+        run_ranks(4, tell_sharded, train_odd, OddStack, name, node_size=2) for name in (EXACT, strategy)
+    )
+    assert all(other.values == told.values for other in others)
+    assert all(relative(*pair) < FARTHEST for pair in zip(told.values, exactly.values, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -140,7 +140,8 @@ class ReductionMemory:
 
             for state in unit.trainable_states:
                 flat = state.flat
-                grads = take(flat.num_elems * flat.reduce.itemsize) if flat.reduces_in_slot else None
+                in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has none
+                grads = take(flat.num_elems * flat.reduce.itemsize) if in_slot else None
                 rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
                 found.append(Room(None if grads is None else grads.view(flat.reduce.torch), rows))
             self._views[key] = found

@@ -72,12 +72,17 @@ class Flat:
     def params_codec(self) -> Codec | None:
         """None: as they are, or nowhere."""
         is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
-        return parse(self.layout.params_as) if self.layout.params_as != AS_IS and is_split else None
+        is_encoded = self.layout.params_as != AS_IS and is_split and self._has_elems
+        return parse(self.layout.params_as) if is_encoded else None
 
     @cached_property
     def grads_codec(self) -> Codec | None:
-        is_encoded = self.layout.grads_as != AS_IS and self.trainable and self.num_ranks > 1
+        is_encoded = self.layout.grads_as != AS_IS and self.trainable and self.num_ranks > 1 and self._has_elems
         return parse(self.layout.grads_as) if is_encoded else None
+
+    @property
+    def _has_elems(self) -> bool:
+        return any(param.num_elems for param in self.params)
 
     @cached_property
     def _placed(self) -> tuple[tuple[Interval, ...], int]:
