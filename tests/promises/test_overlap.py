@@ -242,9 +242,12 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
         model, given, strategy, precision="bf16", units=["Block"], **disk_for(strategy), **options
     )
     log: list[str] = []
-    may_go_on = threading.Event()
+    may_go_on, has_begun = threading.Event(), threading.Event()
 
     def note(entry: str) -> None:
+        if options and entry == until:
+            # Of early updates: the host's thread may come to it late, but must not need the computation to go on.
+            has_begun.wait(PATIENCE_S)
         log.append(entry)
         if entry == until:
             may_go_on.set()
@@ -256,6 +259,7 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
         unit = number(self.state.unit_name)
         note(f"update {unit}")
         if unit == str(slow):
+            has_begun.set()
             may_go_on.wait(PATIENCE_S)
         run(self, *arguments)
         note(f"updated {unit}")
@@ -272,6 +276,7 @@ def log_of_the_host(strategy: str, slow: int | None, until: str, **options: Any)
             loss = model(x).float().mean()
             if options:
                 may_go_on.clear()
+                has_begun.clear()
             loss.backward()
             note("step")
             if not options:
