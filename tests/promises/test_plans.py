@@ -118,6 +118,7 @@ def test_layouts(run_ranks: Pool, strategies: list[str]) -> None:
     assert_as_planned(run_ranks, IN_TREE, [STRATEGIES[name] for name in strategies], "bf16", 1)
 
 
+@pytest.mark.slow
 def test_what_travels_encoded(run_ranks: Pool) -> None:
     # A plan is of the first rank; of small flats that rest on disk, the last ranks have padding alone, and move less.
     chosen = [strategy for name, strategy in ENCODED.items() if "nvme" not in name]

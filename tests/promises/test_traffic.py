@@ -22,7 +22,7 @@ from shardwise.shard import BLOCK_ELEMS, round_up
 from shardwise.wire.ledger import Call, Traffic, add_up
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
-from tests.support.strategies import ALL, ENCODED, OFFLOADED, STRATEGIES, disk_for
+from tests.support.strategies import ALL, ENCODED, ENCODED_ALWAYS, OFFLOADED, STRATEGIES, disk_for
 from tests.support.training import adamw
 
 MICRO_BATCHES = (1, 2, 3)
@@ -106,7 +106,8 @@ def assert_as_planned(steps: list[Step]) -> None:
         *((4, 2, strategy) for strategy in ALL),
         *((*world, strategy) for world in OTHER_WORLDS for strategy in ("hpz", "mapping")),
         *((1, 1, strategy) for strategy in OFFLOADED),
-        *((*world, strategy) for world in ((4, 2), (2, 1)) for strategy in ENCODED),
+        *((4, 2, strategy) for strategy in ENCODED),
+        *((2, 1, strategy) for strategy in ENCODED_ALWAYS),
     ],
 )
 def test_ledger_equals_prediction(run_ranks: Pool, world: int, node_size: int, strategy: str) -> None:

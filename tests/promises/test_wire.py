@@ -22,7 +22,7 @@ from tests.engine.test_models import OddStack
 from tests.engine.test_models import train as train_odd
 from tests.harness import Pool
 from tests.support.models import IN_TREE
-from tests.support.strategies import ENCODED, disk_for
+from tests.support.strategies import ENCODED, SOME_ENCODED, disk_for
 from tests.support.trainee import tell_sharded
 from tests.support.training import Outcome, assert_same, relative, train_alone, train_sharded
 
@@ -44,7 +44,7 @@ def exact(run_ranks: Pool) -> Outcome:
     return sharded(run_ranks, EXACT)
 
 
-@pytest.mark.parametrize("strategy", ENCODED)
+@pytest.mark.parametrize("strategy", SOME_ENCODED)
 def test_training_is_nearly_the_same(run_ranks: Pool, exact: Outcome, strategy: str) -> None:
     outcome = sharded(run_ranks, ENCODED[strategy])
     apart = [relative(seen, expected) for seen, expected in zip(outcome.losses, exact.losses, strict=True)]
@@ -52,6 +52,7 @@ def test_training_is_nearly_the_same(run_ranks: Pool, exact: Outcome, strategy: 
     assert sum(apart) / len(apart) < APART
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "ddp, gradients as int4 with feedback", "hsdp, both"])
 def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strategy: str) -> None:
     """Accumulated as it should be, and as a user may have forgotten; a run repeated is the same run."""
@@ -63,6 +64,7 @@ def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strate
             assert_same(sharded(run_ranks, ENCODED[strategy], **options), outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_sixteen_bits(run_ranks: Pool, precision: str) -> None:
     exactly = sharded(run_ranks, EXACT, precision=precision)
@@ -191,7 +193,7 @@ def gradients_of(strategy: str, num_micro: int = 1) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("base", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "hpz"])
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_exact_training_within_the_codec(run_ranks: Pool, base: str, codec: str) -> None:
     """Each of two hops rounds by half a step of its block at most, and so does the sum that is sent around."""
     (expected, *_), (seen, *others) = (run_ranks(4, gradients_of, name) for name in (base, f"{base}+grads_as={codec}"))

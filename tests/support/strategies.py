@@ -6,6 +6,8 @@ from itertools import product
 from tempfile import gettempdir
 from typing import get_args
 
+import pytest
+
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, SPLITS, Layout, Strategy, Until, layout_of
 
@@ -63,6 +65,10 @@ ENCODED: dict[str, Strategy] = {
     "zero3_nvme, both": "zero3_nvme+params_as=int8+grads_as=int8",
     "several in one model": {"blocks.0": "ddp+grads_as=int8", "blocks.1": "zeropp", "blocks.*": "zero3", "*": "zero2"},
 }
+
+# Of these, enough for every change; the others are asked by the slow tests.
+ENCODED_ALWAYS = ("zeropp", "zero3, both", "ddp, gradients as int8", "hsdp, both", "several in one model")
+SOME_ENCODED = [name if name in ENCODED_ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in ENCODED]
 
 OFFLOADED = [
     name for name, strategy in STRATEGIES.items() if any(word in str(strategy) for word in ("=", "_off", "nvme"))
