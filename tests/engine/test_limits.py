@@ -128,6 +128,7 @@ def resident_after(strategy: str, folder: str, nums_of_steps: list[int]) -> list
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3_offload", "zero3_nvme"])
 def test_steps_leave_nothing_behind(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     """Copies of one gradient that malloc has no place for again would be 6 MB for each of 16 blocks."""

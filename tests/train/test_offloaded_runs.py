@@ -75,6 +75,7 @@ def test_what_is_planned_is_seen_and_told(run_ranks: Pool, tmp_path: Path) -> No
     assert set(moved["moves"]["seen"]) == {"read", "to_device", "to_host", "write"}
 
 
+@pytest.mark.slow
 def test_without_clipping_the_host_updates_inside_the_backward(run_ranks: Pool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"strategy": "zero2", "max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
     assert train(run_ranks, 2, settings_for(tmp_path / "plain", **changes)) == 0
@@ -163,6 +164,7 @@ def test_a_host_without_room_for_a_copy_saves_in_the_foreground(run_ranks: Pool,
 # going on, and what is refused
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_and_into_what_rests_elsewhere(run_ranks: Pool, tmp_path: Path) -> None:
     """Every leg is another layout; together they are the run that was never stopped."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

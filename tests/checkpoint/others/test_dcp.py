@@ -60,6 +60,7 @@ def save_rectangles(path: Path) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.slow
 def test_tensors_that_are_cut_into_rectangles(run_ranks: Pool, tmp_path: Path) -> None:
     whole = run_ranks(4, save_rectangles, tmp_path / "here")[0]
     found = weights(open_checkpoint(tmp_path / "here"))

@@ -46,6 +46,7 @@ def copied(file: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(file, tmp_path))
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranks = [subprocess.Popen([sys.executable, "-c", UPDATE], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -63,6 +63,7 @@ def own_loss(model: Any) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch().targets.flatten(), reduction="sum"))
 
 
+@pytest.mark.slow
 def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
