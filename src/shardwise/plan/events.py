@@ -239,7 +239,7 @@ def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
 def _gather_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
     """Rows of masters, if they are encoded, through all hops."""
     codec = flat.params_codec
-    for hop, num_ranks, num_elems in _moving(flat, hops):
+    for hop, num_ranks, num_elems in flat.moving(hops):
         if codec is None:
             yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
         else:
@@ -249,7 +249,7 @@ def _gather_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
 def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
     """Rows of what each rank sums, if they are encoded, and of the sums, if all ranks want them."""
     codec = flat.grads_codec
-    for hop, num_ranks, num_elems in _moving(flat, hops):
+    for hop, num_ranks, num_elems in flat.moving(hops):
         if codec is None:
             yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
             continue
@@ -266,7 +266,7 @@ def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
     codec = flat.grads_codec
     if codec is None:
         return
-    for hop, num_ranks, num_elems in _moving(flat, hops):
+    for hop, num_ranks, num_elems in flat.moving(hops):
         part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
         row = encoded_bytes(codec, num_elems // num_ranks)
         lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
@@ -275,12 +275,3 @@ def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
         if hop.kind == "all_reduce":
             yield part + row
             yield num_ranks * row + whole
-
-
-def _moving(flat: Flat, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
-    """With the ranks and the elements of each."""
-    sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
-    for hop in hops:
-        num_elems = flat.spans[hop.depth].num_elems
-        if sizes[hop.axis] > 1 and num_elems:
-            yield hop, sizes[hop.axis], num_elems

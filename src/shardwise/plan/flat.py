@@ -17,7 +17,7 @@ Each of them rests in a place, too. Where the optimizer is not on the device, th
 the host, and leaves the new weights there in the compute dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -181,11 +181,9 @@ class Flat:
         """Of rows under way in a reduction: sent, and received, in the largest of its hops."""
         if self.grads_codec is None:
             return 0
-        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
-        hops = [hop for hop in (*self.reduce_hops, *self.sync_hops) if sizes[hop.axis] > 1]
         return max(
-            2 * sizes[hop.axis] * encoded_bytes(self.grads_codec, self.spans[hop.depth].num_elems // sizes[hop.axis])
-            for hop in hops
+            2 * num_ranks * encoded_bytes(self.grads_codec, num_elems // num_ranks)
+            for _, num_ranks, num_elems in self.moving((*self.reduce_hops, *self.sync_hops))
         )
 
     @property
@@ -193,9 +191,7 @@ class Flat:
         """Elements whose loss in encoding is kept, with feedback: of every hop."""
         if self.grads_codec is None or not self.grads_codec.has_feedback:
             return 0
-        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
-        hops = (*self.reduce_hops, *self.sync_hops)
-        return sum(self.spans[hop.depth].num_elems for hop in hops if sizes[hop.axis] > 1)
+        return sum(num_elems for _, _, num_elems in self.moving((*self.reduce_hops, *self.sync_hops)))
 
     @property
     def num_master(self) -> int:
@@ -232,6 +228,14 @@ class Flat:
         rest = self.layout.chain[self.depth_of_master :]
         sums = tuple(Hop("all_reduce", axis, self.depth_of_master) for axis in rest)
         return self._scatters(self.depth_of_grads, self.depth_of_master) + sums
+
+    def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
+        """Those that move something, with the ranks and the elements of each."""
+        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
+        for hop in hops:
+            num_elems = self.spans[hop.depth].num_elems
+            if sizes[hop.axis] > 1 and num_elems:
+                yield hop, sizes[hop.axis], num_elems
 
     def _gathers(self, inner: int, outer: int) -> tuple[Hop, ...]:
         chain = self.layout.chain
