@@ -52,11 +52,11 @@ def contenders(names: list[str], num_elems: int, num_rows: int, dtype: torch.dty
     for name in names:
         codec, size = parse(name), encoded_bytes(name, num_elems, dtype)
         rows = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
-        for index, row in enumerate(rows):
-            encode(codec, values, row, seed=index)
+        for index in range(num_rows):
+            encode(codec, values, rows[index : index + 1], seed=index)
         found += [
-            Contender(name, "encode", value_bytes + size, partial(encode, codec, values, rows[0], 1)),
-            Contender(name, "decode", value_bytes + size, partial(decode, codec, rows[0], back)),
+            Contender(name, "encode", value_bytes + size, partial(encode, codec, values, rows[:1], 1)),
+            Contender(name, "decode", value_bytes + size, partial(decode, codec, rows[:1], back)),
             Contender(
                 name, f"sum of {num_rows}", 4 * num_elems + num_rows * size, partial(decode_sum, codec, rows, total)
             ),

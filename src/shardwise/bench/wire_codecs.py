@@ -57,11 +57,12 @@ def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
     errors, squares, back_squares, dots = [], [], [], []
     encode_s, decode_s = [0.0] * ROUNDS, [0.0] * ROUNDS
     for index, value in enumerate(values):
-        encoded = torch.empty(encoded_bytes(codec, value.numel(), value.dtype), dtype=torch.uint8, device=value.device)
+        size = encoded_bytes(codec, value.numel(), value.dtype)
+        row = torch.empty(1, size, dtype=torch.uint8, device=value.device)
         back = torch.empty_like(value)
-        _trip(codec, value, encoded, back, index)  # not counted: kernels may be compiled
+        _trip(codec, value, row, back, index)  # not counted: kernels may be compiled
         for turn in range(ROUNDS):
-            there_s, back_s = _trip(codec, value, encoded, back, index)
+            there_s, back_s = _trip(codec, value, row, back, index)
             encode_s[turn] += there_s
             decode_s[turn] += back_s
         wide, back_wide = value.double(), back.double()
@@ -86,12 +87,12 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _trip(codec: Codec, value: Tensor, encoded: Tensor, back: Tensor, seed: int) -> tuple[float, float]:
+def _trip(codec: Codec, value: Tensor, row: Tensor, back: Tensor, seed: int) -> tuple[float, float]:
     """Seconds of either way."""
     began = _now(value.device)
-    encode(codec, value, encoded, seed)
+    encode(codec, value, row, seed)
     between = _now(value.device)
-    decode(codec, encoded, back)
+    decode(codec, row, back)
     return between - began, _now(value.device) - between
 
 

@@ -21,12 +21,12 @@ from ..wire.collectives import (
     start_reduce_scatter,
 )
 from ..wire.encoded import (
-    decode_rows,
     rows_under_way,
     start_encoded_all_reduce,
     start_encoded_reduce_scatter,
     start_gather_of_rows,
 )
+from ..wire.quant import decode
 
 STARTERS = {
     "all_gather": start_all_gather,
@@ -106,7 +106,7 @@ class Carrier:
         if hop not in self.lost:
             self.lost[hop] = torch.empty(part.numel(), dtype=LOST_DTYPE, device=part.device)
         lost = self.lost[hop]
-        decode_rows(codec, sent, lost)
+        decode(codec, sent, lost)
         torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def next_seed(self) -> int:

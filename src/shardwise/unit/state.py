@@ -12,8 +12,7 @@ from ..errors import StateError
 from ..plan.flat import Flat
 from ..shard import pieces
 from ..wire.collectives import InFlight, finish
-from ..wire.encoded import decode_rows
-from ..wire.quant import encode
+from ..wire.quant import decode, encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
 from .stand_ins import Elsewhere, OnDisk, OnHost
@@ -236,7 +235,7 @@ class FlatState:
                 self.carrier.copy(self._own_part, self.updated)
             else:
                 self._bring_own_part(is_stale, staged)
-            encode(codec, self._own_part, rows[own.start // flat.num_master], self.carrier.next_seed())
+            encode(codec, self._own_part, rows[own.start // flat.num_master :][:1], self.carrier.next_seed())
             hops = flat.master_hops
         if flat.copy_is_encoded and is_stale:
             assert self.rest is not None
@@ -245,7 +244,7 @@ class FlatState:
             self.rest.copy_(in_rest)
             hops = flat.gather_hops
         flights = self.carrier.start_rows(rows, hops, channels)
-        flights[-1].then = partial(decode_rows, codec, rows, self.whole)
+        flights[-1].then = partial(decode, codec, rows, self.whole)
         return flights
 
     @property

@@ -19,17 +19,6 @@ from .ledger import Call, Kind
 from .quant import decode, decode_sum, encode
 
 
-def encode_rows(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
-    """All of `rows`, (num_rows, bytes), from the values, which have as many equal parts."""
-    for index, (part, row) in enumerate(zip(values.view(len(rows), -1), rows, strict=True)):
-        encode(codec, part, row, seed + index)
-
-
-def decode_rows(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    for part, row in zip(out.view(len(rows), -1), rows, strict=True):
-        decode(codec, row, part)
-
-
 def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
     """In place, as every gather: this rank's own rows are where they belong."""
     return start_gather(_flight("all_gather", channel, rows, codec, what))
@@ -40,7 +29,7 @@ def start_encoded_reduce_scatter(
 ) -> InFlight:
     """The sum, or the mean where the channel averages, of this rank's part of `buffer` goes to `out`."""
     sent, received = rows_under_way(channel, buffer, codec, scratch)
-    encode_rows(codec, buffer, sent, seed)
+    encode(codec, buffer, sent, seed)
     flight = _flight("reduce_scatter", channel, sent, codec, what)
     flight.then = partial(_sum_rows, channel, codec, received, out)
     return start_exchange(flight, received.view(-1))
@@ -56,9 +45,9 @@ def start_encoded_all_reduce(
 
     def gather_sum() -> None:
         _sum_rows(channel, codec, received, own)
-        encode(codec, own, sent[channel.index], seed + channel.num_ranks)
+        encode(codec, own, sent[channel.index :][:1], seed + 1)
         finish(start_gather_of_rows(channel, sent, codec, what))
-        decode_rows(codec, sent, buffer)
+        decode(codec, sent, buffer)
 
     flight.then = gather_sum
     return flight

@@ -32,19 +32,19 @@ _DECODED_ELEMS = 2048
 _DECODED_INT4_ELEMS = 4096
 
 
-def encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
+def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
     """Of a codec with scales."""
-    num_elems = values.numel()
+    num_elems = values.numel() // len(rows)
     where = parts(codec, num_elems)
     num_slots = (where.minima_at - where.scales_at) // 4
-    scales = out[where.scales_at : where.minima_at].view(torch.float32)
-    minima = out[where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
+    scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
     num_blocks = _ENCODED_ELEMS // codec.block
-    _encode_tile[(triton.cdiv(num_slots, num_blocks),)](
+    _encode_tile[(triton.cdiv(num_slots, num_blocks), len(rows))](
         values,
-        out[: where.scales_at].view(_PAYLOAD[codec.kind]),
+        rows[:, : where.scales_at].view(_PAYLOAD[codec.kind]),
         scales,
-        minima,
+        rows[:, where.minima_at :].view(torch.float32) if codec.is_asymmetric else scales,
+        rows.stride(0),
         num_elems,
         where.scales_at,
         num_slots,
@@ -62,18 +62,19 @@ def encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
     )
 
 
-def decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
-    """Also of a codec without scales."""
-    num_elems = out.numel()
+def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
+    """Each row to its part of `out`, or the sum of them all; that also of a codec without scales."""
+    num_outs = 1 if is_sum else len(rows)
+    num_elems = out.numel() // num_outs
     if codec.has_scales:
         where = parts(codec, num_elems)
         payload = rows[:, : where.scales_at].view(torch.int32 if codec.is_integer else _PAYLOAD[codec.kind])
         scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
-        minima = rows[:, where.minima_at : where.total_bytes].view(torch.float32) if codec.is_asymmetric else scales
+        minima = rows[:, where.minima_at :].view(torch.float32) if codec.is_asymmetric else scales
     else:
         payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
     tile_elems = _DECODED_INT4_ELEMS if codec.kind == "int4" else _DECODED_ELEMS
-    _decode_tile[(triton.cdiv(num_elems, tile_elems),)](
+    _decode_tile[(triton.cdiv(num_elems, tile_elems), num_outs)](
         payload,
         scales,
         minima,
@@ -82,8 +83,7 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
         scales.stride(0),
         num_elems,
         payload.shape[1],
-        len(rows),
-        ADD=add,
+        len(rows) // num_outs,
         KIND=codec.kind,
         HAS_SCALES=codec.has_scales,
         IS_ASYMMETRIC=codec.is_asymmetric,
@@ -106,6 +106,7 @@ def _encode_tile(
     payload,
     scales,
     minima,
+    row_bytes,
     num_elems,
     num_payload_bytes,
     num_slots,
@@ -121,6 +122,11 @@ def _encode_tile(
     NUM_BLOCKS: tl.constexpr,
 ):
     blocks, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
+    row = tl.program_id(1).to(tl.int64)
+    values += row * num_elems
+    payload += row * row_bytes
+    scales += row * (row_bytes // 4)
+    minima += row * (row_bytes // 4)
     is_value = elems < num_elems
     wide = tl.load(values + elems, mask=is_value, other=0.0).to(tl.float32)
     bits = wide.to(tl.int32, bitcast=True)
@@ -156,7 +162,9 @@ def _encode_tile(
         tl.store(payload + elems, codes.to(payload.dtype.element_ty), mask=elems < num_payload_bytes)
     else:
         if IS_STOCHASTIC:
-            codes = tl.floor(codes + _uniform(elems, seed_low, seed_high))
+            codes = tl.floor(
+                codes + _uniform((row * num_elems).to(tl.uint32) + elems.to(tl.uint32), seed_low, seed_high)
+            )
             codes = tl.minimum(tl.maximum(codes, 0.0 if IS_ASYMMETRIC else -LARGEST), LARGEST)
         # The integer is in the low bits; with the 8 that a symmetric int4 has added to it.
         shift: tl.constexpr = _NEAREST + (8.0 if KIND == "int4" and not IS_ASYMMETRIC else 0.0)
@@ -182,8 +190,7 @@ def _decode_tile(
     scales_stride,
     num_elems,
     num_payload,
-    num_rows,
-    ADD: tl.constexpr,
+    num_summed,
     KIND: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_ASYMMETRIC: tl.constexpr,
@@ -192,21 +199,22 @@ def _decode_tile(
     NUM_BLOCKS: tl.constexpr,
 ):
     _, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
-    is_value = elems < num_elems
+    row = tl.program_id(1).to(tl.int64)
+    payload += row * payload_stride
+    scales += row * scales_stride
+    minima += row * scales_stride
     # The first row is not added to a zero: -0 stays what it is.
     total = _decoded_row(
         payload, scales, minima, num_elems, num_payload, KIND, HAS_SCALES, IS_ASYMMETRIC, IS_LONG, BLOCK, NUM_BLOCKS
     )
-    if ADD:
-        total = tl.load(out + elems, mask=is_value, other=0.0).to(tl.float32) + total
-    for _row in tl.range(1, num_rows, loop_unroll_factor=4):
+    for _ in tl.range(1, num_summed, loop_unroll_factor=4):
         payload += payload_stride
         scales += scales_stride
         minima += scales_stride
         total += _decoded_row(
             payload, scales, minima, num_elems, num_payload, KIND, HAS_SCALES, IS_ASYMMETRIC, IS_LONG, BLOCK, NUM_BLOCKS
         )
-    tl.store(out + elems, total.to(out.dtype.element_ty), mask=is_value)
+    tl.store(out + row * num_elems + elems, total.to(out.dtype.element_ty), mask=elems < num_elems)
 
 
 @triton.jit
@@ -267,8 +275,8 @@ def _in_order(bits):
 
 
 @triton.jit
-def _uniform(elems, seed_low, seed_high):
-    words = elems.to(tl.uint32) ^ seed_low.to(tl.uint32)
+def _uniform(words, seed_low, seed_high):
+    words ^= seed_low.to(tl.uint32)
     words ^= words >> 16
     words *= 0x7FEB352D
     words ^= seed_high.to(tl.uint32)

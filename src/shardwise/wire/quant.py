@@ -5,7 +5,8 @@ is fp32, an operation at a time, and nothing waits for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
 value (value - minimum) times 1/scale, ties to even, or `floor` of that plus a number of (0, 1) that is a hash of the
-seed and the element's index. fp8 is the cast of value times 1/scale. Decoded is code times scale, plus minimum.
+seed and the element's index among all that are encoded. fp8 is the cast of value times 1/scale. Decoded is code times
+scale, plus minimum.
 
 - int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
   low half of a byte. The last block may be shorter.
@@ -16,6 +17,7 @@ seed and the element's index. fp8 is the cast of value times 1/scale. Decoded is
 Elements are taken a piece at a time, so that whatever the size about 16 MiB are needed besides; the kernels need none.
 """
 
+import itertools
 from types import ModuleType
 
 import torch
@@ -34,66 +36,64 @@ _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @torch.no_grad()
-def encode(codec: Codec, values: Tensor, out: Tensor, seed: int = 0) -> None:
-    """Fill `out`, bytes of exactly `encoded_bytes`, from the values. Only stochastic rounding reads the seed: the same
-    seed rounds the same way, so ranks and steps should have different ones."""
+def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
+    """Fill `rows`, (num_rows, `encoded_bytes` of a part), from the values, which have as many equal parts. Only
+    stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have different
+    ones."""
     _check_values(codec, "values", values)
-    _check_encoded(codec, "out", out, values)
+    num_elems = _part_elems(codec, rows, values)
+    _check_rows(codec, rows, values, num_elems)
     if not codec.has_scales:
-        out.view(_plain_dtype(codec, values)).copy_(values)
+        rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
     elif values.numel():
         encoder = _kernels().encode if values.is_cuda else reference_encode
-        encoder(codec, values, out, seed)
+        encoder(codec, values, rows, seed)
 
 
 @torch.no_grad()
-def decode(codec: Codec, encoded: Tensor, out: Tensor, add: bool = False) -> None:
-    """The values that were encoded, into `out`; with `add`, added in fp32 to what is there. What travelled as it is
-    must be of `out`'s dtype."""
+def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    """The values that were encoded, into `out`. What travelled as it is must be of `out`'s dtype."""
     _check_values(codec, "out", out)
-    _check_encoded(codec, "encoded", encoded, out)
-    if not codec.has_scales and not add:
-        out.copy_(encoded.view(_plain_dtype(codec, out)))
-    else:
-        _decode(codec, encoded[None], out, add)
+    num_elems = _part_elems(codec, rows, out)
+    _check_rows(codec, rows, out, num_elems)
+    if not codec.has_scales:
+        out.view(len(rows), num_elems).copy_(rows.view(_plain_dtype(codec, out)))
+    elif out.is_cuda and out.numel():
+        _kernels().decode(codec, rows, out, is_sum=False)
+    elif out.numel():
+        for row, part in zip(rows, out.view(len(rows), num_elems), strict=True):
+            reference_decode_sum(codec, row[None], part)
 
 
 @torch.no_grad()
-def decode_sum(codec: Codec, encoded_rows: Tensor, out: Tensor) -> None:
-    """Into `out` the sum of what the rows, (num_rows, encoded_bytes), decode to: in fp32, in the order of the rows, and
+def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    """Into `out` the sum of what the rows, of as many elements each, decode to: in fp32, in the order of the rows, and
     rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
     _check_values(codec, "out", out)
-    if encoded_rows.ndim != 2 or not len(encoded_rows):
-        raise ConfigurationError(
-            f"codec {codec}: encoded_rows of shape {tuple(encoded_rows.shape)}; it must be (num_rows, "
-            f"{encoded_bytes(codec, out.numel(), out.dtype)}), a row of bytes for each rank"
-        )
-    for row in encoded_rows[:2]:  # where two begin right, all do
-        _check_encoded(codec, "a row of encoded_rows", row, out)
-    _decode(codec, encoded_rows, out, add=False)
+    _check_rows(codec, rows, out, out.numel())
+    if out.is_cuda and out.numel():
+        _kernels().decode(codec, rows, out, is_sum=True)
+    elif out.numel():
+        reference_decode_sum(codec, rows, out)
 
 
-def _decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
-    if out.numel():
-        decoder = _kernels().decode if out.is_cuda else reference_decode
-        decoder(codec, rows, out, add)
-
-
-def reference_encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> None:
+def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
     """Of a codec with scales."""
-    where = parts(codec, values.numel())
-    scales, minima = _scale_parts(codec, out[None], values.numel())
-    out[where.payload_bytes : where.scales_at].zero_()
-    num_elems, num_piece = values.numel(), _piece_elems(codec, values.numel())
+    num_elems = values.numel() // len(rows)
+    where, num_piece = parts(codec, num_elems), _piece_elems(codec, num_elems)
+    scales, minima = _scale_parts(codec, rows, num_elems)
+    rows[:, where.payload_bytes : where.scales_at].zero_()
+    scales[:, where.num_blocks :].zero_()
+    minima[:, where.num_blocks :].zero_()
     wide_scratch = torch.empty(num_piece, dtype=torch.float32, device=values.device)
     spare_scratch = torch.empty_like(wide_scratch)
     counts = torch.arange(num_piece if codec.is_stochastic else 0, dtype=torch.int32, device=values.device)
-    for begin in range(0, num_elems, num_piece):
-        num = min(num_piece, num_elems - begin)
+    for index, begin in itertools.product(range(len(rows)), range(0, num_elems, num_piece)):
+        num, first = min(num_piece, num_elems - begin), index * num_elems + begin
         blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
         num_whole = (blocks.stop - blocks.start) * codec.block
         wide, spare = wide_scratch[:num_whole], spare_scratch[:num_whole]
-        wide[:num].copy_(values[begin : begin + num])
+        wide[:num].copy_(values[first : first + num])
         # A shorter block is filled with its first element, which changes neither its minimum nor its maximum.
         wide[num:].copy_(wide[num_whole - codec.block])
         in_blocks = wide.view(-1, codec.block)
@@ -101,25 +101,23 @@ def reference_encode(codec: Codec, values: Tensor, out: Tensor, seed: int) -> No
             # A minimum of -0 is 0: which of the two is the smaller is not defined.
             minimum = in_blocks.amin(1) + 0.0
             spread = in_blocks.amax(1) - minimum
-            minima[0, blocks] = torch.where(spread < torch.inf, minimum, 0.0)
+            minima[index, blocks] = torch.where(spread < torch.inf, minimum, 0.0)
             in_blocks.sub_(minimum[:, None])
         else:
             spread = torch.abs(in_blocks, out=spare.view(-1, codec.block)).amax(1)
         scale, inverse = _scale(codec, spread)
-        scales[0, blocks] = scale
+        scales[index, blocks] = scale
         in_blocks.mul_(inverse[:, None])
         if codec.is_integer:
             if codec.is_stochastic:
-                _round_at_random(wide, spare, counts, begin, seed)
+                _round_at_random(wide, spare, counts, first, seed)
                 wide.clamp_(0.0 if codec.is_asymmetric else -codec.largest, codec.largest)
             else:
                 wide.round_()
-        _write_codes(codec, wide[:num], spare, out, begin)
-    scales[0, where.num_blocks :].zero_()
-    minima[0, where.num_blocks :].zero_()
+        _write_codes(codec, wide[:num], spare, rows[index], begin)
 
 
-def reference_decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None:
+def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     scales, minima = _scale_parts(codec, rows, out.numel())
     num_elems, num_piece = out.numel(), _piece_elems(codec, out.numel())
     total_scratch = torch.empty(num_piece, dtype=torch.float32, device=out.device)
@@ -129,20 +127,17 @@ def reference_decode(codec: Codec, rows: Tensor, out: Tensor, add: bool) -> None
         blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
         num_whole = (blocks.stop - blocks.start) * codec.block
         total, wide = total_scratch[:num_whole], wide_scratch[:num_whole]
-        piece = out[begin : begin + num]
-        if add:
-            total[:num].copy_(piece)
         for index, row in enumerate(rows):
-            is_first = index == 0 and not add
-            decoded = total if is_first else wide
+            # The first is not added to a zero: -0 stays what it is.
+            decoded = wide if index else total
             _read_codes(codec, row, decoded[:num], begin, out.dtype)
             if codec.has_scales:
                 decoded.view(-1, codec.block).mul_(scales[index, blocks, None])
                 if codec.is_asymmetric:
                     decoded.view(-1, codec.block).add_(minima[index, blocks, None])
-            if not is_first:
+            if index:
                 total.add_(wide)
-        piece.copy_(total[:num])
+        out[begin : begin + num].copy_(total[:num])
 
 
 def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,20 +245,33 @@ def _check_values(codec: Codec, what: str, values: Tensor) -> None:
         )
 
 
-def _check_encoded(codec: Codec, what: str, encoded: Tensor, values: Tensor) -> None:
-    needed = encoded_bytes(codec, values.numel(), values.dtype)
-    if encoded.dtype != torch.uint8 or tuple(encoded.shape) != (needed,) or not encoded.is_contiguous():
+def _part_elems(codec: Codec, rows: Tensor, values: Tensor) -> int:
+    """Of the part that one of the rows is of."""
+    num_rows = len(rows) if rows.ndim == 2 else 0
+    if not num_rows or values.numel() % num_rows:
         raise ConfigurationError(
-            f"codec {codec}: {what} is {encoded.dtype} of shape {tuple(encoded.shape)}; {values.numel()} elements of "
-            f"{values.dtype} need contiguous torch.uint8 of shape ({needed},)"
+            f"codec {codec}: {values.numel()} elements and rows of shape {tuple(rows.shape)}; rows must be (num_rows, "
+            "bytes), and the elements as many equal parts"
         )
-    if encoded.device != values.device:
+    return values.numel() // num_rows
+
+
+def _check_rows(codec: Codec, rows: Tensor, values: Tensor, num_elems: int) -> None:
+    """`rows` must be of `num_elems` each, beside the values."""
+    needed = encoded_bytes(codec, num_elems, values.dtype)
+    is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
+    if rows.dtype != torch.uint8 or not is_right:
         raise ConfigurationError(
-            f"codec {codec}: {what} is on {encoded.device} and the values on {values.device}; one device must hold both"
+            f"codec {codec}: rows are {rows.dtype} of shape {tuple(rows.shape)}; {num_elems} elements of "
+            f"{values.dtype} in each need torch.uint8 of shape (num_rows, {needed}), each row contiguous"
+        )
+    if rows.device != values.device:
+        raise ConfigurationError(
+            f"codec {codec}: rows are on {rows.device} and the values on {values.device}; one device must hold both"
         )
     align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
-    if needed and encoded.storage_offset() % align:
+    if needed and (rows.storage_offset() % align or (len(rows) > 1 and rows.stride(0) % align)):
         raise ConfigurationError(
-            f"codec {codec}: {what} begins at byte {encoded.storage_offset()} of its storage; it must begin at a "
-            f"multiple of {align}"
+            f"codec {codec}: rows begin at byte {rows.storage_offset()} of their storage and are {rows.stride(0)} "
+            f"apart; both must be multiples of {align}"
         )
