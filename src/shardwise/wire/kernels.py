@@ -29,7 +29,6 @@ _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NUM_WARPS = 4
 _ENCODED_ELEMS = 4096
 _DECODED_ELEMS = 2048
-_DECODED_INT4_ELEMS = 4096
 
 
 def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -73,8 +72,7 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
         minima = rows[:, where.minima_at :].view(torch.float32) if codec.is_asymmetric else scales
     else:
         payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
-    tile_elems = _DECODED_INT4_ELEMS if codec.kind == "int4" else _DECODED_ELEMS
-    _decode_tile[(triton.cdiv(num_elems, tile_elems), num_outs)](
+    _decode_tile[(triton.cdiv(num_elems, _DECODED_ELEMS), num_outs)](
         payload,
         scales,
         minima,
@@ -89,7 +87,7 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
         IS_ASYMMETRIC=codec.is_asymmetric,
         IS_LONG=_is_long(num_elems),
         BLOCK=codec.block,
-        NUM_BLOCKS=tile_elems // codec.block,
+        NUM_BLOCKS=_DECODED_ELEMS // codec.block,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
