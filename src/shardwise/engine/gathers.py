@@ -20,7 +20,7 @@ from ..plan.offload import NUM_STAGED, is_staged
 from ..plan.schedule import Occupancy, Schedule
 from ..unit.carrier import Channels
 from ..unit.unit import Unit
-from ..wire.collectives import InFlight, finish
+from ..wire.collectives import Journey
 from .calls import Calls
 from .host_jobs import HostJobs
 from .memory import GatherMemory
@@ -34,7 +34,7 @@ LOST = 1
 class GatherInFlight:
     """`staged` is memory that the copies to the device read from, `row_slot` where encoded parameters are under way."""
 
-    flights: list[InFlight]
+    journeys: list[Journey]
     queued: Mark
     staged: Tensor | None
     row_slot: Tensor | None
@@ -60,6 +60,11 @@ class Gathers:
         self.occupancy = Occupancy(schedule)
         self.memory = GatherMemory(schedule, units, device)
         self.lane = Lane(device)
+        # Where waiting costs the caller time, only the first hop of a gather runs beside the computation, which is the
+        # one between nodes; the others follow when it is needed. Not where some ranks may gather later than others.
+        self._defers = not self.lane.queues and not any(
+            state.flat.host_updates for unit in units for state in unit.states
+        )
         # Of the weights, and of compute parameters that hold them: 2 * num_updates.
         self.version = 0
         self.is_captured = False
@@ -143,7 +148,7 @@ class Gathers:
         row_slot = self._take_row_slot() if self.schedule.units[index].gathered_row_bytes else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
-            flights: list[InFlight] = []
+            journeys: list[Journey] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
             if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
@@ -151,15 +156,18 @@ class Gathers:
             rows = self.memory.rows_in(row_slot, unit)
             for state in unit.states:
                 for flat, is_stale in todo:
-                    if flat is state.flat:
-                        flights += state.start_gather(is_stale, staged.get(flat), rows.get(flat), self._channels)
+                    if flat is state.flat and not flat.master_is_whole:
+                        journeys.append(state.start_gather(is_stale, staged.get(flat), rows.get(flat), self._channels))
+            if not self._defers:
+                for journey in journeys:
+                    journey.go_to_last()
             if row_slot is not None and self.lane.queues:
                 # Decoding belongs to the lane, not to the computation that waits for it; and the next comes behind it.
-                for flight in flights:
-                    finish(flight)
+                for journey in journeys:
+                    journey.finish()
                 self._row_slots.append(row_slot)
-                flights, row_slot = [], None
-            self._in_flight[index] = GatherInFlight(flights, self.lane.mark(), place, row_slot)
+                journeys, row_slot = [], None
+            self._in_flight[index] = GatherInFlight(journeys, self.lane.mark(), place, row_slot)
 
     def _take_row_slot(self) -> Tensor:
         while not self._row_slots:
@@ -168,9 +176,11 @@ class Gathers:
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
-        for flight in gather.flights:
-            finish(flight)
         self.lane.compute_waits_for(gather.queued)
+        for journey in gather.journeys:
+            journey.go_to_last()
+        for journey in gather.journeys:
+            journey.finish()
         if gather.row_slot is not None:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:

@@ -3,8 +3,8 @@
 A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
 backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
 so that starting one never waits for the last. On a GPU finishing is queued at once; on a CPU it would make the caller
-wait, and is put off until the slot is needed again or the backward ends. Gradients that the host reads leave on a third
-lane, and free their slot when they have left.
+wait: there the last hop, the one between nodes, runs on until the slot is needed again or the backward ends. Gradients
+that the host reads leave on a third lane, and free their slot when they have left.
 """
 
 from collections import deque
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..plan.schedule import NUM_REDUCTIONS, Schedule
 from ..unit.carrier import Channels
-from ..unit.reduction import Reduction
+from ..unit.reduction import start_reduction
 from ..unit.scale import GradScale
 from ..unit.state import FlatState
 from ..unit.unit import Unit
+from ..wire.collectives import Journey
 from .memory import ReductionMemory, Room
 from .streams import Lane, Mark, host_waits_for
 
@@ -37,7 +38,8 @@ class Started:
     """The gradients of a unit's flats under way, and the point at which they began."""
 
     states: list[FlatState]
-    reductions: list[Reduction]
+    journeys: list[Journey]
+    is_sync: bool
     slot: int | None
     mark: Mark
 
@@ -124,15 +126,27 @@ class Reductions:
         for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
             lane.after(freed)
         with lane.named(f"reduce {unit.name}"):
-            reductions = [
-                Reduction.start(state.gradient, grads, room.grads, room.rows, is_sync, self._channels, self._scale)
+            journeys = [
+                start_reduction(
+                    state.gradient,
+                    grads,
+                    room.grads,
+                    room.rows,
+                    is_sync,
+                    self._channels,
+                    self._scale,
+                    self.memory.scratch,
+                )
                 for state, grads, room in zip(states, taken, opened.rooms, strict=True)
             ]
             mark = self.lane.mark()
-        self._started.append(Started(states, reductions, opened.slot, mark))
+        self._started.append(Started(states, journeys, is_sync, opened.slot, mark))
         self._fill = Fill(taken, mark)
         if self._finish_lane.queues:
             self._finish_oldest()
+        else:
+            for journey in journeys:
+                journey.go_to_last()
 
     def _release_fill(self) -> None:
         """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
@@ -147,13 +161,13 @@ class Reductions:
         for state in states:
             lane.after(self.arrived.get(state))
         with lane:
-            for reduction in started.reductions:
-                reduction.finish(self._channels, self._scale, self.memory.scratch)
+            for journey in started.journeys:
+                journey.finish()
         marks = self._leave(states)
         self._finished |= dict.fromkeys(states, marks[-1])
         if started.slot is not None:
             self.memory.freed[started.slot] = marks
-        if self.on_final is not None and started.reductions[0].is_sync:
+        if self.on_final is not None and started.is_sync:
             self.on_final(states)
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
@@ -184,7 +198,7 @@ class Reductions:
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
             num_bytes = state.flat.exchanged_bytes
             rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
-            state.gradient.sync(state.flat.sync_hops, rows, self._channels, self._scale)
+            state.gradient.sync(rows, self._channels, self._scale)
         self._finished[state] = self._leave([state])[-1]
         # What was fetched is let go of here.
         self._finish_lane.after(self.arrived.get(state))

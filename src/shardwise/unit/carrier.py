@@ -5,6 +5,7 @@ what is under way; a hop over one rank moves nothing, and encodes nothing.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..wire.codec import Codec
 from ..wire.collectives import (
     Channel,
     InFlight,
+    Step,
     finish,
     start_all_gather,
     start_all_reduce,
@@ -22,9 +24,9 @@ from ..wire.collectives import (
 )
 from ..wire.encoded import (
     rows_under_way,
-    start_encoded_all_reduce,
     start_encoded_reduce_scatter,
     start_gather_of_rows,
+    start_gather_of_sums,
 )
 from ..wire.quant import decode
 
@@ -48,54 +50,55 @@ class Carrier:
         # What encoding lost of a gradient, by hop, to be added to the next one.
         self.lost: dict[Hop, Tensor] = {}
 
-    def start(
+    def steps(
         self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
-    ) -> list[InFlight]:
-        """Queue `hops` on `buffer`, which holds the span at `depth`; each waits for the one before."""
+    ) -> list[Step]:
+        """Of `hops` on `buffer`, which holds the span at `depth`: one for each collective, in their order."""
         spans = self._flat.spans
         outer = spans[depth]
-        flights: list[InFlight] = []
+        steps: list[Step] = []
         for hop in hops:
-            for flight in flights:
-                finish(flight)
-            part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(outer)]
             channel = channels[hop.axis]
-            if rows is None or channel.num_ranks == 1:
-                flights = [STARTERS[hop.kind](channel, part, self.unit_name)]
-            else:
-                flights = [self._start_encoded(part, hop, channel, rows, None)]
-        return flights
+            if channel.num_ranks == 1:
+                continue
+            part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(outer)]
+            if rows is None:
+                steps.append(partial(STARTERS[hop.kind], channel, part, self.unit_name))
+                continue
+            own = part.view(channel.num_ranks, -1)[channel.index]
+            steps.append(partial(self._start_encoded, part, hop, channel, rows, own))
+            if hop.kind == "all_reduce":
+                steps.append(partial(self._start_gather_of_sums, part, channel, rows))
+        return steps
 
-    def start_to(
-        self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None
-    ) -> InFlight:
-        """Queue one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
+    def step_to(self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None) -> Step:
+        """Of one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
         channel = channels[hop.axis]
         if rows is None:
-            return start_reduce_scatter(channel, buffer, self.unit_name, out=out)
-        return self._start_encoded(buffer, hop, channel, rows, out)
+            return partial(start_reduce_scatter, channel, buffer, self.unit_name, out=out)
+        return partial(self._start_encoded, buffer, hop, channel, rows, out)
 
     def run(
         self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
     ) -> None:
-        for flight in self.start(buffer, depth, hops, channels, rows):
-            finish(flight)
+        for step in self.steps(buffer, depth, hops, channels, rows):
+            finish(step())
 
-    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor | None) -> InFlight:
+    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor) -> InFlight:
         codec = self._flat.grads_codec
         assert codec is not None
         if codec.has_feedback:
             self._add_lost(part, hop)
-        seed = self.next_seed()
-        if hop.kind == "all_reduce":
-            flight = start_encoded_all_reduce(channel, part, codec, self.unit_name, rows, seed)
-        else:
-            own = part.view(channel.num_ranks, -1)[channel.index] if out is None else out
-            flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, own, rows, seed)
+        flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, out, rows, self.next_seed())
         if codec.has_feedback:
             sent, _ = rows_under_way(channel, part, codec, rows)
             self._keep_lost(part, hop, codec, sent)
         return flight
+
+    def _start_gather_of_sums(self, part: Tensor, channel: Channel, rows: Tensor) -> InFlight:
+        codec = self._flat.grads_codec
+        assert codec is not None
+        return start_gather_of_sums(channel, part, codec, self.unit_name, rows, self.next_seed())
 
     def _add_lost(self, part: Tensor, hop: Hop) -> None:
         if hop in self.lost:
@@ -114,18 +117,17 @@ class Carrier:
         self._num_encoded += 1
         return hash((self._num_encoded, *self._flat.axis_indices))
 
-    def start_rows(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[InFlight]:
-        """As `start`, of all the rows that a flat's masters are encoded to."""
+    def row_steps(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[Step]:
+        """As `steps`, of all the rows that a flat's masters are encoded to."""
         flat, codec = self._flat, self._flat.params_codec
         assert codec is not None
-        flights: list[InFlight] = []
+        steps: list[Step] = []
         for hop in hops:
-            for flight in flights:
-                finish(flight)
-            span = flat.spans[hop.depth]
-            part = rows[span.start // flat.num_master : span.stop // flat.num_master]
-            flights = [start_gather_of_rows(channels[hop.axis], part, codec, self.unit_name)]
-        return flights
+            span, channel = flat.spans[hop.depth], channels[hop.axis]
+            if channel.num_ranks > 1:
+                part = rows[span.start // flat.num_master : span.stop // flat.num_master]
+                steps.append(partial(start_gather_of_rows, channel, part, codec, self.unit_name))
+        return steps
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """What passes between device and host so is counted."""

@@ -7,6 +7,7 @@ final     `final` is the mean over all ranks: what the optimizer reads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..plan.flat import Flat, Hop
+from ..plan.flat import Flat
 from ..plan.schedule import NORM_ELEMS
 from ..shard import cuts
+from ..wire.collectives import Journey
 from .carrier import Carrier, Channels
 from .scale import GradScale
 
@@ -186,28 +188,28 @@ class Gradient:
 
     # From local to final, and back.
 
-    def sync(self, hops: Sequence[Hop], rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
+    def sync(self, rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
+        part = self.grads
         if self.flat.grads_on_host:
-            fetched = torch.empty_like(self.grads, device=self._device)
-            self.carrier.copy(fetched, self.grads)
-            self.sync_in(fetched, hops, rows, channels, scale)
-            return
-        self.carrier.run(self.grads, self.flat.depth_of_grads, hops, channels, rows)
-        scale.apply(self.final)
-        self._became_final(self.final)
+            part = torch.empty_like(self.grads, device=self._device)
+            self.carrier.copy(part, self.grads)
+        journey = Journey()
+        self.sync_in(part, journey, rows, channels, scale)
+        journey.finish()
 
     def sync_in(
-        self, part: Tensor, hops: Sequence[Hop], rows: Tensor | None, channels: Channels, scale: GradScale
+        self, part: Tensor, journey: Journey, rows: Tensor | None, channels: Channels, scale: GradScale
     ) -> None:
-        """As `sync`, on partial sums that are on the device while `grads` are not."""
-        self.carrier.run(part, self.flat.depth_of_grads, hops, channels, rows)
-        final = part[self._final_in_grads]
-        scale.apply(final)
-        self._became_final(final)
+        """As `sync`, further on a journey; `part` is what `grads` hold, or would if they were on the device."""
+        flat = self.flat
+        journey.go(self.carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
+        final = self.final if part is self.grads else part[self._final_in_grads]
+        journey.do(partial(self._become_final, final, scale))
 
-    def _became_final(self, final: Tensor) -> None:
+    def _become_final(self, final: Tensor, scale: GradScale) -> None:
+        scale.apply(final)
         self.stage = "final"
         if self.flat.host_updates:
             self.leaving = (self.final_at_hand, final)
@@ -227,6 +229,11 @@ class Gradient:
         self.stage = "local"
 
     # To the host.
+
+    def will_leave(self, part: Tensor) -> None:
+        """What `grads` should hold is on the device."""
+        assert self.grads is not None
+        self.leaving = (self.grads, part)
 
     def leave(self) -> None:
         """Copy to the host what should go there by now."""

@@ -11,7 +11,7 @@ from ..away import MASTER, Away, HostMemory, Moves
 from ..errors import StateError
 from ..plan.flat import Flat
 from ..shard import pieces
-from ..wire.collectives import InFlight, finish
+from ..wire.collectives import Journey
 from ..wire.quant import decode, encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
@@ -178,37 +178,37 @@ class FlatState:
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
-    def start_gather(
-        self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels
-    ) -> list[InFlight]:
-        """Bring the master to `whole`. All hops but the last are finished here, in stream order.
+    def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> Journey:
+        """Bring the master to `whole`.
 
         `staged` is what was read from disk for it; `rows` is memory for what is under way, if it is encoded.
         """
-        flat = self.flat
-        if flat.master_is_whole:
-            return []
-        refresh = flat.refresh_hops if is_stale else ()
+        flat, journey = self.flat, Journey()
         if rows is not None:
-            return self._start_encoded_gather(is_stale, staged, rows.view(-1, flat.row_bytes), channels)
+            self._go_encoded(journey, is_stale, staged, rows.view(-1, flat.row_bytes), channels)
+            journey.begin()
+            return journey
+        refresh = flat.refresh_hops if is_stale else ()
         at_rest = self.whole[self._rest_in_whole]
         if flat.rest_on is None or flat.rest_is_own:
             self._bring_own_part(is_stale, staged)
-            return self.carrier.start(self.whole, 0, [*refresh, *flat.gather_hops], channels)
-        if not is_stale:
+            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
+        elif not is_stale:
             resting = self.rest if staged is None else staged
             assert resting is not None
             self.carrier.copy(at_rest, resting)
         elif flat.rest_on == "device":
             assert self.rest is not None
             self.carrier.copy(self.rest[self._master_in_rest], self.updated)
-            self.carrier.run(self.rest, flat.depth_of_params, refresh, channels)
-            self.carrier.copy(at_rest, self.rest)
+            journey.go(self.carrier.steps(self.rest, flat.depth_of_params, refresh, channels))
+            journey.do(partial(self.carrier.copy, at_rest, self.rest))
         else:
             self.carrier.copy(self._own_part, self.updated)
-            self.carrier.run(self.whole, 0, refresh, channels)
-            self._rest_from(at_rest)
-        return self.carrier.start(self.whole, 0, flat.gather_hops, channels)
+            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
+            journey.do(partial(self._rest_from, at_rest))
+        journey.go(self.carrier.steps(self.whole, 0, flat.gather_hops, channels))
+        journey.begin()
+        return journey
 
     def _bring_own_part(self, is_stale: bool, staged: Tensor | None) -> None:
         """Where nobody else's master is in the copy at rest."""
@@ -218,9 +218,9 @@ class FlatState:
         source = self.updated if self.rest is None else self.rest
         self.carrier.copy(self._own_part, source if staged is None else staged)
 
-    def _start_encoded_gather(
-        self, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
-    ) -> list[InFlight]:
+    def _go_encoded(
+        self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
+    ) -> None:
         """Encoded once and decoded once, whatever the hops. Every rank computes with what arrives, its own part too."""
         flat, codec = self.flat, self.flat.params_codec
         assert codec is not None
@@ -229,23 +229,18 @@ class FlatState:
         if flat.copy_is_encoded and not is_stale:
             assert self.rest is not None
             in_rest.copy_(self.rest)
-            hops = flat.gather_hops
         else:
             if flat.copy_is_encoded:
                 self.carrier.copy(self._own_part, self.updated)
             else:
                 self._bring_own_part(is_stale, staged)
             encode(codec, self._own_part, rows[own.start // flat.num_master :][:1], self.carrier.next_seed())
-            hops = flat.master_hops
+            journey.go(self.carrier.row_steps(rows, flat.refresh_hops, channels))
         if flat.copy_is_encoded and is_stale:
             assert self.rest is not None
-            for flight in self.carrier.start_rows(rows, flat.refresh_hops, channels):
-                finish(flight)
-            self.rest.copy_(in_rest)
-            hops = flat.gather_hops
-        flights = self.carrier.start_rows(rows, hops, channels)
-        flights[-1].then = partial(decode, codec, rows, self.whole)
-        return flights
+            journey.do(partial(self.carrier.copy, self.rest, in_rest))
+        journey.go(self.carrier.row_steps(rows, flat.gather_hops, channels))
+        journey.do(partial(decode, codec, rows, self.whole))
 
     @property
     def updated(self) -> Tensor:

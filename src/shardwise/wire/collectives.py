@@ -6,7 +6,8 @@ of one rank nothing is queued. This module does not know what a parameter is.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,6 +65,50 @@ class InFlight:
     work: dist.Work | None = None
     then: Callable[[], None] | None = None
     call: Call | None = None  # for the ledger, where bytes stand for something else
+
+
+Step = Callable[[], InFlight]
+
+
+class Journey:
+    """Collectives one behind the other, and what is done between them, each when what was before it is finished."""
+
+    def __init__(self) -> None:
+        self._todo: deque[Callable[[], InFlight | None]] = deque()
+        self._num_steps = 0
+        self._flight: InFlight | None = None
+
+    def go(self, steps: Sequence[Step]) -> None:
+        self._todo.extend(steps)
+        self._num_steps += len(steps)
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._todo.append(work)
+
+    def begin(self) -> None:
+        """Until the first collective is under way."""
+        while self._num_steps and self._flight is None:
+            self._go_on()
+
+    def go_to_last(self) -> None:
+        """Until the last collective is under way."""
+        while self._num_steps:
+            self._go_on()
+
+    def finish(self) -> None:
+        while self._todo:
+            self._go_on()
+        self._arrive()
+
+    def _go_on(self) -> None:
+        self._arrive()
+        self._flight = self._todo.popleft()()
+        self._num_steps -= self._flight is not None
+
+    def _arrive(self) -> None:
+        if self._flight is not None:
+            finish(self._flight)
+            self._flight = None
 
 
 def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:

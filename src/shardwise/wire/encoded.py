@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from .codec import Codec, encoded_bytes
-from .collectives import Channel, InFlight, finish, start_exchange, start_gather
+from .collectives import Channel, InFlight, start_exchange, start_gather
 from .ledger import Call, Kind
 from .quant import decode, decode_sum, encode
 
@@ -35,21 +35,15 @@ def start_encoded_reduce_scatter(
     return start_exchange(flight, received.view(-1))
 
 
-def start_encoded_all_reduce(
+def start_gather_of_sums(
     channel: Channel, buffer: Tensor, codec: Codec, what: str, scratch: Tensor, seed: int
 ) -> InFlight:
-    """The sum, or the mean where the channel averages, goes to `buffer` on every rank: the same bits."""
-    sent, received = rows_under_way(channel, buffer, codec, scratch)
+    """Behind the reduce-scatter of `buffer`: what its parts hold goes to `buffer` on every rank, the same bits."""
+    rows, _ = rows_under_way(channel, buffer, codec, scratch)
     own = buffer.view(channel.num_ranks, -1)[channel.index]
-    flight = start_encoded_reduce_scatter(channel, buffer, codec, what, own, scratch, seed)
-
-    def gather_sum() -> None:
-        _sum_rows(channel, codec, received, own)
-        encode(codec, own, sent[channel.index :][:1], seed + 1)
-        finish(start_gather_of_rows(channel, sent, codec, what))
-        decode(codec, sent, buffer)
-
-    flight.then = gather_sum
+    encode(codec, own, rows[channel.index :][:1], seed)
+    flight = start_gather_of_rows(channel, rows, codec, what)
+    flight.then = partial(decode, codec, rows, buffer)
     return flight
 
 
