@@ -254,25 +254,25 @@ def test_random_rounding_is_right_on_average_and_the_same_for_a_seed(name: str) 
         assert abs((one * other).mean()) < 6 * 0.25 / math.sqrt(one.numel())
 
 
-def hashed(index: int, seed: int) -> int:
-    """24 bits, the last one set: what is added to an element before it is rounded down, in 2^-24."""
+def hashed(index: int, seed: int) -> float:
+    """What is added to an element before it is rounded: an odd multiple of 2^-17, from half of its pair's word."""
     low, high = (word % 2**32 for word in seed_words(seed))
-    word = index % 2**32 ^ low
+    word = index // 2 ^ low
     word = ((word ^ word >> 16) * 0x7FEB352D % 2**32) ^ high
     word = (word ^ word >> 15) * 0x846CA68B % 2**32
-    return (word ^ word >> 16) >> 8 | 1
+    half = (word ^ word >> 16) >> 16 * (index % 2) & 0xFFFF
+    return ((half ^ 0x8000) + 0.5) / 2**16 - 0.5
 
 
-def test_what_is_added_before_rounding_down_is_the_hash() -> None:
+def test_what_is_added_before_rounding_is_the_hash() -> None:
     """By its definition, in unbounded integers: with a scale of 1, the first value that is rounded up tells it."""
     codec, seed = parse("int8:64:stochastic"), 12345
-    added = torch.tensor([hashed(index, seed) for index in range(5000)])
-    added[::64] = 0  # the absmax of a block is 127, and stays
-    for one_less in (0, 1):
-        values = (2**24 - added - one_less).double() / 2**24
-        values[::64] = 127.0
+    added = torch.tensor([hashed(index, seed) for index in range(5000)], dtype=torch.float64)
+    for rounded, more in ((0, 0.0), (1, 2.0**-17)):
+        values = 0.5 - added + more  # a tie goes to zero, which is even
+        values[::64] = 127.0  # the absmax of a block stays
         codes = encoded(codec, values.float(), seed)[:5000].view(torch.int8)
-        assert (codes == torch.where(values == 127.0, 127, 1 - one_less)).all()
+        assert (codes == torch.where(values == 127.0, 127, rounded)).all()
 
 
 def test_pieces_round_as_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,9 @@ def _encode_tile(
         tl.store(payload + elems, codes.to(payload.dtype.element_ty), mask=elems < num_payload_bytes)
     else:
         if IS_STOCHASTIC:
-            codes = tl.floor(
-                codes + _uniform((row * num_elems).to(tl.uint32) + elems.to(tl.uint32), seed_low, seed_high)
-            )
+            pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            first_pair = (row * ((num_elems + 1) // 2)).to(tl.uint32)
+            codes += _around_zero(first_pair + pairs.to(tl.uint32), seed_low, seed_high, BLOCK, NUM_BLOCKS)
             codes = tl.minimum(tl.maximum(codes, 0.0 if IS_ASYMMETRIC else -LARGEST), LARGEST)
         # The integer is in the low bits; with the 8 that a symmetric int4 has added to it.
         shift: tl.constexpr = _NEAREST + (8.0 if KIND == "int4" and not IS_ASYMMETRIC else 0.0)
@@ -273,7 +273,8 @@ def _in_order(bits):
 
 
 @triton.jit
-def _uniform(words, seed_low, seed_high):
+def _around_zero(words, seed_low, seed_high, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """Two numbers of (-1/2, 1/2) from the hash of each word."""
     words ^= seed_low.to(tl.uint32)
     words ^= words >> 16
     words *= 0x7FEB352D
@@ -281,4 +282,6 @@ def _uniform(words, seed_low, seed_high):
     words ^= words >> 15
     words *= 0x846CA68B
     words ^= words >> 16
-    return ((words >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    # Sixteen bits as the upper ones of the mantissa of a number of [1, 2), their sign turned round, and half a step.
+    bits = tl.reshape(tl.join(words << 7, words >> 9), [NUM_BLOCKS, BLOCK])
+    return ((bits & 0x7FFF80) ^ 0x3FC00040).to(tl.float32, bitcast=True) - 1.5

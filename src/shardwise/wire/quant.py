@@ -4,8 +4,8 @@ On a CUDA device the kernels of `kernels` do the same, bit for bit; elsewhere wh
 is fp32, an operation at a time, and nothing waits for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
-value (value - minimum) times 1/scale, ties to even, or `floor` of that plus a number of (0, 1) that is a hash of the
-seed and the element's index among all that are encoded. fp8 is the cast of value times 1/scale. Decoded is code times
+value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
+the seed and of where the element is. fp8 is the cast of value times 1/scale. Decoded is code times
 scale, plus minimum.
 
 - int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
@@ -80,14 +80,14 @@ def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
     """Of a codec with scales."""
     num_elems = values.numel() // len(rows)
-    where, num_piece = parts(codec, num_elems), _piece_elems(codec, num_elems)
+    where, num_piece, num_pairs = parts(codec, num_elems), _piece_elems(codec, num_elems), -(-num_elems // 2)
     scales, minima = _scale_parts(codec, rows, num_elems)
     rows[:, where.payload_bytes : where.scales_at].zero_()
     scales[:, where.num_blocks :].zero_()
     minima[:, where.num_blocks :].zero_()
     wide_scratch = torch.empty(num_piece, dtype=torch.float32, device=values.device)
     spare_scratch = torch.empty_like(wide_scratch)
-    counts = torch.arange(num_piece if codec.is_stochastic else 0, dtype=torch.int32, device=values.device)
+    counts = torch.arange(num_piece // 2 if codec.is_stochastic else 0, dtype=torch.int32, device=values.device)
     for index, begin in itertools.product(range(len(rows)), range(0, num_elems, num_piece)):
         num, first = min(num_piece, num_elems - begin), index * num_elems + begin
         blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
@@ -110,7 +110,7 @@ def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> N
         in_blocks.mul_(inverse[:, None])
         if codec.is_integer:
             if codec.is_stochastic:
-                _round_at_random(wide, spare, counts, first, seed)
+                _round_at_random(wide, spare, counts, index * num_pairs + begin // 2, seed)
                 wide.clamp_(0.0 if codec.is_asymmetric else -codec.largest, codec.largest)
             else:
                 wide.round_()
@@ -149,18 +149,21 @@ def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
     return kept, torch.where(is_usable, scale.reciprocal(), 0.0)
 
 
-def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, begin: int, seed: int) -> None:
-    """`floor` of each element plus an odd multiple of 2^-24 below 1: a hash of the seed and its index. Words of 32 bits
-    are int32, whose sums and products wrap; a shift to the right brings copies of the sign, which are masked."""
+def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: int, seed: int) -> None:
+    """To the nearest integer of each element plus a number of (-1/2, 1/2): an odd multiple of 2^-17, from 16 bits of a
+    hash of the seed and the number of its pair. Words of 32 bits are int32, whose sums and products wrap; a shift to
+    the right brings copies of the sign, which are masked."""
     low, high = seed_words(seed)
-    words, shifted = counts[: wide.numel()] + signed_word(begin), spare.view(torch.int32)
+    num_pairs = wide.numel() // 2
+    words, shifted = counts[:num_pairs] + signed_word(first_pair), spare.view(torch.int32)[:num_pairs]
     words.bitwise_xor_(low)
     for shift, factor, word in ((16, 0x7FEB352D, high), (15, 0x846CA68B, 0)):
         torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_(2 ** (32 - shift) - 1)
         words.bitwise_xor_(shifted).mul_(signed_word(factor)).bitwise_xor_(word)
     torch.bitwise_right_shift(words, 16, out=shifted).bitwise_and_(0xFFFF)
-    words.bitwise_xor_(shifted).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
-    wide.add_(spare.copy_(words), alpha=2.0**-24).floor_()
+    words.bitwise_xor_(shifted)
+    # The lower half of a word is the first of its pair.
+    wide.add_(spare.copy_(words.view(torch.int16)).add_(0.5), alpha=2.0**-16).round_()
 
 
 def _write_codes(codec: Codec, codes: Tensor, spare: Tensor, out: Tensor, begin: int) -> None:
