@@ -96,6 +96,11 @@ class Layout:
                 f"layout: params_as={self.params_as!r}: what is lost of a weight is not lost, the master has it; "
                 "feedback is for gradients"
             )
+        if parse(self.grads_as).is_forward_only:
+            raise ConfigurationError(
+                f"layout: grads_as={self.grads_as!r}: gradients are made by the backward, and no forward has any; "
+                "forward is for parameters"
+            )
         if self.params_as != AS_IS and self.optimizer == "whole":
             raise ConfigurationError(
                 f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
@@ -106,6 +111,23 @@ class Layout:
                 f"layout: params_as={self.params_as!r} with params_on={self.params_on!r} and optimizer="
                 f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
                 "params_on='device', or split parameters as far as the optimizer"
+            )
+        if params.is_forward_only:
+            self._refuse_one_gather(str(replace(params, is_forward_only=False)))
+
+    def _refuse_one_gather(self, in_both: str) -> None:
+        """What a forward alone gets encoded is gathered twice, and both times from the masters."""
+        if self.gathered_until != "forward":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: what the forward "
+                f"was given is what the backward finds; write {in_both!r}, or drop parameters after the forward "
+                "(gathered_until='forward', as zero3 and hsdp do)"
+            )
+        if self.params != self.optimizer:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with params={self.params!r} and optimizer={self.optimizer!r}: "
+                "the copy that a node shares rests as it came, encoded, and serves the backward too; write "
+                f"{in_both!r}, or split parameters as far as the optimizer"
             )
 
     def _refuse_contradicting_places(self) -> None:
