@@ -203,9 +203,9 @@ class Layout:
         if exact is not None:
             return exact
         for changes, plain in (
-            (self._moved, replace(self.on_device, activations_on="device")),
+            (self.moves, replace(self.on_device, activations_on="device")),
             (self._encoded, self.exact),
-            ([*self._moved, *self._encoded], replace(self.on_device, activations_on="device").exact),
+            ([*self.moves, *self._encoded], replace(self.on_device, activations_on="device").exact),
         ):
             base = next((name for name, layout in PRESETS.items() if layout == plain), None)
             if base is not None:
@@ -213,7 +213,8 @@ class Layout:
         return "custom"
 
     @property
-    def _moved(self) -> list[str]:
+    def moves(self) -> list[str]:
+        """What rests elsewhere than on the device, as `moved` takes it."""
         moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
         part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
@@ -302,12 +303,14 @@ def layout_of(strategy: str | Layout) -> Layout:
         raise ConfigurationError(
             f"a strategy is a preset's name or a Layout, not {type(strategy).__name__} {strategy!r}"
         )
-    if strategy.lower() == AUTO:
-        raise ConfigurationError(f"strategy {AUTO!r} chooses for the whole model: it cannot be one entry of a mapping")
     # An alias may end in plus signs itself.
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
+    if name == AUTO:
+        raise ConfigurationError(
+            f"strategy {strategy!r} chooses for the whole model: it cannot be one entry of a mapping"
+        )
     if name not in PRESETS:
         raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
     return changed(PRESETS[name], moves)

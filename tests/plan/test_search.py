@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.engine.auto import moved_presets
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, layouts_for
 from shardwise.plan.assess import Assessment, Machine
 from shardwise.plan.plan import Plan, _why, plan_for
-from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, strategy_of
+from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, moved_presets, strategy_of
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
 from tests.plan.planning import GB, MANY, assessed, assessor, choice_of, machine

@@ -321,6 +321,12 @@ def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, pr
     [
         ("zero3+params_as=int4", "16 values are too few for weights"),
         ("zero3+params_as=int8:feedback", "feedback is for gradients"),
+        ("zero3+grads_as=int8:forward", "grads_as='int8:forward': .* no forward has any; forward is for parameters"),
+        ("ddp+params_as=int8:forward", "parameters that every rank updates never travel"),
+        ("zero2+params_as=int8:forward", "'int8:forward' with gathered_until='always': .*; write 'int8', or drop"),
+        ("shard_grad_op+params_as=int8:forward", "'int8:forward' with gathered_until='backward'"),
+        ("zeropp+params_as=int8:64:forward", "params='node' and optimizer='world': .* rests as it came.*'int8:64'"),
+        ("hfsdp+params_as=int8:forward", "split parameters as far as the optimizer"),
         ("ddp+params_as=int8", "parameters that every rank updates never travel"),
         ("zero3+grads_as=int7", "unknown kind 'int7'"),
         ("zero3+grads_as=int8:100", "a block of 100 elements; it must be a power of two from 64 to 2048"),

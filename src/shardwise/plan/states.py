@@ -17,6 +17,7 @@ from .flat import Pass, flats_of
 from .memory import kept_losses
 from .model import ROOT, FoundUnit, Param, Site
 from .schedule import FlatGather, UnitPlan
+from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly
 from .traffic import Moved, traffic_of
 from .training import Training
@@ -63,13 +64,14 @@ class States:
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
-    """Of every preset, or of the one that is asked for."""
+    """Of every preset, with the changes behind `auto`, or of the one that is asked for."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
+    moves = moves_behind_auto(strategy)
     layouts = PRESETS
-    if strategy is not None:
-        asked = layouts_for(strategy, [ROOT])[0]
-        layouts = {asked.name: asked}
+    if strategy is not None and moves != []:
+        asked = moved_presets(moves) if moves else layouts_for(strategy, [ROOT])
+        layouts = {layout.name: layout for layout in asked}
     rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
     return States(shape, machine, training, tuple(rows))
 
