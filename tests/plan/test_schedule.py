@@ -62,11 +62,8 @@ def short(events: list[Event]) -> list[str]:
 
 def told(events: list[Event]) -> list[str]:
     """The same, and what gathers carry."""
-    names = [f"{event.verb} {event.unit}" for event in events]
-    return [
-        f"{name} as {event.calls[0].dtype}" if event.verb == "gather" else name
-        for name, event in zip(names, events, strict=True)
-    ]
+    carried = iter([f" as {event.calls[0].dtype}" for event in events if event.verb == "gather" and event.calls])
+    return [f"{name}{next(carried)}" if name.startswith("gather") else name for name in short(events)]
 
 
 def named(layout: str, names: str = "abcd", **options: bool) -> list[UnitPlan]:

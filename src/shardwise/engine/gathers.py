@@ -113,6 +113,13 @@ class Gathers:
             if not (self.is_captured and self._gives_back(index)):
                 self.start(index, "forward", needed_now=False)
 
+    def start_holders(self) -> None:
+        """A backward begins. Units that others lie inside are held since the forward, and gathered again if it had them
+        rounded: now, on every rank, whichever of them its backward comes to."""
+        for index in self.schedule.read_holders:
+            if self.occupancy.rounded[index]:
+                self.start(index, "backward", needed_now=False)
+
     def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
         if self.occupancy.is_ready(index, pass_):
             return
@@ -144,7 +151,7 @@ class Gathers:
         if index in self._in_flight:
             self._finish(index)
         todo = self.occupancy.take(index, pass_)
-        if not [gather for gather in todo if not unit.states[gather.index].flat.master_is_whole]:
+        if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
             unit.stamp(self.version)
             return
         row_slot = self._take_row_slot() if any(gather.is_encoded for gather in todo) else None
@@ -218,7 +225,7 @@ class Gathers:
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
         """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
-        found = [(self._units[index].states[gather.index], gather.is_stale) for gather in todo]
+        found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         wanted = [state for state, is_stale in found if is_staged(state.flat)]
         made_anew = [state for state, is_stale in found if is_stale and not state.flat.rest_is_own]
         return [state.away for state in wanted if state.away is not None and state not in made_anew]

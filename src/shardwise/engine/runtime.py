@@ -204,6 +204,7 @@ class Engine:
         self._graph_task = torch._C._current_graph_task_id()
         self._calls.begin_backward()
         self._progress.begin_backward(self.schedule.reduce_order)
+        self.gathers.start_holders()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _close(self, call: ForwardCall) -> None:

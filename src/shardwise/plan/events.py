@@ -124,13 +124,11 @@ def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: 
     units = schedule.units
     is_trained = [unit.trainable for unit in units]
     is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
-    # The backward of a unit that holds others is the first of theirs to begin, and the last to end.
-    holders = [unit for unit in reversed(schedule.order) if units[unit].holds_units and units[unit].backward_reads]
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(occupancy, schedule.before_forward[unit], "forward")
             yield _Happening("forward", unit)
-        yield from _gathers(occupancy, holders, "backward")
+        yield from _gathers(occupancy, schedule.read_holders, "backward")
         for unit in reversed(schedule.order):
             yield from _gathers(occupancy, schedule.before_backward[unit], "backward")
             yield _Happening("backward", unit)
@@ -150,8 +148,8 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
     encode_bytes = decode_bytes = 0
-    for index, is_stale, is_encoded in todo:
-        flat = unit.flats[index]
+    for at, is_stale, is_encoded in todo:
+        flat = unit.flats[at]
         hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
         calls.extend(_gather_calls(flat, hops, is_encoded))
         moves.extend(_fetches(flat, is_stale))

@@ -95,6 +95,12 @@ class Schedule:
         return tuple(unit for unit in self.order if not self.units[unit].holds_units)
 
     @property
+    def read_holders(self) -> tuple[int, ...]:
+        """The units that others lie inside, if the backward reads them: theirs begins before those others' do."""
+        units = self.units
+        return tuple(unit for unit in self.order if units[unit].holds_units and units[unit].backward_reads)
+
+    @property
     def reduce_order(self) -> tuple[int, ...]:
         """Gradients are reduced in this order on every rank, whatever order they become ready in."""
         return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
@@ -165,7 +171,7 @@ def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int
 class FlatGather(NamedTuple):
     """One of a unit's flats to gather: whether its master is newer than all copies, and whether it travels encoded."""
 
-    index: int
+    at: int
     is_stale: bool
     is_encoded: bool
 
@@ -204,21 +210,21 @@ class Occupancy:
             self.holder[slot] = unit
         todo = self.todo(unit, pass_)
         self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
-        flats, gathered = self.schedule.units[unit].flats, {gather.index for gather in todo}
+        flats, gathered = self.schedule.units[unit].flats, {gather.at for gather in todo}
         self.rounded[unit] -= gathered
         if pass_ == "forward":
-            self.rounded[unit] |= {index for index in gathered if flats[index].rounds_forwards}
+            self.rounded[unit] |= {at for at in gathered if flats[at].rounds_forwards}
         return todo
 
     def todo(self, unit: int, pass_: Pass) -> list[FlatGather]:
         """The flats of a unit to gather for a pass."""
         todo = []
-        for index, flat in enumerate(self.schedule.units[unit].flats):
+        for at, flat in enumerate(self.schedule.units[unit].flats):
             is_there = self.held[unit] and (self.fresh[unit] or not flat.trainable)
-            if is_there and (pass_ == "forward" or index not in self.rounded[unit]):
+            if is_there and (pass_ == "forward" or at not in self.rounded[unit]):
                 continue
             is_stale = flat.trainable and not self.rest_fresh[unit]
-            todo.append(FlatGather(index, is_stale, flat.is_encoded_for(pass_)))
+            todo.append(FlatGather(at, is_stale, flat.is_encoded_for(pass_)))
         return todo
 
     def release(self, unit: int) -> None:
@@ -238,7 +244,7 @@ class Occupancy:
         self.fresh = [False] * num_units
         self.rest_fresh = [False] * num_units
         for unit, rounded in zip(self.schedule.units, self.rounded, strict=True):
-            rounded.difference_update([index for index in rounded if unit.flats[index].trainable])
+            rounded.difference_update([at for at in rounded if unit.flats[at].trainable])
 
     def state(self) -> tuple[object, ...]:
         """All there is to it, to be compared."""

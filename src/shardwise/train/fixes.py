@@ -67,7 +67,7 @@ def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
             found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
     found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 2) if fix.fits else 0, -fix.saved_bytes))
     hopeless = not planned.note and not entry.fits and not any(fix.fits for fix in found)
-    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes", _offload_flag)):
+    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
         found.insert(0, Fix(f"together: {together}", 0, None, None))
     return [*found, *_more_ranks(planned, room)]
 
@@ -108,10 +108,10 @@ def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assess
         if moved != layout:
             instead = "" if entry.is_on_device else " in place of what is moved now"
             found = assess(moved.name, [moved] * len(entry.layouts), entry.training)
-            yield f"{_offload_flag(moved)}{instead}", found
+            yield f"{offload_flag(moved)}{instead}", found
 
 
-def _offload_flag(layout: Layout) -> str:
+def offload_flag(layout: Layout) -> str:
     """Beside the strategy and the wire as they were asked for."""
     return f"--offload {','.join(layout.moves)}"
 
