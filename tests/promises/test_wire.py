@@ -53,7 +53,10 @@ def test_training_is_nearly_the_same(run_ranks: Pool, exact: Outcome, strategy: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "ddp, gradients as int4 with feedback", "hsdp, both"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zeropp", "zero3, both", "zero3, forwards as int8", "ddp, gradients as int4 with feedback", "hsdp, both"],
+)
 def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strategy: str) -> None:
     """Accumulated as it should be, and as a user may have forgotten; a run repeated is the same run."""
     for accumulate in ("all but the last", "all", "none"):
@@ -68,14 +71,14 @@ def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strate
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_sixteen_bits(run_ranks: Pool, precision: str) -> None:
     exactly = sharded(run_ranks, EXACT, precision=precision)
-    for strategy in ("zeropp", "zero3+params_as=int8+grads_as=int8"):
+    for strategy in ("zeropp", "zero3+params_as=int8+grads_as=int8", "zero3+params_as=int8:forward"):
         outcome = sharded(run_ranks, strategy, precision=precision)
         assert outcome.num_skipped == exactly.num_skipped
         # In fp16 a scale that overflows a step later is another training on the way.
         assert relative(outcome.losses[-1], exactly.losses[-1]) < FARTHEST
 
 
-@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "ddp, gradients as int8"])
+@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "zero3, forwards as int8", "ddp, gradients as int8"])
 def test_one_rank_encodes_nothing(run_ranks: Pool, strategy: str) -> None:
     assert_same(sharded(run_ranks, ENCODED[strategy], world=1, node_size=1), train_alone(IN_TREE))
 
@@ -160,7 +163,10 @@ def errors_of_weights(strategy: str) -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["zero3+params_as=int8", "hpz+params_as=int8", "zero2+params_as=int8"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3+params_as=int8", "zero3+params_as=int8:forward", "hpz+params_as=int8", "zero2+params_as=int8"],
+)
 def test_weights_arrive_rounded_once_and_masters_stay(run_ranks: Pool, strategy: str) -> None:
     ranks = run_ranks(4, errors_of_weights, strategy)
     for errors in ranks:
