@@ -226,9 +226,8 @@ class Gathers:
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
         """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
-        wanted = [state for state, is_stale in found if is_staged(state.flat)]
-        made_anew = [state for state, is_stale in found if is_stale and not state.flat.rest_is_own]
-        return [state.away for state in wanted if state.away is not None and state not in made_anew]
+        at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
+        return [state.away for state in at_rest if state.away is not None and is_staged(state.flat)]
 
     # Memory that changes hands.
 
