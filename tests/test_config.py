@@ -228,6 +228,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("strategy: zero4", "unknown strategy 'zero4'; did you mean 'zero3'?"),
         ("strategy: {'*': zero4}", "unknown strategy 'zero4'; did you mean 'zero3'?"),
         ("strategy: {'*': auto}", "strategy 'auto' chooses for the whole model"),
+        ("strategy: {'*': auto+params_as=int8}", "strategy 'auto+params_as=int8' chooses for the whole model"),
         ("strategy: [zero3]", "strategy: a list (file {file} line 1) is not a name or a mapping"),
         ("offload: optimzer=host", "'optimzer' cannot be moved; did you mean 'optimizer'? known: activations, grads"),
         ("offload: [optimizer=hots]", "'hots' is no place; did you mean 'host'? known: device, disk, host"),

@@ -96,6 +96,11 @@ class Layout:
                 f"layout: params_as={self.params_as!r}: what is lost of a weight is not lost, the master has it; "
                 "feedback is for gradients"
             )
+        if parse(self.grads_as).is_forward_only:
+            raise ConfigurationError(
+                f"layout: grads_as={self.grads_as!r}: gradients are made by the backward, and no forward has any; "
+                "forward is for parameters"
+            )
         if self.params_as != AS_IS and self.optimizer == "whole":
             raise ConfigurationError(
                 f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
@@ -106,6 +111,23 @@ class Layout:
                 f"layout: params_as={self.params_as!r} with params_on={self.params_on!r} and optimizer="
                 f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
                 "params_on='device', or split parameters as far as the optimizer"
+            )
+        if params.is_forward_only:
+            self._refuse_one_gather(str(replace(params, is_forward_only=False)))
+
+    def _refuse_one_gather(self, in_both: str) -> None:
+        """What a forward alone gets encoded is gathered twice, and both times from the masters."""
+        if self.gathered_until != "forward":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: what the forward "
+                f"was given is what the backward finds; write {in_both!r}, or drop parameters after the forward "
+                "(gathered_until='forward', as zero3 and hsdp do)"
+            )
+        if self.params != self.optimizer:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with params={self.params!r} and optimizer={self.optimizer!r}: "
+                "the copy that a node shares rests as it came, encoded, and serves the backward too; write "
+                f"{in_both!r}, or split parameters as far as the optimizer"
             )
 
     def _refuse_contradicting_places(self) -> None:
@@ -181,9 +203,9 @@ class Layout:
         if exact is not None:
             return exact
         for changes, plain in (
-            (self._moved, replace(self.on_device, activations_on="device")),
+            (self.moves, replace(self.on_device, activations_on="device")),
             (self._encoded, self.exact),
-            ([*self._moved, *self._encoded], replace(self.on_device, activations_on="device").exact),
+            ([*self.moves, *self._encoded], replace(self.on_device, activations_on="device").exact),
         ):
             base = next((name for name, layout in PRESETS.items() if layout == plain), None)
             if base is not None:
@@ -191,7 +213,8 @@ class Layout:
         return "custom"
 
     @property
-    def _moved(self) -> list[str]:
+    def moves(self) -> list[str]:
+        """What rests elsewhere than on the device, as `moved` takes it."""
         moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
         part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
@@ -280,12 +303,14 @@ def layout_of(strategy: str | Layout) -> Layout:
         raise ConfigurationError(
             f"a strategy is a preset's name or a Layout, not {type(strategy).__name__} {strategy!r}"
         )
-    if strategy.lower() == AUTO:
-        raise ConfigurationError(f"strategy {AUTO!r} chooses for the whole model: it cannot be one entry of a mapping")
     # An alias may end in plus signs itself.
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
+    if name == AUTO:
+        raise ConfigurationError(
+            f"strategy {strategy!r} chooses for the whole model: it cannot be one entry of a mapping"
+        )
     if name not in PRESETS:
         raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
     return changed(PRESETS[name], moves)

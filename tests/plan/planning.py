@@ -49,6 +49,7 @@ WIRES = [
     "zero1+params_as=int8+grads_as=int4:feedback",
     "zero2+params_as=e4m3",
     "zero3+params_as=int8",
+    "zero3+params_as=int8:forward",
     "zero3+grads_as=int4:128:feedback",
     "hsdp+params_as=bf16+grads_as=bf16",
     "hfsdp+params_as=int8:asymmetric",

@@ -17,7 +17,9 @@ from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
 from shardwise.wire.ledger import add_up
 from tests.support.strategies import STRATEGIES
 
+FORWARDS = "zero3+params_as=int8:forward"
 LAYOUTS = [layout_of(chosen) for chosen in STRATEGIES.values() if isinstance(chosen, (str, Layout))]
+LAYOUTS += [layout_of(FORWARDS), layout_of("hsdp+params_as=e4m3:forward"), layout_of("zero3+params_as=int8")]
 UNIT_ELEMS = 1024
 UNIT_BYTES = 2 * UNIT_ELEMS  # gathered, in bf16
 
@@ -33,7 +35,7 @@ def unit(
     compute: DType = BF16,
 ) -> UnitPlan:
     """One matrix in a world of four, two nodes of two."""
-    row = PRESETS[layout] if isinstance(layout, str) else layout
+    row = layout_of(layout)
     sizes = {"world": 4, "node": 2, "replicate": 2}
     shape = (num_elems,)
     flat = Flat(
@@ -56,6 +58,12 @@ def schedule_of(units: list[UnitPlan], budget_bytes: int | None = None) -> Sched
 def short(events: list[Event]) -> list[str]:
     """ "forward a" and so on; gathers of nothing (the copy is the master) are left out."""
     return [f"{event.verb} {event.unit}" for event in events if event.verb != "gather" or event.calls]
+
+
+def told(events: list[Event]) -> list[str]:
+    """The same, and what gathers carry."""
+    carried = iter([f" as {event.calls[0].dtype}" for event in events if event.verb == "gather" and event.calls])
+    return [f"{name}{next(carried)}" if name.startswith("gather") else name for name in short(events)]
 
 
 def named(layout: str, names: str = "abcd", **options: bool) -> list[UnitPlan]:
@@ -105,6 +113,67 @@ def test_later_micro_batches_find_the_first_units_in_place() -> None:
     events = short(step_events(schedule_of(named("zero3")), num_micro_batches=2))
     second = events[events.index("reduce a") + 1 :]
     assert second[:4] == ["forward a", "gather c", "forward b", "gather d"]
+
+
+def test_what_is_encoded_for_forwards_alone_is_gathered_again_for_the_backward() -> None:
+    """Of what lies in slots and of the root, too. What the backward leaves there serves the next micro-batch."""
+    units = [unit("root", FORWARDS, holds_units=True), *named(FORWARDS)]
+    events = told(step_events(schedule_of(units), num_micro_batches=2))
+    gathers = [name for name in events if not name.startswith(("reduce", "agree", "update"))]
+    assert gathers == [
+        "gather root as int8:forward",
+        "gather a as int8:forward",
+        "forward root",
+        "gather b as int8:forward",
+        "forward a",
+        "gather c as int8:forward",
+        "forward b",
+        "gather d as int8:forward",
+        "forward c",
+        "forward d",
+        "gather root as bfloat16",
+        "gather d as bfloat16",
+        "gather c as bfloat16",
+        "backward d",
+        "gather b as bfloat16",
+        "backward c",
+        "gather a as bfloat16",
+        "backward b",
+        "backward a",
+        "backward root",
+        "forward root",
+        "forward a",
+        "gather c as int8:forward",
+        "forward b",
+        "gather d as int8:forward",
+        "forward c",
+        "forward d",
+        "gather d as bfloat16",
+        "gather c as bfloat16",
+        "backward d",
+        "gather b as bfloat16",
+        "backward c",
+        "gather a as bfloat16",
+        "backward b",
+        "backward a",
+        "backward root",
+    ]
+
+
+def test_weights_that_no_backward_reads_are_encoded_alone() -> None:
+    units = [unit("embed", FORWARDS, backward_reads=False), *named(FORWARDS)]
+    gathers = [name for name in told(step_events(schedule_of(units))) if name.startswith("gather embed")]
+    assert gathers == ["gather embed as int8:forward"]
+
+
+def test_frozen_weights_stay_as_a_backward_gathered_them() -> None:
+    units = [unit("root", FORWARDS, holds_units=True, trainable=False), *named(FORWARDS)]
+    first, later = (told(step_events(schedule_of(units), first_step=is_first)) for is_first in (True, False))
+    assert [name for name in first if "gather root" in name] == [
+        "gather root as int8:forward",
+        "gather root as bfloat16",
+    ]
+    assert not [name for name in later if "gather root" in name]
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2"])
@@ -281,6 +350,17 @@ def test_whoever_computes_is_gathered(schedule: Schedule, num_micro: int) -> Non
             assert is_there(index), f"{event.verb} {event.unit} is not gathered"
         if event.verb == "update" or (event.verb == "backward" and plan.layout.gathered_until == "backward"):
             leave(index)
+
+
+@given(schedules(), st.integers(1, 3))
+def test_no_backward_reads_what_was_rounded_for_a_forward_alone(schedule: Schedule, num_micro: int) -> None:
+    is_rounded: dict[str, bool] = {}
+    reads = {plan.name for plan in schedule.units if plan.backward_reads}
+    for event in step_events(schedule, num_micro, first_step=True) + step_events(schedule, num_micro):
+        if event.verb == "gather" and event.calls:
+            is_rounded[event.unit] = event.calls[0].dtype.endswith(":forward")
+        if event.verb == "backward" and event.unit in reads:
+            assert not is_rounded.get(event.unit), event.unit
 
 
 @given(schedules(), st.integers(1, 3))

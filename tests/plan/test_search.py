@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from shardwise.engine.auto import moved_presets
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS, layouts_for
 from shardwise.plan.assess import Assessment, Machine
 from shardwise.plan.plan import Plan, _why, plan_for
-from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, strategy_of
+from shardwise.plan.search import MIXES, TIE, assess_best, choices, fastest, has_room, moved_presets, strategy_of
+from shardwise.plan.shapes.shape import StatesOnly
+from shardwise.plan.states import states_of
 from shardwise.plan.subject import subject_of
 from shardwise.plan.training import Training
 from tests.plan.planning import GB, MANY, assessed, assessor, choice_of, machine
@@ -171,6 +172,39 @@ def test_what_rounds_and_does_not_fit_has_a_remedy() -> None:
     found = searched(machine(nodes=2, free_bytes=4 * GB), search=False)
     assert not next(entry for entry in found.found if entry.name == "zeropp").fits
     assert found.refusals["zeropp"].startswith("--")
+
+
+@pytest.mark.parametrize("codec", ["int8", "int8:forward"])
+def test_auto_with_a_codec_is_planned(codec: str) -> None:
+    found = searched(slow_network(), strategy=f"auto+params_as={codec}", search=False)
+    names = [entry.name for entry in found.found]
+    assert names == [layout.name for layout in moved_presets([f"params_as={codec}"])]
+    assert f"zero3+params_as={codec}" in names
+    assert not any(entry.is_exact for entry in found.found)
+    best = found.recommended
+    assert best is not None
+    assert best.tokens_per_s >= (1 - TIE) * max(entry.tokens_per_s for entry in found.found if entry.fits)
+    assert found.why.startswith(f"the fastest that fits with params_as={codec}, ")
+    assert searched(slow_network(), strategy="Auto", search=False).why == searched(slow_network(), search=False).why
+
+
+def test_auto_with_a_codec_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="16 values are too few for weights"):
+        searched(machine(), strategy="auto+params_as=int4")
+    with pytest.raises(ConfigurationError, match=r"'zero1\+params_as=int8' with engine 'fsdp2', which has zero3, "):
+        searched(machine(), Training(engine="fsdp2"), strategy="auto+params_as=int8")
+    with pytest.raises(ConfigurationError, match=r"'auto\+params_as=int8' chooses for the whole model"):
+        searched(machine(), strategy={"*": "auto+params_as=int8"})
+
+
+def test_auto_with_a_codec_of_a_model_known_by_its_size() -> None:
+    rows = states_of(StatesOnly(7 * 10**9), machine(nodes=2), Training(), "auto+params_as=int8:forward").rows
+    assert [row.name for row in rows] == ["zero3+params_as=int8:forward", "hsdp+params_as=int8:forward"]
+    both, once, exact = (
+        states_of(StatesOnly(7 * 10**9), machine(nodes=2), Training(), name).rows[0].moved.inter_node
+        for name in ("zero3+params_as=int8", rows[0].name, "zero3")
+    )
+    assert exact - once == pytest.approx(once - both)  # one of two gathers
 
 
 def test_auto_with_a_codec_changes_every_preset_that_it_can() -> None:

@@ -53,7 +53,10 @@ def test_training_is_nearly_the_same(run_ranks: Pool, exact: Outcome, strategy: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "ddp, gradients as int4 with feedback", "hsdp, both"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zeropp", "zero3, both", "zero3, forwards as int8", "ddp, gradients as int4 with feedback", "hsdp, both"],
+)
 def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strategy: str) -> None:
     """Accumulated as it should be, and as a user may have forgotten; a run repeated is the same run."""
     for accumulate in ("all but the last", "all", "none"):
@@ -68,14 +71,14 @@ def test_micro_batches_and_a_second_time(run_ranks: Pool, exact: Outcome, strate
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_sixteen_bits(run_ranks: Pool, precision: str) -> None:
     exactly = sharded(run_ranks, EXACT, precision=precision)
-    for strategy in ("zeropp", "zero3+params_as=int8+grads_as=int8"):
+    for strategy in ("zeropp", "zero3+params_as=int8+grads_as=int8", "zero3+params_as=int8:forward"):
         outcome = sharded(run_ranks, strategy, precision=precision)
         assert outcome.num_skipped == exactly.num_skipped
         # In fp16 a scale that overflows a step later is another training on the way.
         assert relative(outcome.losses[-1], exactly.losses[-1]) < FARTHEST
 
 
-@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "ddp, gradients as int8"])
+@pytest.mark.parametrize("strategy", ["zeropp", "zero3, both", "zero3, forwards as int8", "ddp, gradients as int8"])
 def test_one_rank_encodes_nothing(run_ranks: Pool, strategy: str) -> None:
     assert_same(sharded(run_ranks, ENCODED[strategy], world=1, node_size=1), train_alone(IN_TREE))
 
@@ -160,7 +163,10 @@ def errors_of_weights(strategy: str) -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["zero3+params_as=int8", "hpz+params_as=int8", "zero2+params_as=int8"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3+params_as=int8", "zero3+params_as=int8:forward", "hpz+params_as=int8", "zero2+params_as=int8"],
+)
 def test_weights_arrive_rounded_once_and_masters_stay(run_ranks: Pool, strategy: str) -> None:
     ranks = run_ranks(4, errors_of_weights, strategy)
     for errors in ranks:
@@ -321,6 +327,12 @@ def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, pr
     [
         ("zero3+params_as=int4", "16 values are too few for weights"),
         ("zero3+params_as=int8:feedback", "feedback is for gradients"),
+        ("zero3+grads_as=int8:forward", "grads_as='int8:forward': .* no forward has any; forward is for parameters"),
+        ("ddp+params_as=int8:forward", "parameters that every rank updates never travel"),
+        ("zero2+params_as=int8:forward", "'int8:forward' with gathered_until='always': .*; write 'int8', or drop"),
+        ("shard_grad_op+params_as=int8:forward", "'int8:forward' with gathered_until='backward'"),
+        ("zeropp+params_as=int8:64:forward", "params='node' and optimizer='world': .* rests as it came.*'int8:64'"),
+        ("hfsdp+params_as=int8:forward", "split parameters as far as the optimizer"),
         ("ddp+params_as=int8", "parameters that every rank updates never travel"),
         ("zero3+grads_as=int7", "unknown kind 'int7'"),
         ("zero3+grads_as=int8:100", "a block of 100 elements; it must be a power of two from 64 to 2048"),

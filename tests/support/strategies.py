@@ -51,6 +51,10 @@ ENCODED: dict[str, Strategy] = {
     **{f"zero3, gradients as {codec}": f"zero3+grads_as={codec}" for codec in ("bf16", "fp16", "e5m2", "int8:2048")},
     **{f"zero3, parameters as {codec}": f"zero3+params_as={codec}" for codec in ("e4m3:64", "int8:asymmetric")},
     "zero3, both": "zero3+params_as=int8+grads_as=int4:feedback",
+    "zero3, forwards as int8": "zero3+params_as=int8:forward",
+    "hsdp, forwards as e4m3, gradients as int8": "hsdp+params_as=e4m3:forward+grads_as=int8",
+    "zero3_offload, forwards as int8": "zero3_offload+params_as=int8:64:asymmetric:forward",
+    "zero3_nvme, forwards as int8": "zero3_nvme+params_as=int8:forward",
     "ddp, gradients as int8": "ddp+grads_as=int8",
     "ddp, gradients as int4 with feedback": "ddp+grads_as=int4:128:stochastic:feedback",
     "zero1, both": "zero1+params_as=int8+grads_as=int8:asymmetric",
@@ -64,10 +68,22 @@ ENCODED: dict[str, Strategy] = {
     "zero3_offload, both": "zero3_offload+params_as=int8+grads_as=int8",
     "zero3_nvme, both": "zero3_nvme+params_as=int8+grads_as=int8",
     "several in one model": {"blocks.0": "ddp+grads_as=int8", "blocks.1": "zeropp", "blocks.*": "zero3", "*": "zero2"},
+    "forwards in some of one model": {
+        "blocks.0": "zero3+params_as=int8:forward",
+        "blocks.1": "zero3+params_as=int8",
+        "*": "hsdp+params_as=int8:forward",
+    },
 }
 
 # Of these, enough for every change; the others are asked by the slow tests.
-ENCODED_ALWAYS = ("zeropp", "zero3, both", "ddp, gradients as int8", "hsdp, both", "several in one model")
+ENCODED_ALWAYS = (
+    "zeropp",
+    "zero3, both",
+    "zero3, forwards as int8",
+    "ddp, gradients as int8",
+    "hsdp, both",
+    "several in one model",
+)
 SOME_ENCODED = [name if name in ENCODED_ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in ENCODED]
 
 OFFLOADED = [

@@ -77,6 +77,10 @@ def test_codecs_of_the_wire() -> None:
     assert (layout.params_as, layout.grads_as, layout.optimizer_on) == ("int8", "int4:128:feedback", "host")
     assert layout.name == asked
     check_strategy("auto", [], ["grads=bf16"])
+    check_strategy("auto", [], ["params=int8:forward"])
+    assert offload_of([], ["params=int8:forward"]).applied_to("hsdp") == "hsdp+params_as=int8:forward"
+    with pytest.raises(ConfigurationError, match=r"'zero2\+params_as=int8:forward', with .* gathered_until='always'"):
+        check_strategy("zero2", [], ["params=int8:forward"])
     check_strategy({"blocks.0": "ddp", "*": "zero3"}, [], ["grads=int8"])
 
 

@@ -11,13 +11,15 @@ import torch
 import shardwise as sw
 from shardwise import mesh
 from shardwise.engine.auto import machine_here
-from shardwise.layout import PRESETS
+from shardwise.layout import PRESETS, layout_of
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.plan import Plan, plan
+from shardwise.plan.remedies import nearest_change
 from shardwise.train import planned
 from shardwise.train.checks import check_all, completed
-from shardwise.train.fixes import fixes
+from shardwise.train.fixes import FLAGS, fixes, offload_flag
 from shardwise.train.models.build import build
+from shardwise.train.offload import offload_of
 from shardwise.train.optimizers import optimizer_for
 from shardwise.train.planned import Draft, RunPlan, draft, plan_before
 from shardwise.train.run import run_rank
@@ -33,6 +35,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "zero3": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0},
     "hpz": {"node_size": 1, "gradient_accumulation_steps": 2},
     "hfsdp": {"node_size": 1},
+    "zero3+params_as=int8:forward": {"gradient_accumulation_steps": 2, "eval_steps": 2},
 }
 
 
@@ -208,6 +211,20 @@ def test_offload_is_among_the_fixes_if_the_host_has_room() -> None:
     assert "--offload params=host,grads=host,optimizer=host" in split
     small = [fix.words for fix in fixes(planned_on("1xH100-80GB", "ddp", host_memory="32GB"))]
     assert not any("optimizer=host" in words for words in small)
+
+
+def test_what_moves_is_told_beside_the_strategy_and_the_wire_that_were_asked_for() -> None:
+    """A name with the codec in it would be refused where `--wire` says it again."""
+    run = planned_on("2xH100-80GB", "zero3+params_as=int8", memory="18GB")
+    told = nearest_change(run.assess, run.entry, FLAGS, "--nnodes", offload_flag)
+    flag, moves, *others = told.partition(" (")[0].split()
+    assert (flag, moves) == ("--offload", "grads=host,optimizer=host")
+    assert others[:2] == ["--gradient-checkpointing", "full"]
+    again = offload_of(moves.split(","), ["params=int8"]).applied_to("zero3")
+    assert isinstance(again, str)
+    assert layout_of(again) == replace(run.entry.layouts[0], grads_on="host", optimizer_on="host")
+    # `shardwise plan` has no flags but the strategy.
+    assert nearest_change(run.assess, run.entry).split()[:2] == ["--strategy", again]
 
 
 def test_what_is_moved_already_is_moved_further() -> None:

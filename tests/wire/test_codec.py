@@ -19,7 +19,9 @@ def codecs(draw: st.DrawFn) -> Codec:
     kind = draw(st.sampled_from(KINDS))
     has_scales = kind in (*INTEGERS, "e4m3", "e5m2")
     options = st.booleans() if kind in INTEGERS else st.just(False)
-    return Codec(kind, draw(st.sampled_from(BLOCKS)) if has_scales else 256, draw(options), draw(options))
+    sides = st.booleans() if kind != "as_is" else st.just(False)
+    block = draw(st.sampled_from(BLOCKS)) if has_scales else 256
+    return Codec(kind, block, draw(options), draw(options), draw(sides), draw(sides))
 
 
 @given(codecs())
@@ -39,6 +41,8 @@ def test_a_name_leads_to_its_codec_and_back(codec: Codec) -> None:
         ("fp8", Codec("e4m3")),
         ("fp8:64", Codec("e4m3", 64)),
         ("as_is", Codec("as_is")),
+        ("int4:feedback", Codec("int4", has_feedback=True)),
+        ("int8:forward:64", Codec("int8", 64, is_forward_only=True)),
     ],
 )
 def test_names(name: str, codec: Codec) -> None:
@@ -49,6 +53,7 @@ def test_a_name_is_as_short_as_it_can_be() -> None:
     assert str(parse("int8:256")) == "int8"
     assert str(parse("int8:stochastic:512:asymmetric")) == "int8:512:asymmetric:stochastic"
     assert str(parse("fp8")) == "e4m3"
+    assert str(parse("fp8:forward:64")) == "e4m3:64:forward"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,9 @@ def test_a_name_is_as_short_as_it_can_be() -> None:
         ("as_is:64", "as_is has no scales, so it has no blocks; leave the block away"),
         ("e4m3:asymmetric", "e4m3 cannot be asymmetric, only int8 and int4 can; write 'e4m3'"),
         ("bf16:stochastic", "bf16 cannot be stochastic"),
+        ("int8:forwards", "unknown option 'forwards'; did you mean 'forward'?"),
+        ("as_is:forward", "codec as_is for the forward alone: it is exact in the backward too; leave it"),
+        ("as_is:feedback", "codec as_is with feedback: nothing is lost"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, said: str) -> None:
@@ -94,6 +102,7 @@ def test_a_codec_made_by_hand_is_checked_as_well() -> None:
         ("int4", 1 << 20, (1 << 19) + (1 << 14)),
         ("int4:64", 1 << 20, (1 << 19) + (1 << 16)),
         ("int8:asymmetric", 1 << 20, (1 << 20) + 2 * (1 << 14)),
+        ("int8:asymmetric:forward", 1 << 20, (1 << 20) + 2 * (1 << 14)),
         ("int8", 256, 256 + 16),  # one scale, and 12 bytes of padding
         ("int8", 257, 272 + 16),
         ("int4", 5, 16 + 16),

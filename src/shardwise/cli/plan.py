@@ -119,7 +119,12 @@ def plan(
     engine: Annotated[
         str, typer.Option(help="Whose memory: shardwise, or fsdp2 to compare with its logs.", rich_help_panel=STEP)
     ] = "shardwise",
-    strategy: Annotated[str | None, typer.Option(help="Cost this one alone.", rich_help_panel=ANSWER)] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Cost this one alone; or every preset with a change: auto+params_as=int8.", rich_help_panel=ANSWER
+        ),
+    ] = None,
     search: Annotated[
         bool, typer.Option(help="Mix layouts unit by unit to fill the memory.", rich_help_panel=ANSWER)
     ] = True,

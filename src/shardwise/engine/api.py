@@ -29,6 +29,7 @@ from ..plan.memory import state_bytes
 from ..plan.model import FoundUnit
 from ..plan.plan import Plan
 from ..plan.schedule import Schedule, UnitPlan, make_schedule
+from ..plan.search import moves_behind_auto
 from ..plan.training import Training
 from ..plan.units import Units, find_units
 from ..precision import Precision, precision_of
@@ -37,7 +38,7 @@ from ..unit.unit import Unit
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
-from .auto import Asked, Batch, choose, layouts_in, machine_here, moves_behind_auto
+from .auto import Asked, Batch, choose, layouts_in, machine_here
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from ..cgroup import cgroup_values, memory_limit
-from ..errors import ConfigurationError, MemoryExceededError, PlaceError
-from ..layout import AUTO, PRESETS, Layout, Strategy, changed
+from ..errors import MemoryExceededError, PlaceError
+from ..layout import AUTO, Layout
 from ..mesh import Axes, device, num_local_ranks
-from ..plan.assess import Assessor, Machine, Subject
+from ..plan.assess import Machine, Subject
 from ..plan.hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
 from ..plan.hardware.gpus import gpu_named, gpu_of_device
 from ..plan.hardware.links import Link
@@ -31,7 +31,7 @@ from ..plan.hardware.values import Cluster, Gpu
 from ..plan.model import FoundUnit
 from ..plan.module import subject_of_module
 from ..plan.plan import Plan, plan_for
-from ..plan.search import TIE, Choice, assess_best, choices, fastest
+from ..plan.search import TIE, choices, moved_presets
 from ..plan.training import Training
 from ..plan.units import Units
 from ..plan.work.work import Work
@@ -75,15 +75,6 @@ class Asked:
     disk_path: Path | None = None
 
 
-def moves_behind_auto(strategy: Strategy) -> list[str] | None:
-    """What was said to rest elsewhere, or to travel as something else, whatever is chosen; None where nothing is to be
-    chosen."""
-    if not isinstance(strategy, str):
-        return None
-    name, *moves = strategy.lower().split("+")
-    return moves if name == AUTO else None
-
-
 def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
     """The fastest that fits and is exact, or travels as asked; the layouts are those of the plan's `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
@@ -104,11 +95,10 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
     choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
     tie = TIE if machine.has_reserve else PROCESSOR_TIE
     settings: dict[str, Any] = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
-    if asked.moves:
-        plan = _moved_plan(Assessor(subject, machine, **settings), choice, asked.moves, tie)
-    else:
-        has_disk = asked.disk_path is not None
-        plan = plan_for(subject, machine, training, choice, only_exact=True, has_disk=has_disk, tie=tie, **settings)
+    has_disk, strategy = asked.disk_path is not None, "+".join((AUTO, *asked.moves))
+    plan = plan_for(
+        subject, machine, training, choice, strategy=strategy, only_exact=True, has_disk=has_disk, tie=tie, **settings
+    )
     if plan.recommended is None:
         needs = ", ".join(f"{entry.name} {entry.needed_bytes / 1e9:.1f}" for entry in plan.found)
         raise MemoryExceededError(
@@ -121,32 +111,6 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
 
 def _or_a_disk(asked: Asked) -> str:
     return "" if asked.disk_path is not None else "; or let state rest on disk: name a folder with disk_path="
-
-
-def _moved_plan(assess: Assessor, choice: Choice, moves: Sequence[str], tie: float) -> Plan:
-    """Every preset with the same things in other places, or travelling so."""
-    entries = [
-        assess_best(assess, layout.name, [layout] * len(assess.unit_names), choice) for layout in moved_presets(moves)
-    ]
-    best = fastest(entries, tie)
-    why = "" if best is None else f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
-    training = choice.trainings[0][0]
-    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
-
-
-def moved_presets(moves: Sequence[str]) -> list[Layout]:
-    """What becomes of presets that move and encode nothing themselves, as far as it makes sense."""
-    found: list[Layout] = []
-    refused: list[ConfigurationError] = []
-    for layout in PRESETS.values():
-        if layout.on_device == layout == layout.exact:
-            try:
-                found.append(changed(layout, moves))
-            except ConfigurationError as error:
-                refused.append(error)
-    if not found:
-        raise refused[-1]
-    return found
 
 
 def layouts_in(plan: Plan) -> list[Layout]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..away import Away, Staging
 from ..errors import StateError
-from ..plan.flat import Flat
+from ..plan.flat import Flat, Pass
 from ..plan.offload import NUM_STAGED, is_staged
-from ..plan.schedule import Occupancy, Schedule
+from ..plan.schedule import FlatGather, Occupancy, Schedule
 from ..unit.carrier import Channels
 from ..unit.unit import Unit
 from ..wire.collectives import Journey
@@ -82,9 +82,9 @@ class Gathers:
     def num_updates(self) -> int:
         return self.version // 2
 
-    def make_ready(self, index: int, ahead: Sequence[int] = ()) -> None:
-        """Gather a unit, start the gathers to run behind its computation, show its compute parameters."""
-        self.start(index, needed_now=True)
+    def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = ()) -> None:
+        """Gather a unit, start the gathers of a forward to run behind its computation, show its compute parameters."""
+        self.start(index, pass_, needed_now=True)
         self._start_ahead(ahead)
         self.show(index)
 
@@ -101,7 +101,7 @@ class Gathers:
             if not self._host_jobs.is_updated(self._units[other]):
                 self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
                 return
-            self.start(other, needed_now=False)
+            self.start(other, "forward", needed_now=False)
 
     def start_first(self) -> None:
         """Those of the next step, ahead of it. What the host updates is left to the next forward: it may be through on
@@ -111,23 +111,32 @@ class Gathers:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
             if not (self.is_captured and self._gives_back(index)):
-                self.start(index, needed_now=False)
+                self.start(index, "forward", needed_now=False)
 
-    def start(self, index: int, needed_now: bool) -> None:
-        if self.occupancy.is_ready(index):
+    def start_holders(self) -> None:
+        """A backward begins. Units that others lie inside are held since the forward, and gathered again if it had them
+        rounded: now, on every rank, whichever of them its backward comes to."""
+        for index in self.schedule.read_holders:
+            if self.occupancy.rounded[index]:
+                self.start(index, "backward", needed_now=False)
+
+    def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
+        if self.occupancy.is_ready(index, pass_):
             return
-        self._start_owed(before=index)
-        self._start_in_turn(index, needed_now)
+        # What is owed is owed to a forward. Where nothing was put off, a unit may have been gathered for both passes.
+        self._start_owed(before=index if pass_ == "forward" else None)
+        if not self.occupancy.is_ready(index, pass_):
+            self._start_in_turn(index, pass_, needed_now)
 
     def _start_owed(self, before: int | None = None) -> None:
         while self._owed:
             index = self._owed.popleft()
             if index == before:
                 return
-            if not self.occupancy.is_ready(index):
-                self._start_in_turn(index, needed_now=False)
+            if not self.occupancy.is_ready(index, "forward"):
+                self._start_in_turn(index, "forward", needed_now=False)
 
-    def _start_in_turn(self, index: int, needed_now: bool) -> None:
+    def _start_in_turn(self, index: int, pass_: Pass, needed_now: bool) -> None:
         unit = self._units[index]
         self._host_jobs.await_updates(unit)
         slot = self.schedule.slot_of[index]
@@ -141,11 +150,11 @@ class Gathers:
                 return
         if index in self._in_flight:
             self._finish(index)
-        todo = self.occupancy.take(index)
-        if not [flat for flat, _ in todo if not flat.master_is_whole]:
+        todo = self.occupancy.take(index, pass_)
+        if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
             unit.stamp(self.version)
             return
-        row_slot = self._take_row_slot() if self.schedule.units[index].gathered_row_bytes else None
+        row_slot = self._take_row_slot() if any(gather.is_encoded for gather in todo) else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             journeys: list[Journey] = []
@@ -154,10 +163,11 @@ class Gathers:
             if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._staging.take(index, wanted)
             rows = self.memory.rows_in(row_slot, unit)
-            for state in unit.states:
-                for flat, is_stale in todo:
-                    if flat is state.flat and not flat.master_is_whole:
-                        journeys.append(state.start_gather(is_stale, staged.get(flat), rows.get(flat), self._channels))
+            for at, is_stale, is_encoded in todo:
+                state, flat = unit.states[at], unit.states[at].flat
+                if not flat.master_is_whole:
+                    under_way = rows[flat] if is_encoded else None
+                    journeys.append(state.start_gather(is_stale, staged.get(flat), under_way, self._channels))
             if not self._defers:
                 for journey in journeys:
                     journey.go_to_last()
@@ -198,26 +208,26 @@ class Gathers:
     def read_ahead_in_forward(self, index: int) -> None:
         if self._is_staged[index]:
             order = self.schedule.order
-            self._read_ahead(order[order.index(index) + 1 :][:NUM_STAGED])
+            self._read_ahead(order[order.index(index) + 1 :][:NUM_STAGED], "forward")
 
     def read_ahead_in_backward(self, index: int) -> None:
         if self._is_staged[index]:
             order = self.schedule.order
             ahead = order[: order.index(index)][::-1][:NUM_STAGED]
-            self._read_ahead(other for other in ahead if self.schedule.units[other].backward_reads)
+            self._read_ahead((other for other in ahead if self.schedule.units[other].backward_reads), "backward")
 
-    def _read_ahead(self, ahead: Iterable[int]) -> None:
+    def _read_ahead(self, ahead: Iterable[int], pass_: Pass) -> None:
         """Start to read parameters for the next units to compute."""
         for other in ahead:
-            wanted = self._wanted_from_disk(other, self.occupancy.todo(other))
+            wanted = self._wanted_from_disk(other, self.occupancy.todo(other, pass_))
             if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._staging.ask(other, wanted)):
                 return
 
-    def _wanted_from_disk(self, index: int, todo: Iterable[tuple[Flat, bool]]) -> list[Away]:
+    def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
         """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
-        wanted = [flat for flat, is_stale in todo if is_staged(flat) and (flat.rest_is_own or not is_stale)]
-        states = self._units[index].states if wanted else ()
-        return [state.away for state in states if state.away is not None and any(state.flat is flat for flat in wanted)]
+        found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
+        at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
+        return [state.away for state in at_rest if state.away is not None and is_staged(state.flat)]
 
     # Memory that changes hands.
 

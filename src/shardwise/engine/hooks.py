@@ -24,7 +24,7 @@ class _UnitHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if _is_recompute():
-            self._engine.gathers.make_ready(self._index)
+            self._engine.gathers.make_ready(self._index, "backward")
         else:
             self._engine.before_forward(self._index)
             self._engine.activations.before(self._index)

@@ -20,6 +20,7 @@ class Replay:
             raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
         if self._gathers.occupancy.state() != self._begins_with:
             self._gathers.settle()
+            self._gather_frozen_as_left()
             self._gathers.occupancy.masters_changed()
             self._gathers.start_first()
             self._engine.join_lanes()
@@ -41,8 +42,17 @@ class Replay:
         gathers = self._gathers
         gathers.version += 2
         for unit in self._engine.units:
-            if gathers.occupancy.is_ready(unit.index):
+            if gathers.occupancy.is_ready(unit.index, "forward"):
                 unit.stamp(gathers.version)
+
+    def _gather_frozen_as_left(self) -> None:
+        """What is frozen stays as the last backward gathered it, which may be more exact than a forward would."""
+        schedule, occupancy = self._gathers.schedule, self._gathers.occupancy
+        for index in schedule.after_step:
+            unit = schedule.units[index]
+            is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in unit.flats)
+            if is_rounded and unit.backward_reads and not occupancy.is_ready(index, "backward"):
+                self._gathers.start(index, "backward", needed_now=False)
 
     def _forget_what_is_left(self) -> None:
         """Of units besides the first, in slots and in memory that is given back: the next to run will be others."""

@@ -123,12 +123,12 @@ class Engine:
             self._seen_order.append(index)
         if self._calls.busy[index]:
             # Called from inside its own forward, such as a module that owns parameters of the root.
-            self.gathers.make_ready(index)
+            self.gathers.make_ready(index, "forward")
         else:
             self._calls.begin(index)
             for other in self._progress.reach_in_forward(index):
-                self.gathers.start(other, needed_now=False)
-            self.gathers.make_ready(index, self.gathers.schedule.before_forward[index])
+                self.gathers.start(other, "forward", needed_now=False)
+            self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
 
@@ -151,7 +151,7 @@ class Engine:
 
     def end_forward(self) -> None:
         for other in self._progress.end_forward():
-            self.gathers.start(other, needed_now=False)
+            self.gathers.start(other, "forward", needed_now=False)
 
     # Phases 3 and 4: the backward, as the hooks report it.
 
@@ -171,7 +171,7 @@ class Engine:
         self._calls.open(call)
         self._leave_out(self._progress.reach_in_backward(index))
         for other in schedule.before_backward[index]:
-            self.gathers.start(other, needed_now=other == index)
+            self.gathers.start(other, "backward", needed_now=other == index)
         self.gathers.read_ahead_in_backward(index)
         for other in self._progress.reducible():
             self.reductions.start(other, self.is_sync)
@@ -204,6 +204,7 @@ class Engine:
         self._graph_task = torch._C._current_graph_task_id()
         self._calls.begin_backward()
         self._progress.begin_backward(self.schedule.reduce_order)
+        self.gathers.start_holders()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _close(self, call: ForwardCall) -> None:
@@ -219,7 +220,7 @@ class Engine:
         for other in passed:
             if not self._calls.live(other):
                 if self.schedule.units[other].backward_reads:
-                    self.gathers.start(other, needed_now=False)
+                    self.gathers.start(other, "backward", needed_now=False)
                 self._progress.complete(other)
 
     def unit_in_backward(self) -> int | None:

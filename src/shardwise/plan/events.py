@@ -13,9 +13,9 @@ from ..dtypes import INT32, dtype_of
 from ..shard import pieces
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
-from .flat import Flat, Hop
+from .flat import Flat, Hop, Pass
 from .memory import LOST
-from .schedule import Occupancy, Schedule, UnitPlan
+from .schedule import FlatGather, Occupancy, Schedule, UnitPlan
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
 Way = Literal["to_device", "to_host", "read", "write"]
@@ -43,10 +43,6 @@ class Event:
     decode_bytes: int = 0
 
 
-# Flats to gather, and whether their master is newer than every copy of it.
-Todo = Sequence[tuple[Flat, bool]]
-
-
 def step_events(
     schedule: Schedule,
     num_micro_batches: int = 1,
@@ -63,7 +59,7 @@ def step_events(
         for _ in _micro_batches(schedule, occupancy, num_micro_batches):
             pass
         occupancy.masters_changed()
-        events.extend(told(happening) for happening in _gathers(occupancy, schedule.after_step))
+        events.extend(told(happening) for happening in _gathers(occupancy, schedule.after_step, "forward"))
     events.extend(told(happening) for happening in _micro_batches(schedule, occupancy, num_micro_batches))
     events.append(_agreement(schedule))
     if clips:
@@ -73,12 +69,11 @@ def step_events(
 
 
 class _Happening(NamedTuple):
-    """What the engine does, before it is known what that moves. `is_first` and `is_last` are of a step's reductions;
-    a gather of something stale is the first of it."""
+    """What the engine does, before it is known what that moves. `is_first` and `is_last` are of a step's reductions."""
 
     verb: Verb
     unit: int
-    todo: Todo = ()
+    todo: tuple[FlatGather, ...] = ()
     is_first: bool = False
     is_last: bool = False
 
@@ -88,13 +83,13 @@ class _Teller:
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
-        self._known: dict[tuple[str, int, int, bool, bool], Event] = {}
+        self._known: dict[tuple[object, ...], Event] = {}
 
     def __call__(self, happening: _Happening) -> Event:
         unit = self._units[happening.unit]
         if happening.verb not in ("gather", "reduce"):
             return Event(happening.verb, unit.name)
-        key = (happening.verb, id(unit.flats), len(happening.todo), happening.is_first, happening.is_last)
+        key = (happening.verb, id(unit.flats), happening.todo, happening.is_first, happening.is_last)
         known = self._known.get(key)
         if known is None:
             if happening.verb == "gather":
@@ -131,10 +126,11 @@ def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: 
     is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
     for index in range(num_micro_batches):
         for unit in schedule.order:
-            yield from _gathers(occupancy, schedule.before_forward[unit])
+            yield from _gathers(occupancy, schedule.before_forward[unit], "forward")
             yield _Happening("forward", unit)
+        yield from _gathers(occupancy, schedule.read_holders, "backward")
         for unit in reversed(schedule.order):
-            yield from _gathers(occupancy, schedule.before_backward[unit])
+            yield from _gathers(occupancy, schedule.before_backward[unit], "backward")
             yield _Happening("backward", unit)
             if is_dropped[unit]:
                 occupancy.release(unit)
@@ -142,22 +138,22 @@ def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: 
                 yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
 
 
-def _gathers(occupancy: Occupancy, units: Iterable[int]) -> Iterator[_Happening]:
+def _gathers(occupancy: Occupancy, units: Iterable[int], pass_: Pass) -> Iterator[_Happening]:
     for unit in units:
-        if not occupancy.is_ready(unit):
-            is_stale = not occupancy.rest_fresh[unit]
-            yield _Happening("gather", unit, occupancy.take(unit), is_first=is_stale)
+        if not occupancy.is_ready(unit, pass_):
+            yield _Happening("gather", unit, tuple(occupancy.take(unit, pass_)))
 
 
-def gather_event(unit: UnitPlan, todo: Todo) -> Event:
+def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
     encode_bytes = decode_bytes = 0
-    for flat, is_stale in todo:
+    for at, is_stale, is_encoded in todo:
+        flat = unit.flats[at]
         hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
-        calls.extend(_gather_calls(flat, hops))
+        calls.extend(_gather_calls(flat, hops, is_encoded))
         moves.extend(_fetches(flat, is_stale))
-        if flat.params_codec is not None:
+        if is_encoded:
             encode_bytes += _row_making_bytes(flat, is_stale)
             decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
     return Event("gather", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
@@ -236,14 +232,14 @@ def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
     return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
 
 
-def _gather_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
+def _gather_calls(flat: Flat, hops: Iterable[Hop], is_encoded: bool) -> Iterator[Call]:
     """Rows of masters, if they are encoded, through all hops."""
-    codec = flat.params_codec
     for hop, num_ranks, num_elems in flat.moving(hops):
-        if codec is None:
-            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
+        if is_encoded:
+            num_bytes = num_elems // flat.num_master * flat.row_bytes
+            yield Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks)
         else:
-            yield Call(hop.kind, hop.axis, str(codec), num_elems // flat.num_master * flat.row_bytes, num_ranks)
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
 
 
 def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:

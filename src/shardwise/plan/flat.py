@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from ..dtypes import FP32, DType
 from ..layout import Layout, Place
@@ -29,6 +30,9 @@ from ..shard import BLOCK_ELEMS, Interval, nested_shards, place
 from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
 from ..wire.ledger import Kind
 from .model import FoundUnit, Param, matches
+
+# What gathered parameters are for.
+Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,14 @@ class Flat:
         is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
         is_encoded = self.layout.params_as != AS_IS and is_split and self._has_elems
         return parse(self.layout.params_as) if is_encoded else None
+
+    @cached_property
+    def rounds_forwards(self) -> bool:
+        """Parameters travel encoded to a forward, and as they are to a backward."""
+        return self.params_codec is not None and self.params_codec.is_forward_only
+
+    def is_encoded_for(self, pass_: Pass) -> bool:
+        return self.params_codec is not None and (pass_ == "forward" or not self.rounds_forwards)
 
     @cached_property
     def grads_codec(self) -> Codec | None:

@@ -6,14 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigurationError, did_you_mean
-from ..layout import AUTO, MOST_SPLIT, PRESETS, Strategy
+from ..layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .hardware.cluster import make_cluster
 from .hardware.efficiency import REAL, efficiency_of
 from .hardware.values import Cluster
 from .offloads import offloads
 from .remedies import nearest_change
-from .search import MODES, TIE, Choice, asked, choices, fastest, mixtures, presets
+from .search import MODES, TIE, Choice, asked, changed_presets, choices, fastest, mixtures, moves_behind_auto, presets
 from .shapes.families import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
@@ -76,15 +76,13 @@ def plan(
     model: a name ("llama-3-8b"), a config.json or its folder, a shape, or a module (on the meta device).
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
     training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
-    strategy: cost this one alone.
+    strategy: cost this one alone; "auto+params_as=int8" is every preset with that change.
     checkpointing: "auto" takes the least that fits, and is what happens unless this or a training says otherwise. A
         module has the one that it has.
     global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched, unless
         it is given.
     search: mix layouts unit by unit, and parts of the optimizer between device and host.
     """
-    if isinstance(strategy, str) and strategy.lower() == AUTO:
-        strategy = None
     if checkpointing not in (None, OPEN, *MODES):
         raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
     if checkpointing is None and training is None:
@@ -132,7 +130,10 @@ def plan_for(
     `has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
     `settings` are the `Assessor`'s."""
     assess = Assessor(subject, machine, **settings)
-    if strategy is not None:
+    moves = moves_behind_auto(strategy)
+    if moves:
+        entries = candidates = changed_presets(assess, moves, choice)
+    elif strategy is not None and moves is None:
         entries = candidates = [asked(assess, strategy, choice)]
     else:
         entries = list(presets(assess, choice, only_exact, has_disk))
@@ -142,7 +143,8 @@ def plan_for(
             more += offloads(assess, [*candidates, *more], choice, has_disk)
             entries, candidates = [*entries, *more], [*candidates, *more]
     best = fastest(candidates, tie)
-    why = "; ".join(filter(None, [_why(assess, entries, best), str(subject.facts.get("note", ""))]))
+    why = _why_moved(moves, best) if moves and best else _why(assess, entries, best)
+    why = "; ".join(filter(None, [why, str(subject.facts.get("note", ""))]))
     return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
 
 
@@ -212,6 +214,10 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
     sent = best.moved.by_call.wire_bytes
     return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
+
+
+def _why_moved(moves: Sequence[str], best: Assessment) -> str:
+    return f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
 
 
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:

@@ -1,6 +1,6 @@
 """What would make a strategy fit that does not: the smallest change first, each tried by planning it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..dtypes import BF16
@@ -19,7 +19,11 @@ FLAGS = {
     "optimizer": "--optimizer",
 }
 NODES = "--nodes"
-STRATEGY = "--strategy"
+
+
+def strategy_flag(layout: Layout) -> str:
+    """How `shardwise plan` is told what rests elsewhere: all of it is in the strategy's name."""
+    return f"--strategy {layout.name}"
 
 
 def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
@@ -28,7 +32,13 @@ def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAG
     return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
 
 
-def nearest_change(assess: Assessor, entry: Assessment, flags: Mapping[str, str] = FLAGS, nodes: str = NODES) -> str:
+def nearest_change(
+    assess: Assessor,
+    entry: Assessment,
+    flags: Mapping[str, str] = FLAGS,
+    nodes: str = NODES,
+    moving: Callable[[Layout], str] = strategy_flag,
+) -> str:
     """The first change that makes it fit, as flags of a verb; empty where none of these does."""
     training = entry.training
     for smaller in _smaller(training):
@@ -39,9 +49,8 @@ def nearest_change(assess: Assessor, entry: Assessment, flags: Mapping[str, str]
         for tried in dict.fromkeys((training, smallest)):
             if _fits(assess, moved, tried):
                 found = assess(moved.name, moved.layouts, tried)
-                return f"{STRATEGY} {moved.name} {flags_for(training, tried, flags)}".rstrip() + _cost(
-                    words, entry, found
-                )
+                changed = f"{moving(moved.layouts[0])} {flags_for(training, tried, flags)}".rstrip()
+                return changed + _cost(words, entry, found)
     num_nodes = assess.machine.cluster.num_nodes
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2

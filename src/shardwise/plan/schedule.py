@@ -9,15 +9,19 @@ Gathered units live in slots. Units that are dropped after their forward share a
 slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
 slot, so the last units of the forward need no gather in the backward. Units gathered for longer, and
 units that other units lie inside, have memory of their own.
+
+Parameters may travel encoded to forwards alone. What is held so is no use to a backward, which gathers it again, as it
+is; what a backward has gathered serves the next forward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..errors import ConfigurationError
 from ..layout import Layout
 from ..shard import BLOCK_ELEMS
-from .flat import Flat
+from .flat import Flat, Pass
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
@@ -91,6 +95,12 @@ class Schedule:
         return tuple(unit for unit in self.order if not self.units[unit].holds_units)
 
     @property
+    def read_holders(self) -> tuple[int, ...]:
+        """The units that others lie inside, if the backward reads them: theirs begins before those others' do."""
+        units = self.units
+        return tuple(unit for unit in self.order if units[unit].holds_units and units[unit].backward_reads)
+
+    @property
     def reduce_order(self) -> tuple[int, ...]:
         """Gradients are reduced in this order on every rank, whatever order they become ready in."""
         return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
@@ -158,44 +168,63 @@ def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int
     return max(1, min(len(ring), budget_bytes // max(needed, 1)))
 
 
+class FlatGather(NamedTuple):
+    """One of a unit's flats to gather: whether its master is newer than all copies, and whether it travels encoded."""
+
+    at: int
+    is_stale: bool
+    is_encoded: bool
+
+
 @dataclass(slots=True)
 class Occupancy:
-    """What gathered memory holds. The engine and the prediction ask the same questions of it."""
+    """What gathered memory holds. The engine and the prediction ask the same questions of it.
+
+    `rounded` are the flats of a unit that are held as a forward alone may see them.
+    """
 
     schedule: Schedule
     holder: dict[int, int] = field(default_factory=dict)
     held: list[bool] = field(init=False)
     fresh: list[bool] = field(init=False)
     rest_fresh: list[bool] = field(init=False)
+    rounded: list[set[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         num_units = len(self.schedule.units)
         self.held = [False] * num_units
         self.fresh = [False] * num_units
         self.rest_fresh = [False] * num_units
+        self.rounded = [set() for _ in range(num_units)]
 
-    def is_ready(self, unit: int) -> bool:
-        return self.held[unit] and self.fresh[unit]
+    def is_ready(self, unit: int, pass_: Pass) -> bool:
+        return self.held[unit] and self.fresh[unit] and (pass_ == "forward" or not self.rounded[unit])
 
-    def take(self, unit: int) -> list[tuple[Flat, bool]]:
-        """Make `unit` gathered and fresh; returns what there was to do."""
+    def take(self, unit: int, pass_: Pass) -> list[FlatGather]:
+        """Make `unit` gathered and fresh for a pass; returns what there was to do."""
         slot = self.schedule.slot_of[unit]
         if slot is not None:
             previous = self.holder.get(slot)
             if previous is not None and previous != unit:
                 self.held[previous] = False
             self.holder[slot] = unit
-        todo = self.todo(unit)
+        todo = self.todo(unit, pass_)
         self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
+        flats, gathered = self.schedule.units[unit].flats, {gather.at for gather in todo}
+        self.rounded[unit] -= gathered
+        if pass_ == "forward":
+            self.rounded[unit] |= {at for at in gathered if flats[at].rounds_forwards}
         return todo
 
-    def todo(self, unit: int) -> list[tuple[Flat, bool]]:
-        """The flats to gather, and whether their master is newer than all."""
+    def todo(self, unit: int, pass_: Pass) -> list[FlatGather]:
+        """The flats of a unit to gather for a pass."""
         todo = []
-        for flat in self.schedule.units[unit].flats:
-            if self.held[unit] and (self.fresh[unit] or not flat.trainable):
+        for at, flat in enumerate(self.schedule.units[unit].flats):
+            is_there = self.held[unit] and (self.fresh[unit] or not flat.trainable)
+            if is_there and (pass_ == "forward" or at not in self.rounded[unit]):
                 continue
-            todo.append((flat, flat.trainable and not self.rest_fresh[unit]))
+            is_stale = flat.trainable and not self.rest_fresh[unit]
+            todo.append(FlatGather(at, is_stale, flat.is_encoded_for(pass_)))
         return todo
 
     def release(self, unit: int) -> None:
@@ -214,10 +243,13 @@ class Occupancy:
         num_units = len(self.held)
         self.fresh = [False] * num_units
         self.rest_fresh = [False] * num_units
+        for unit, rounded in zip(self.schedule.units, self.rounded, strict=True):
+            rounded.difference_update([at for at in rounded if unit.flats[at].trainable])
 
     def state(self) -> tuple[object, ...]:
         """All there is to it, to be compared."""
-        return dict(self.holder), list(self.held), list(self.fresh), list(self.rest_fresh)
+        rounded = [set(flats) if held else set() for flats, held in zip(self.rounded, self.held, strict=True)]
+        return dict(self.holder), list(self.held), list(self.fresh), list(self.rest_fresh), rounded
 
     def forget_all(self) -> None:
         self.masters_changed()

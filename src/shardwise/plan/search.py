@@ -3,14 +3,15 @@
 A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
 as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
 Where nothing fits on the device alone, host and disk are looked at (`offloads.py`). Where the sizes of a step are open
-(activation checkpointing, micro-batch), every preset takes the ones that suit it best.
+(activation checkpointing, micro-batch), every preset takes the ones that suit it best. `auto+params_as=int8` asks for
+every preset with that change, where it makes sense.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigurationError
-from ..layout import FSDP2_HAS, MIXES, PRESETS, Layout, Strategy, layouts_for
+from ..layout import AUTO, FSDP2_HAS, MIXES, PRESETS, Layout, Strategy, changed, layouts_for
 from .assess import Assessment, Assessor
 from .training import Checkpointing, EngineName, Training
 
@@ -168,3 +169,32 @@ def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
         raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
     name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
     return assess_best(assess, name, layouts, choice)
+
+
+def changed_presets(assess: Assessor, moves: Sequence[str], choice: Choice) -> list[Assessment]:
+    """Every preset with the same things in other places, or travelling so."""
+    return [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
+
+
+def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
+    """What was said to rest elsewhere, or to travel as something else, whatever is chosen; None where nothing is to be
+    chosen."""
+    if not isinstance(strategy, str):
+        return None
+    name, *moves = strategy.lower().split("+")
+    return moves if name == AUTO else None
+
+
+def moved_presets(moves: Sequence[str]) -> list[Layout]:
+    """What becomes of presets that move and encode nothing themselves, as far as it makes sense."""
+    found: list[Layout] = []
+    refused: list[ConfigurationError] = []
+    for layout in PRESETS.values():
+        if layout.on_device == layout == layout.exact:
+            try:
+                found.append(changed(layout, moves))
+            except ConfigurationError as error:
+                refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found

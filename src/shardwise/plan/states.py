@@ -13,10 +13,11 @@ from ..errors import ConfigurationError
 from ..layout import PRESETS, Layout, Split, Strategy, layouts_for
 from .assess import Machine
 from .events import gather_event, reduce_event, update_event
-from .flat import flats_of
+from .flat import Pass, flats_of
 from .memory import kept_losses
 from .model import ROOT, FoundUnit, Param, Site
-from .schedule import UnitPlan
+from .schedule import FlatGather, UnitPlan
+from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly
 from .traffic import Moved, traffic_of
 from .training import Training
@@ -63,13 +64,14 @@ class States:
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
-    """Of every preset, or of the one that is asked for."""
+    """Of every preset, with the changes behind `auto`, or of the one that is asked for."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
+    moves = moves_behind_auto(strategy)
     layouts = PRESETS
-    if strategy is not None:
-        asked = layouts_for(strategy, [ROOT])[0]
-        layouts = {asked.name: asked}
+    if strategy is not None and moves != []:
+        asked = moved_presets(moves) if moves else layouts_for(strategy, [ROOT])
+        layouts = {layout.name: layout for layout in asked}
     rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
     return States(shape, machine, training, tuple(rows))
 
@@ -120,8 +122,13 @@ def _unit(layout: Layout, num_params: int, machine: Machine, training: Training)
 def _moved(unit: UnitPlan, machine: Machine, training: Training) -> Moved:
     cluster = machine.cluster
     num = training.num_micro_batches
-    num_gathers = {"always": 1, "backward": num, "forward": 2 * num}[unit.layout.gathered_until]
-    events = [gather_event(unit, [(flat, index == 0) for flat in unit.flats]) for index in range(num_gathers)]
+    until = unit.layout.gathered_until
+    passes: tuple[Pass, ...] = ("forward", "backward") if until == "forward" else ("forward",)
+    flats = list(enumerate(unit.flats))
+    events = [
+        gather_event(unit, [FlatGather(at, index == 0, flat.is_encoded_for(pass_)) for at, flat in flats])
+        for index, pass_ in enumerate(passes * (1 if until == "always" else num))
+    ]
     events += [reduce_event(unit, is_first=index == 0, is_last=index == num - 1) for index in range(num)]
     events.append(update_event(unit, training.num_moments))
     return traffic_of(events, cluster.num_nodes, cluster.node_size)

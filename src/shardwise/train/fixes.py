@@ -7,7 +7,7 @@ has to fit there, too.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..layout import MOVABLE, Layout
+from ..layout import Layout
 from ..plan.assess import Assessment, Assessor, Machine
 from ..plan.plan import plan_for
 from ..plan.remedies import (
@@ -67,7 +67,7 @@ def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
             found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
     found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 2) if fix.fits else 0, -fix.saved_bytes))
     hopeless = not planned.note and not entry.fits and not any(fix.fits for fix in found)
-    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes")):
+    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
         found.insert(0, Fix(f"together: {together}", 0, None, None))
     return [*found, *_more_ranks(planned, room)]
 
@@ -108,13 +108,12 @@ def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assess
         if moved != layout:
             instead = "" if entry.is_on_device else " in place of what is moved now"
             found = assess(moved.name, [moved] * len(entry.layouts), entry.training)
-            yield f"--offload {_moves(moved)}{instead}", found
+            yield f"{offload_flag(moved)}{instead}", found
 
 
-def _moves(layout: Layout) -> str:
-    part = {"optimizer": f":{round(1 - layout.kept, 4):g}"} if layout.kept else {}
-    places = {what: getattr(layout, f"{what}_on") for what in MOVABLE}
-    return ",".join(f"{what}={place}{part.get(what, '')}" for what, place in places.items() if place != "device")
+def offload_flag(layout: Layout) -> str:
+    """Beside the strategy and the wire as they were asked for."""
+    return f"--offload {','.join(layout.moves)}"
 
 
 def _lacks_host(entry: Assessment) -> bool:

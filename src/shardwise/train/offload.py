@@ -5,6 +5,7 @@
     disk:/nvme            the folder alone: for a strategy that uses a disk itself, and for `auto`, which then may
 
     params=int8           of the wire: a codec
+    params=int8:forward   for forwards alone; backwards compute with what is exact
     grads=int4:feedback
 
 Both may stand behind a preset's name, so a strategy with them is a strategy again.

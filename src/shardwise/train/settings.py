@@ -109,7 +109,7 @@ class Settings:
     divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 when the loss is this many times its lowest mean, or is not a number; 0: go on.", least=0)
 
     strategy: str | dict[str, str] = setting(SHARDING, "auto", "auto, ddp, zero1, zero2, zero3, hsdp, zero2-offload, zero3-offload, zero3-nvme, ...; or a mapping from unit patterns to them.")
-    wire: tuple[str, ...] = setting(SHARDING, (), "What params and grads travel as between ranks: params=int8,grads=int4:feedback; bf16, fp16, e4m3, e5m2, int8, int4. As they are: none.")
+    wire: tuple[str, ...] = setting(SHARDING, (), "What params and grads travel as between ranks: params=int8,grads=int4:feedback; bf16, fp16, e4m3, e5m2, int8, int4. params=int8:forward leaves backwards exact. As they are: none.")
     offload: tuple[str, ...] = setting(SHARDING, (), "What of params, grads, optimizer and activations rests on the host or on disk: optimizer=host:0.6,params=disk:/nvme (a part, a folder). The folder alone: disk:/nvme. Nothing: none.")
     precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "fp32, bf16 (fp32 masters), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
     reduce_dtype: Literal["fp32", "bf16"] | None = setting(SHARDING, None, "What gradients are summed in. Default: what the precision says.")

@@ -1,6 +1,6 @@
 """What travels in fewer bits: the name of a codec, how many bytes it makes of so many elements, and where they lie.
 
-    kind[:block][:asymmetric][:stochastic][:feedback]        int8, int4:128, int8:512:asymmetric:stochastic, e4m3:64
+    kind[:block][:asymmetric][:stochastic][:feedback][:forward]     int8, int4:128, int8:512:asymmetric, e4m3:64:forward
 
 A buffer of encoded elements has up to three parts: the payload; one fp32 scale for each block of elements; and for an
 asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes, so
@@ -34,20 +34,21 @@ _LARGEST: dict[Kind, tuple[float, ...]] = {
     "e5m2": (57344.0,),
 }
 _BLOCKS = tuple(2**power for power in range(6, 12))
-_OPTIONS = ("asymmetric", "stochastic", "feedback")
+_OPTIONS = ("asymmetric", "stochastic", "feedback", "forward")
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
     """`block` elements share a scale. Symmetric codes are of -absmax to absmax, asymmetric ones of minimum to maximum.
     Stochastic rounding is right on average; the nearest code is nearer. With feedback, whoever encodes keeps what was
-    lost, and adds it to what is encoded next."""
+    lost, and adds it to what is encoded next. Forward alone: what a backward computes with travels as it is."""
 
     kind: Kind
     block: int = BLOCK_ELEMS
     is_asymmetric: bool = False
     is_stochastic: bool = False
     has_feedback: bool = False
+    is_forward_only: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -61,6 +62,8 @@ class Codec:
             raise ConfigurationError(f"codec {self.kind} with a block of {self.block}: {_without_blocks(self.kind)}")
         if self.has_feedback and self.kind == "as_is":
             raise ConfigurationError("codec as_is with feedback: nothing is lost of what travels as it is; leave it")
+        if self.is_forward_only and self.kind == "as_is":
+            raise ConfigurationError("codec as_is for the forward alone: it is exact in the backward too; leave it")
         for option, is_asked in (("asymmetric", self.is_asymmetric), ("stochastic", self.is_stochastic)):
             if is_asked and not self.is_integer:
                 raise ConfigurationError(
@@ -70,7 +73,7 @@ class Codec:
 
     def __str__(self) -> str:
         words = [self.kind, *([str(self.block)] if self.block != BLOCK_ELEMS else [])]
-        asked = (self.is_asymmetric, self.is_stochastic, self.has_feedback)
+        asked = (self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only)
         return ":".join(words + [option for option, is_asked in zip(_OPTIONS, asked, strict=True) if is_asked])
 
     @property
