@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from shardwise.plan.training import Training
 from shardwise.wire.ledger import Call
 
 from .namespaces import NIC, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
+from .pages import Page, table, write
 
 RESULTS = Path(__file__).parent / "results"
 NUM_NODES, NODE_SIZE = 2, 2
@@ -220,42 +220,32 @@ def rows_of(seen: list[Seen], plans: Plans, mbit_per_s: int) -> list[dict[str, A
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = list(rows[0])
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
-
-
-def write(seen: list[Seen], plans: Plans, case: Case, folder: Path, now: datetime.datetime) -> Path:
-    """A dated page and JSON; the page's path."""
-    command = shlex.join(["python", "-m", "benchmarks.wire_links", *sys.argv[1:]])
-    machine = (
-        f"{os.cpu_count()} cores for {case.world_size} ranks ({processor()}), Linux {platform.release()}, "
-        f"torch {torch.__version__}, commit {commit()}"
-    )
+def page_of(seen: list[Seen], plans: Plans, case: Case, began: datetime.datetime) -> Page:
+    machine = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "ranks": case.world_size,
+        "Linux": platform.release(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
     sizes = (
         f"{case.shape.name}: {num_params(case.shape) / 1e6:.1f}M parameters, {case.batch} x {case.shape.tokens} tokens "
         f"a rank; medians of {case.steps} steps after {case.warmup}, then of "
         f"{len({one.repetition for one in seen})} repetitions; min-max over all steps."
     )
-    about = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "sizes": sizes}
-    rates = list(dict.fromkeys(one.mbit_per_s for one in seen))
-    tables = {rate: rows_of(seen, plans, rate) for rate in rates}
-    everything = {
-        **about,
+    note = " ".join((__doc__ or "").partition("Two nodes")[2].split())
+    tables = {rate: rows_of(seen, plans, rate) for rate in dict.fromkeys(one.mbit_per_s for one in seen)}
+    parts = [sizes, f"Two nodes {note}"]
+    for rate, rows in tables.items():
+        parts += [f"## {rate / 1000:g} Gbit/s", table(rows[0], (row.values() for row in rows))]
+    figures = {
+        "sizes": sizes,
         "rows": tables,
         "planned": {name: asdict(plan) for name, plan in plans.items() if plan},
         "runs": [asdict(one) for one in seen],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{now:%Y-%m-%d-%H%M}-wire-links.md"
-    page.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
-    note = " ".join((__doc__ or "").partition("Two nodes")[2].split())
-    parts = [f"# Steps on slow links, {about['date']}", f"    {command}", machine, sizes, f"Two nodes {note}"]
-    for rate in rates:
-        parts += [f"## {rate / 1000:g} Gbit/s", table(tables[rate])]
-    page.write_text("\n\n".join(parts) + "\n")
-    return page
+    return Page("wire_links", "Steps on slow links", began, machine, figures, after=parts)
 
 
 def main() -> None:
@@ -287,7 +277,7 @@ def main() -> None:
     )  # fmt: skip
     plans = {contender: planned(contender, case) for contender in options.contenders}
     seen: list[Seen] = []
-    now = datetime.datetime.now()
+    began = datetime.datetime.now()
     for repetition in range(options.repetitions):
         for rate in options.rates:
             with namespaces(NUM_NODES, rate) as nodes:
@@ -295,10 +285,9 @@ def main() -> None:
                     own = replace(case, contender=contender)
                     seen.append(measure(own, nodes, rate, repetition, FIRST_PORT + index))
                     print(f"{rate} Mbit/s {contender}: {seen[-1].median_s:.2f} s", flush=True)
-            page = write(seen, plans, case, options.out, now)  # as much as there is
-    for rate in options.rates:
-        print(f"\n{rate} Mbit/s\n{table(rows_of(seen, plans, rate))}")
-    print(f"\n{page}")
+            page = page_of(seen, plans, case, began)
+            path = write(page, options.out)  # as much as there is
+    print(f"\n{page}\n{path}")
 
 
 if __name__ == "__main__":
