@@ -24,8 +24,9 @@ keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weight
 bf16 for everyone. Gradients are reduced in the dtype asked for; `ddp` uses its bf16 compression hook (on GPUs only)
 where they are fp32 and should travel as bf16, and cannot reduce bf16 gradients in fp32.
 
-Micro-batches. `ddp` (no_sync) and `deepspeed` wait for the last one to reduce; `fsdp1` and `fsdp2` reduce every one,
-because waiting would keep whole gradients; shardwise does what the layout says.
+Micro-batches. `ddp` (no_sync) and `deepspeed` at stages 0 and 1 wait for the last one to reduce; `fsdp1`, `fsdp2` and
+`deepspeed` at stages 2 and 3 reduce every one, because waiting would keep whole gradients; shardwise does what the
+layout says.
 
 The process group is there before a contender is set up, except for those in `names.SOLO`, which need none.
 """
