@@ -22,9 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint_contenders import SHAPES, Job, forget, num_params, sync
 from shardwise.bench.machine import commit, processor
 from shardwise.train.settings import Settings
+
+from .checkpoint_contenders import SHAPES, Job, forget, num_params, sync
+from .pages import Page, show
 
 ROOT = Path(__file__).parent.parent
 Runs = dict[str, list[dict[str, Any]]]  # by contender, in the order of the repetitions
@@ -268,43 +270,30 @@ def main() -> None:
             why_not = f"Nothing was exported: {error}"
     shutil.rmtree(options.folder)
     about = next((run for name in contenders for run in good(runs, name)), {})
-    document = {
-        "schema": 1,
-        "command": shlex.join(["python", "-m", "benchmarks.checkpoints", *sys.argv[1:]]),
-        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-            "device": about.get("device"),
-            "torch": about.get("torch"),
-            "commit": commit(),
-        },
-        "note": " ".join(NOTE.split()),
-        "runs": runs,
-        "exports": exports,
+    machine = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": about.get("device"),
+        "torch": about.get("torch"),
+        "commit": commit(),
     }
-    text = "\n".join(
-        [
-            f"# Checkpoints beside the peers, {document['date']}",
-            "",
-            f"{options.shape}: {num_params(options.shape) / 1e6:.0f}M parameters in fp32, AdamW; {options.ranks} "
-            f"ranks, {options.repetitions} repetitions. {document['note']}",
-            "",
-            f"    {document['command']}",
-            "",
-            ", ".join(f"{key} {value}" for key, value in document["machine"].items()),
-            *tables(runs, exports),
-            "",
-            *([why_not] if why_not else []),
-        ]
+    note = " ".join(NOTE.split())
+    sizes = (
+        f"{options.shape}: {num_params(options.shape) / 1e6:.0f}M parameters in fp32, AdamW; {options.ranks} "
+        f"ranks, {options.repetitions} repetitions."
     )
-    print(text)
-    if options.out is not None:
-        stem = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-checkpoints-{options.shape}-{options.device}"
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        (options.out / f"{stem}.md").write_text(text)
+    page = Page(
+        "checkpoints",
+        "Checkpoints beside the peers",
+        datetime.datetime.now(),
+        machine,
+        figures={"note": note, "runs": runs, "exports": exports},
+        before=[f"{sizes} {note}"],
+        after=["\n".join(tables(runs, exports)).strip(), *([why_not] if why_not else [])],
+        variant=f"{options.shape}-{options.device}",
+    )
+    show(page, options.out)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ last column has the same shares in processor time, of all threads, which says mo
 
 import argparse
 import datetime
-import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +26,8 @@ from shardwise.bench.machine import commit, processor
 from shardwise.dtypes import dtype_of
 from shardwise.wire.codec import encoded_bytes, parse
 from shardwise.wire.quant import decode, decode_sum, encode
+
+from .pages import Page, show, table
 
 CODECS = (
     "bf16,fp16,e4m3,e5m2,int8,int8:asymmetric,int8:stochastic,int4,int4:64,int4:2048,int4:asymmetric,int4:stochastic"
@@ -104,15 +103,15 @@ def measure(found: list[Contender], device: str, rounds: int) -> list[dict[str, 
     ]
 
 
-def table(measured: list[dict[str, Any]], num_elems: int) -> str:
+def table_of(measured: list[dict[str, Any]], num_elems: int) -> str:
     heads = ("codec", "what", "bytes an element", "G elements/s", "GB/s", "share of copy", "in processor time")
-    lines = [heads, ("---",) * len(heads)]
+    lines = []
     for row in measured:
         per_elem = row["bytes"] / num_elems
         speeds = f"{row['gigabytes_per_s'] / per_elem:.3g}", f"{row['gigabytes_per_s']:.4g}"
         shares = spread(row["shares_of_copy"]), spread(row["busy_shares_of_copy"])
         lines.append((row["codec"], row["what"], f"{per_elem:.3f}", *speeds, *shares))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(heads, lines)
 
 
 def spread(shares: list[float]) -> str:
@@ -139,7 +138,6 @@ def main() -> None:
     num_elems, dtype = options.elems << 20, dtype_of(options.dtype).torch
     found = contenders(options.codecs.split(","), num_elems, options.rows, dtype, options.device)
     measured = measure(found, options.device, options.rounds)
-    command = f"python -m benchmarks.codecs {shlex.join(sys.argv[1:])}".strip()
     machine = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else processor(),
         "threads": options.threads,
@@ -147,20 +145,18 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "commit": commit(),
     }
-    parts = [
-        f"# Codecs beside a copy, {now:%Y-%m-%d %H:%M}",
-        " ".join((__doc__ or "").split("\n\n")[-1].split()),
-        f"    {command}",
-        ", ".join(f"{key} {value}" for key, value in machine.items()),
-        table(measured, num_elems),
-    ]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.out:
-        stem = options.out / f"{now:%Y-%m-%d-%H%M}-codecs-{options.device}"
-        stem.with_suffix(".md").write_text(text)
-        document = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "rows": measured}
-        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    note = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    page = Page(
+        "codecs",
+        "Codecs beside a copy",
+        now,
+        machine,
+        figures={"rows": measured},
+        before=[note],
+        after=[table_of(measured, num_elems)],
+        variant=options.device,
+    )
+    show(page, options.out)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ soon as it was read, while the next ones are being read. Needs torch, and a C co
 
 import argparse
 import datetime
-import json
 import os
-import shlex
-import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -36,6 +32,8 @@ from shardwise.store.blocks import memory_of
 from shardwise.store.disk import Disk
 from shardwise.store.file import reserve
 from shardwise.store.sizes import arena_bytes
+
+from .pages import Page, show, spread, table
 
 CHUNK_BYTES = 96 << 20  # master and two moments of 8Mi elements
 NUM_WINDOWS = 4
@@ -208,20 +206,17 @@ def measure(options: argparse.Namespace) -> Found:
 
 
 def tables(found: Found) -> list[str]:
-    lines = []
+    each_way = []
     for way, by_name in found.items():
         rates = {name: [one["gigabytes_per_s"] for one in each] for name, each in by_name.items()}
         best = [max(each) for each in zip(*(rates[f"plain, {name}"] for name in PLAIN), strict=True)]
-        lines += ["", f"| {way} | GB/s | of the best plain one | processor ms/GB |", "|---|---|---|---|"]
+        rows = []
         for name, each in rates.items():
             shares = [a / b for a, b in zip(each, best, strict=True)]
             used = [one["processor_ms_per_gigabyte"] for one in by_name[name]]
-            lines.append(f"| {name} | {spread(each)} | {spread(shares)} | {spread(used, 0)} |")
-    return lines
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+            rows.append((name, spread(each), spread(shares), spread(used, 0)))
+        each_way.append(table((way, "GB/s", "of the best plain one", "processor ms/GB"), rows))
+    return each_way
 
 
 NOTE = """Medians over the repetitions (min-max). Shares are of the best plain one within a repetition; of both at once,
@@ -239,33 +234,17 @@ def main() -> None:
         "torch": torch.__version__,
         "commit": commit(),
     }
-    document = {
-        "schema": 1,
-        "command": shlex.join(["python", "-m", "benchmarks.disk_store", *sys.argv[1:]]),
-        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-        "machine": machine,
-        "note": " ".join(NOTE.split()),
-        "runs": found,
-    }
-    text = "\n".join(
-        [
-            f"# The store's disk beside the disk itself, {document['date']}",
-            "",
-            f"{options.gigabytes:g} GB, {options.repetitions} repetitions. {document['note']}",
-            "",
-            f"    {document['command']}",
-            "",
-            ", ".join(f"{key} {value}" for key, value in machine.items()),
-            *tables(found),
-            "",
-        ]
+    note = " ".join(NOTE.split())
+    page = Page(
+        "disk_store",
+        "The store's disk beside the disk itself",
+        datetime.datetime.now(),
+        machine,
+        figures={"note": note, "runs": found},
+        before=[f"{options.gigabytes:g} GB, {options.repetitions} repetitions. {note}"],
+        after=tables(found),
     )
-    print(text)
-    if options.out is not None:
-        stem = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-disk-store"
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        (options.out / f"{stem}.md").write_text(text)
+    show(page, options.out)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,10 +41,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.bench import fabric
+from shardwise.bench.machine import commit
 from shardwise.mesh import make_axes
 from shardwise.plan.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
 
 from .namespaces import LOCAL, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
+from .pages import Page, table, write
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -437,42 +437,32 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = list(rows[0])
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
+def table_of(rows: list[dict[str, Any]]) -> str:
+    return table(rows[0], (row.values() for row in rows))
 
 
-def write(comparisons: list[Comparison], folder: Path) -> Path:
-    """A dated page and JSON; the page's path."""
-    now = datetime.datetime.now()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    machine = f"{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}, commit {commit}"
-    command = shlex.join(["python", "-m", "benchmarks.fabric_against_gloo", *sys.argv[1:]])
+def page_of(comparisons: list[Comparison]) -> Page:
+    machine = {
+        "cores": os.cpu_count(),
+        "Linux": platform.release(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
     note = " ".join((__doc__ or "").partition("Real:")[2].split())
     rows = [row for comparison in comparisons for row in comparison.rows]
     told = [{"world": str(comparison.world), "fabric": comparison.fabric} for comparison in comparisons]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{now:%Y-%m-%d-%H%M}-fabric-against-gloo"
-    about = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "summary": summary(rows)}
-    everything = {**about, "worlds": [asdict(comparison) for comparison in comparisons]}
-    stem.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     parts = [
-        f"# The emulated fabric against gloo, {about['date']}",
-        f"    {command}",
-        machine,
         f"Real: {note}",
         f"Errors of the plan, for training steps and for buffers of {LARGE_BYTES / 1e6:.0f} MB or more:",
-        table(summary(rows)),
+        table_of(summary(rows)),
         "What the fabric was told:",
-        table(told),
+        table_of(told),
         "Everything. Milliseconds are medians, min-max those of the real ones; bytes are of one node's NIC, outgoing:",
-        table([row.cells for row in rows]),
+        table_of([row.cells for row in rows]),
     ]
-    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
-    return stem.with_suffix(".md")
+    figures = {"summary": summary(rows), "worlds": [asdict(comparison) for comparison in comparisons]}
+    title = "The emulated fabric against gloo"
+    return Page("fabric_against_gloo", title, datetime.datetime.now(), machine, figures, after=parts)
 
 
 def main() -> None:
@@ -495,10 +485,10 @@ def main() -> None:
     comparisons = []
     for world in worlds:
         comparisons.append(compare(world, options.sizes, steps_for(world), options.repetitions))
-        print(f"\n{comparisons[-1].fabric}\n{table([row.cells for row in comparisons[-1].rows])}", flush=True)
-    page = write(comparisons, options.out)
+        print(f"\n{comparisons[-1].fabric}\n{table_of([row.cells for row in comparisons[-1].rows])}", flush=True)
+    path = write(page_of(comparisons), options.out)
     rows = [row for comparison in comparisons for row in comparison.rows]
-    print(f"\n{table(summary(rows))}\n\n{page}")
+    print(f"\n{table_of(summary(rows))}\n\n{path}")
 
 
 if __name__ == "__main__":

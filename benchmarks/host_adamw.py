@@ -11,12 +11,9 @@ it: what the memory gives. Processor time is that of all threads, and says more 
 
 import argparse
 import datetime
-import json
 import mmap
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +28,8 @@ from torch.optim.adam import adam
 from shardwise.bench.machine import commit, processor
 from shardwise.optim.host.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
 from shardwise.optim.host.cores import Cores, cores_for
+
+from .pages import Page, show, table
 
 SETTINGS = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=10)
 HUGE_PAGE = 2 << 20
@@ -185,15 +184,15 @@ def quotients(above: list[float], below: list[float]) -> list[float]:
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
-def table(measured: list[dict[str, Any]]) -> str:
+def table_of(measured: list[dict[str, Any]]) -> str:
     heads = ("Mi elements", "threads", "pages", "contender", "G/s", "GB/s", "its peer / it", "in processor time")
-    lines = [heads, ("---",) * len(heads)]
+    lines = []
     for row in measured:
         name = f"{row['contender']} / {row['peer']}" if row["peer"] else row["contender"]
         speeds = f"{row['giga_elems_per_s']:.3f}", f"{row['gigabytes_per_s']:.1f}"
         ratios = spread(row["ratios"]), spread(row["busy_ratios"])
         lines.append((str(row["elems"] >> 20), str(row["threads"]), row["pages"], name, *speeds, *ratios))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(heads, lines)
 
 
 def spread(ratios: list[float]) -> str:
@@ -221,7 +220,6 @@ def main() -> None:
         for pages in options.pages.split(",")
         for row in rows(int(size), int(threads), pages, options.rounds, options.torchao)
     ]
-    command = f"python -m benchmarks.host_adamw {shlex.join(sys.argv[1:])}".strip()
     machine = {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -230,20 +228,17 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "commit": commit(),
     }
-    parts = [
-        f"# Host AdamW beside torch's, {now:%Y-%m-%d %H:%M}",
-        " ".join((__doc__ or "").split("\n\n")[-1].split()),
-        f"    {command}",
-        ", ".join(f"{key} {value}" for key, value in machine.items()),
-        table(measured),
-    ]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.out:
-        stem = options.out / f"{now:%Y-%m-%d-%H%M}-host-adamw"
-        stem.with_suffix(".md").write_text(text)
-        document = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "rows": measured}
-        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    note = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    page = Page(
+        "host_adamw",
+        "Host AdamW beside torch's",
+        now,
+        machine,
+        figures={"rows": measured},
+        before=[note],
+        after=[table_of(measured)],
+    )
+    show(page, options.out)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ import argparse
 import datetime
 import json
 import resource
-import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.disk_store import PLAIN, Plain
 from shardwise.bench.machine import commit, processor
 from shardwise.engine.guards import engine_of
+
+from .disk_store import PLAIN, Plain
+from .pages import Page, show, spread, table
 
 FROM_DISK, REFERENCE = "zero3_nvme", "zero3"
 # What needs the host's memory for all of its state.
@@ -240,38 +240,35 @@ def case_of(options: argparse.Namespace) -> Case:
     return replace(case, limit_bytes=limit)
 
 
-def table_of_limits(found: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["| what | how it ended | s a step | host memory, grown | planned | on disk |", "|---|---|---|---|---|---|"]
+def table_of_limits(found: dict[str, dict[str, Any]]) -> str:
+    rows = []
     expected = found[f"{REFERENCE}, no limit"].get("losses")
     for name, row in found.items():
         if "error" in row:
-            lines.append(f"| {name} | {row['error'][:300]} | | | | |")
+            rows.append((name, row["error"][:300], "", "", "", ""))
             continue
         same = "the reference" if "no limit" in name else "the same losses" if row["losses"] == expected else "OTHER"
         sizes = [f"{row[key] / 1e9:.2f} GB" for key in ("grown_bytes", "planned_bytes", "disk_bytes")]
         ended = f"{same}, {row['losses'][0]:.5f} to {row['losses'][-1]:.5f}"
-        lines.append(f"| {name} | {ended} | {row['seconds_per_step']:.2f} | {' | '.join(sizes)} |")
-    return lines
+        rows.append((name, ended, f"{row['seconds_per_step']:.2f}", *sizes))
+    return table(("what", "how it ended", "s a step", "host memory, grown", "planned", "on disk"), rows)
 
 
-def table_of_rates(found: dict[str, Any]) -> list[str]:
+def told_of_rates(found: dict[str, Any]) -> list[str]:
     if "error" in found:
         return [found["error"]]
     shares = [ours / plain for ours, plain in zip(found["updates"], found["plain"], strict=True)]
     return [
         f"An update moves {found['update_bytes'] / 1e9:.2f} GB; O_DIRECT: {found['is_direct']}.",
-        "",
-        "| read and written at once | GB/s |",
-        "|---|---|",
-        f"| plain, the best of {len(PLAIN)} ways | {spread(found['plain'])} |",
-        f"| updates of the optimizer's state | {spread(found['updates'])} |",
-        f"| share, within a repetition (to reach: {TARGET}) | {spread(shares)} |",
+        table(
+            ("read and written at once", "GB/s"),
+            [
+                (f"plain, the best of {len(PLAIN)} ways", spread(found["plain"])),
+                ("updates of the optimizer's state", spread(found["updates"])),
+                (f"share, within a repetition (to reach: {TARGET})", spread(shares)),
+            ],
+        ),
     ]
-
-
-def spread(values: Iterable[float]) -> str:
-    each = list(values)
-    return f"{statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})"
 
 
 def main() -> None:
@@ -280,43 +277,26 @@ def main() -> None:
         print(json.dumps(run(Case(**json.loads(options.case)))))
         return
     case = case_of(options)
-    document: dict[str, Any] = {
-        "schema": 1,
-        "command": shlex.join(["python", "-m", "benchmarks.offload_limits", *sys.argv[1:]]),
-        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-        "machine": {"processor": processor(), "torch": torch.__version__, "commit": commit()},
-        "case": asdict(case),
-    }
+    machine = {"processor": processor(), "torch": torch.__version__, "commit": commit()}
     if options.device == "cuda":
-        document["machine"]["gpu"] = torch.cuda.get_device_name()
-    lines = [
-        f"# State larger than the memory allowed, and updates from disk, {document['date']}",
-        "",
-        f"    {document['command']}",
-        "",
-        ", ".join(f"{key} {value}" for key, value in document["machine"].items()),
-    ]
+        machine["gpu"] = torch.cuda.get_device_name()
+    began = datetime.datetime.now()
+    figures: dict[str, Any] = {"case": asdict(case)}
+    parts = []
     if "limits" in options.parts:
-        document["limits"] = limited(case)
-        lines += [
-            "",
+        figures["limits"] = limited(case)
+        parts += [
             f"{case.num_params / 1e6:.0f}M parameters, {case.num_blocks} blocks; their state is "
             f"{case.state_bytes / 1e9:.2f} GB, the memory allowed {(case.limit_bytes or 0) / 1e9:.2f} GB.",
-            "",
-            *table_of_limits(document["limits"]),
+            table_of_limits(figures["limits"]),
         ]
     if "rates" in options.parts:
         plain_bytes = round(options.plain_gigabytes * 1e9) >> 26 << 26
         asked = replace(case, limit_bytes=None, plain_bytes=plain_bytes, num_repetitions=options.repetitions)
-        document["rates"] = ask(asked)
-        lines += ["", *table_of_rates(document["rates"])]
-    text = "\n".join([*lines, ""])
-    print(text)
-    if options.out is not None:
-        stem = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-offload-limits-{options.device}"
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        (options.out / f"{stem}.md").write_text(text)
+        figures["rates"] = ask(asked)
+        parts += told_of_rates(figures["rates"])
+    title = "State larger than the memory allowed, and updates from disk"
+    show(Page("offload_limits", title, began, machine, figures, after=parts, variant=options.device), options.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training steps on slow links: layouts that move less, beside torch's FSDP2 and HSDP, in one run.
+"""Training steps on slow links: layouts that move less, beside torch's FSDP2 and HSDP and DeepSpeed, in one run.
 
     sudo python -m benchmarks.wire_links
     sudo python -m benchmarks.wire_links --rates 1000 --contenders fsdp2 shardwise:zeropp --steps 3
@@ -6,13 +6,14 @@
 Two nodes of two ranks: network namespaces whose NICs `tc` limits (`namespaces`), which needs root; nothing of them is
 left afterwards. Every contender is started anew for each rate and repetition, contenders in turn. All compute in bf16
 with fp32 master weights on the same small batches, have the same weights and AdamW, and reduce in fp32; where a
-strategy says that something travels encoded, it does. `fsdp2` is `shardwise bench`'s (prefetch, a group of its own for
-reductions); `hsdp` is the same on a mesh of nodes x ranks, replicated over the nodes.
+strategy says that something travels encoded, it does. The peers are `shardwise bench`'s: `fsdp2` (prefetch, a group of
+its own for reductions), `hsdp` (the same on a mesh of nodes x ranks, replicated over the nodes), `deepspeed:3`, and
+`deepspeed:3+hpz` with ZeRO++'s second copy in the node.
 
 A step ends when the last rank has ended it. Bytes out of the node are what the kernel counted for a step on the first
 node's NIC, TCP's headers with it; those inside went over its loopback, which nothing limits. The plan says how many
 must cross a node's border at least. Gloo puts more there: its rings pass through every rank, and its reduce-scatter is
-its all-reduce.
+its all-reduce. DeepSpeed is not planned.
 """
 
 import argparse
@@ -21,42 +22,42 @@ import itertools
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.bench.case import SHAPES, Case, case_from_json
-from shardwise.bench.contenders import Run, find, fsdp2
+from shardwise.bench.contenders import find
 from shardwise.bench.launch import environment
 from shardwise.bench.machine import commit, processor
 from shardwise.bench.measure import join
 from shardwise.bench.model import batches_of, build, num_params
+from shardwise.bench.names import DEEPSPEED, HSDP, OURS
 from shardwise.plan.hardware.cluster import make_cluster
 from shardwise.plan.hardware.links import Fabric, Kind, plan_transfer
 from shardwise.plan.training import Training
 from shardwise.wire.ledger import Call
 
 from .namespaces import NIC, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
+from .pages import Page, table, write
 
 RESULTS = Path(__file__).parent / "results"
 NUM_NODES, NODE_SIZE = 2, 2
-HSDP = "hsdp"
 PEER = "fsdp2"
 CONTENDERS = [
     PEER,
     HSDP,
+    "deepspeed:3",
+    "deepspeed:3+hpz",
     "shardwise:zero3",
     "shardwise:hsdp",
     "shardwise:hpz",
@@ -77,6 +78,9 @@ class Planned:
 
     must_cross: float
     over_gloo: float
+
+
+Plans = dict[str, Planned | None]  # by contender
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Seen:
 def work(case: Case, answer: Path) -> None:
     rank = int(os.environ["RANK"])
     join(case)
-    run = torch_hsdp(case) if case.contender == HSDP else find(case.contender)(case)
+    run = find(case.contender)(case)
     batches = batches_of(case, rank, torch.device("cpu"), run.input_dtype, case.warmup + case.steps)
     losses = [run.step(batch) for batch in batches[: case.warmup]]
     before = counted()
@@ -117,15 +121,6 @@ def work(case: Case, answer: Path) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a normal exit would wait in destructors of groups for ranks that have gone
-
-
-def torch_hsdp(case: Case) -> Run:
-    """`fsdp2` as it is, but for the mesh that `fully_shard` is given."""
-    from torch.distributed import fsdp
-
-    mesh = init_device_mesh("cpu", (NUM_NODES, NODE_SIZE), mesh_dim_names=("replicate", "shard"))
-    with mock.patch.object(fsdp, "fully_shard", partial(fsdp.fully_shard, mesh=mesh)):
-        return fsdp2(case)
 
 
 def counted() -> list[int]:
@@ -172,8 +167,11 @@ def seconds_of(instants: list[list[float]]) -> list[float]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def planned(contender: str, case: Case) -> Planned:
-    engine, strategy = PLANNED_AS.get(contender) or ("shardwise", contender.partition(":")[2])
+def planned(contender: str, case: Case) -> Planned | None:
+    family, _, argument = contender.partition(":")
+    if family == DEEPSPEED:
+        return None
+    engine, strategy = PLANNED_AS.get(contender) or (OURS, argument)
     training = Training(seq=case.shape.tokens, precision=case.precision, reduce=case.reduce, engine=engine)
     model = build(case.shape, torch.device("meta"), 0)
     cluster = make_cluster(f"{NODE_SIZE}xH100-80GB", NUM_NODES)
@@ -196,13 +194,14 @@ def gloo_bytes(call: Call) -> float:
 # the report
 
 
-def rows_of(seen: list[Seen], plans: dict[str, Planned], mbit_per_s: int) -> list[dict[str, Any]]:
+def rows_of(seen: list[Seen], plans: Plans, mbit_per_s: int) -> list[dict[str, Any]]:
     """One for each contender. The ratio is how many times as fast as FSDP2 it is, taken within a repetition."""
     here = [one for one in seen if one.mbit_per_s == mbit_per_s]
     peers = {one.repetition: one.median_s for one in here if one.contender == PEER}
     rows = []
     for contender in dict.fromkeys(one.contender for one in here):
         own = [one for one in here if one.contender == contender]
+        plan = plans[contender]
         seconds = [second for one in own for second in one.seconds]
         ratios = [peers[one.repetition] / one.median_s for one in own if one.repetition in peers]
         rows.append(
@@ -212,8 +211,8 @@ def rows_of(seen: list[Seen], plans: dict[str, Planned], mbit_per_s: int) -> lis
                 "min-max": f"{min(seconds):.2f}-{max(seconds):.2f}",
                 f"x {PEER}": f"{statistics.median(ratios):.2f}" if ratios else "",
                 "MB out of the node": f"{statistics.fmean(one.between_bytes for one in own) / 1e6:.1f}",
-                "planned over gloo": f"{plans[contender].over_gloo / 1e6:.1f}",
-                "must cross": f"{plans[contender].must_cross / 1e6:.1f}",
+                "planned over gloo": f"{plan.over_gloo / 1e6:.1f}" if plan else "",
+                "must cross": f"{plan.must_cross / 1e6:.1f}" if plan else "",
                 "MB inside": f"{statistics.fmean(one.inside_bytes for one in own) / 1e6:.1f}",
                 "last loss": f"{own[0].losses[-1]:.4f}",
             }
@@ -221,50 +220,38 @@ def rows_of(seen: list[Seen], plans: dict[str, Planned], mbit_per_s: int) -> lis
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = list(rows[0])
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
-
-
-def write(seen: list[Seen], plans: dict[str, Planned], case: Case, folder: Path, now: datetime.datetime) -> Path:
-    """A dated page and JSON; the page's path."""
-    command = shlex.join(["python", "-m", "benchmarks.wire_links", *sys.argv[1:]])
-    machine = (
-        f"{os.cpu_count()} cores for {case.world_size} ranks ({processor()}), Linux {platform.release()}, "
-        f"torch {torch.__version__}, commit {commit()}"
-    )
+def page_of(seen: list[Seen], plans: Plans, case: Case, began: datetime.datetime) -> Page:
+    machine = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "ranks": case.world_size,
+        "Linux": platform.release(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
     sizes = (
         f"{case.shape.name}: {num_params(case.shape) / 1e6:.1f}M parameters, {case.batch} x {case.shape.tokens} tokens "
         f"a rank; medians of {case.steps} steps after {case.warmup}, then of "
         f"{len({one.repetition for one in seen})} repetitions; min-max over all steps."
     )
-    about = {"command": command, "date": f"{now:%Y-%m-%d %H:%M}", "machine": machine, "sizes": sizes}
-    rates = list(dict.fromkeys(one.mbit_per_s for one in seen))
-    tables = {rate: rows_of(seen, plans, rate) for rate in rates}
-    everything = {
-        **about,
+    note = " ".join((__doc__ or "").partition("Two nodes")[2].split())
+    tables = {rate: rows_of(seen, plans, rate) for rate in dict.fromkeys(one.mbit_per_s for one in seen)}
+    parts = [sizes, f"Two nodes {note}"]
+    for rate, rows in tables.items():
+        parts += [f"## {rate / 1000:g} Gbit/s", table(rows[0], (row.values() for row in rows))]
+    figures = {
+        "sizes": sizes,
         "rows": tables,
-        "planned": {name: asdict(plan) for name, plan in plans.items()},
+        "planned": {name: asdict(plan) for name, plan in plans.items() if plan},
         "runs": [asdict(one) for one in seen],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{now:%Y-%m-%d-%H%M}-wire-links.md"
-    page.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
-    note = " ".join((__doc__ or "").partition("Two nodes")[2].split())
-    parts = [f"# Steps on slow links, {about['date']}", f"    {command}", machine, sizes, f"Two nodes {note}"]
-    for rate in rates:
-        parts += [f"## {rate / 1000:g} Gbit/s", table(tables[rate])]
-    page.write_text("\n\n".join(parts) + "\n")
-    return page
+    return Page("wire_links", "Steps on slow links", began, machine, figures, after=parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", type=int, default=[1000, 10000], help="Mbit/s of a NIC")
-    parser.add_argument(
-        "--contenders", nargs="+", default=CONTENDERS, help=f"as `shardwise bench` has them, and {HSDP}"
-    )
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help="as `shardwise bench` has them")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="50m")
     parser.add_argument(
         "--tokens", type=int, default=32, help="of a rank's one sequence: few, so that links are the limit"
@@ -279,6 +266,8 @@ def main() -> None:
     options = parser.parse_args()
     if not can_make_namespaces():
         sys.exit("wire_links makes network namespaces, for which it needs root, ip and tc: run it with sudo")
+    if any(name.startswith(DEEPSPEED) for name in options.contenders) and find_spec("deepspeed") is None:
+        sys.exit("deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed, or name --contenders without it")
     os.nice(options.nice)  # the ranks inherit it
     end_on_signals()
     case = Case(
@@ -288,7 +277,7 @@ def main() -> None:
     )  # fmt: skip
     plans = {contender: planned(contender, case) for contender in options.contenders}
     seen: list[Seen] = []
-    now = datetime.datetime.now()
+    began = datetime.datetime.now()
     for repetition in range(options.repetitions):
         for rate in options.rates:
             with namespaces(NUM_NODES, rate) as nodes:
@@ -296,10 +285,9 @@ def main() -> None:
                     own = replace(case, contender=contender)
                     seen.append(measure(own, nodes, rate, repetition, FIRST_PORT + index))
                     print(f"{rate} Mbit/s {contender}: {seen[-1].median_s:.2f} s", flush=True)
-            page = write(seen, plans, case, options.out, now)  # as much as there is
-    for rate in options.rates:
-        print(f"\n{rate} Mbit/s\n{table(rows_of(seen, plans, rate))}")
-    print(f"\n{page}")
+            page = page_of(seen, plans, case, began)
+            path = write(page, options.out)  # as much as there is
+    print(f"\n{page}\n{path}")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ NUM_STEPS = 3
 
 
 def losses(contender: str, precision: str, reduce: str, shape: str) -> list[float]:
-    """Mean over the ranks. Two micro-batches, clipping, checkpointing: whatever makes a step."""
+    """Mean over the ranks, nodes of two. Two micro-batches, clipping, checkpointing: whatever makes a step."""
     case = smoke(
         contender,
+        world_size=dist.get_world_size(),
         shape=SHAPES[shape],
         precision=precision,
         reduce=reduce,
@@ -61,3 +62,11 @@ def test_all_contenders_compute_the_same(run_ranks: Pool, precision: str, reduce
             continue  # its compression hook wants NCCL
         seen = run_ranks(2, losses, contender, precision, reduce, shape)[0]
         assert seen == pytest.approx(expected, rel=TOLERANCES[precision]), contender
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(("precision", "reduce"), [("fp32", "fp32"), ("bf16", "fp32")])
+def test_hsdp_computes_the_same_on_two_nodes(run_ranks: Pool, precision: str, reduce: str) -> None:
+    expected = run_ranks(4, losses, "plain", precision, reduce, "smoke")[0]
+    seen = run_ranks(4, losses, "hsdp", precision, reduce, "smoke")[0]
+    assert seen == pytest.approx(expected, rel=TOLERANCES[precision])

@@ -57,12 +57,18 @@ def test_peers() -> None:
     assert peers_in("") == []
     offloaded = ["fsdp2+offload", "deepspeed:2+offload", "deepspeed:3+offload:0.6", "deepspeed:3+nvme"]
     assert peers_in(",".join(offloaded)) == offloaded
+    assert peers_in("hsdp,deepspeed:3+hpz") == ["hsdp", "deepspeed:3+hpz"]
 
 
 def test_what_leaves_the_device_of_deepspeed() -> None:
     assert read_deepspeed("2") == DeepSpeed(2)
     assert read_deepspeed("2+offload") == DeepSpeed(2, "offload", 1.0)
     assert read_deepspeed("3+offload_optimizer:0.6") == DeepSpeed(3, "offload_optimizer", 0.6)
+
+
+def test_parts_of_deepspeeds_zero_plus_plus() -> None:
+    assert read_deepspeed("3+hpz") == DeepSpeed(3, parts=("hpz",))
+    assert read_deepspeed("3+zeropp") == DeepSpeed(3, parts=("hpz", "qwz", "qgz"))
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3-offload", "zero3+optimizer=host:0.6", "auto+optimizer=host"])
@@ -94,6 +100,10 @@ def test_who_needs_a_folder() -> None:
         ("deepspeed:0+offload", "DeepSpeed has 'offload' at stage 1 or 2 or 3 only"),
         ("deepspeed:3+ofload", "asks for 'ofload'; did you mean 'offload'?"),
         ("deepspeed:2+offload:0.5", "a part of the optimizer to the host only, at stage 3"),
+        ("deepspeed:2+hpz", "DeepSpeed has 'hpz' at stage 3 only"),
+        ("deepspeed:3+qwzz", "asks for 'qwzz'; did you mean 'qwz'?"),
+        ("deepspeed:3+hpz:0.5", "a part of the optimizer to the host only, at stage 3"),
+        ("hsdp:2", "hsdp takes no '2'"),
         ("deepspeed:3+offload:60", "'60' is no part of the optimizer"),
         ("deepspeed:3+offload:half", "'half' is no part of the optimizer"),
         ("fsdp2+ofload", r"did you mean 'fsdp2\+offload'"),

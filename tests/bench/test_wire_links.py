@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks import wire_links
 from benchmarks.namespaces import LOCAL, Rank, can_make_namespaces, namespaces, run_ranks
-from benchmarks.wire_links import Planned, Seen, gloo_bytes, rows_of, seconds_of
+from benchmarks.wire_links import Planned, Plans, Seen, gloo_bytes, planned, rows_of, seconds_of
 from shardwise.wire.ledger import Call
+from tests.bench.cases import smoke
 
 
 def test_a_step_lasts_until_its_last_rank_has_ended_it() -> None:
@@ -31,11 +32,26 @@ def test_ratios_are_taken_within_a_repetition() -> None:
     def seen(contender: str, repetition: int, second: float) -> Seen:
         return Seen(contender, 1000, repetition, [second], 1e6, 2e6, [1.0])
 
-    plans = dict.fromkeys(("fsdp2", "shardwise:zeropp"), Planned(1e6, 1e6))
+    plans: Plans = dict.fromkeys(("fsdp2", "shardwise:zeropp"), Planned(1e6, 1e6))
     runs = [seen("fsdp2", 0, 4.0), seen("shardwise:zeropp", 0, 2.0), seen("fsdp2", 1, 8.0)]
     rows = rows_of([*runs, seen("shardwise:zeropp", 1, 2.0)], plans, 1000)
     assert [row["x fsdp2"] for row in rows] == ["1.00", "3.00"]
     assert [row["s / step"] for row in rows] == ["6.00", "2.00"]
+
+
+def test_deepspeed_is_seen_and_not_planned() -> None:
+    case = smoke("deepspeed:3+hpz", world_size=4)
+    plans: Plans = {case.contender: planned(case.contender, case)}
+    (row,) = rows_of([Seen(case.contender, 1000, 0, [2.0], 1e6, 2e6, [1.0])], plans, 1000)
+    assert (row["s / step"], row["MB out of the node"], row["must cross"]) == ("2.00", "1.0", "")
+
+
+def test_without_deepspeed_it_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_links, "can_make_namespaces", lambda: True)
+    monkeypatch.setattr(wire_links, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["wire_links"])
+    with pytest.raises(SystemExit, match="deepspeed is not installed"):
+        wire_links.main()
 
 
 def test_who_is_not_root_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def config_of(case: Case, asked: DeepSpeed) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": case.micro_batches,
-        "zero_optimization": _zero(asked) | _elsewhere(asked, case.disk_path),
+        "zero_optimization": _zero(asked) | _elsewhere(asked, case.disk_path) | _plus(asked, case.node_size),
         "bf16": {"enabled": case.precision == "bf16"},
         "communication_data_type": case.reduce,
         "gradient_clipping": case.clip,
@@ -50,6 +50,16 @@ def _zero(asked: DeepSpeed) -> dict[str, Any]:
         zero["stage3_prefetch_bucket_size"] = bucket_elems
         zero["sub_group_size"] = bucket_elems if is_super else 1_000_000_000
     return zero
+
+
+def _plus(asked: DeepSpeed, node_size: int) -> dict[str, Any]:
+    """The parts of ZeRO++; the second copy is split over the ranks of a node."""
+    keys: dict[str, dict[str, Any]] = {
+        "hpz": {"zero_hpz_partition_size": node_size},
+        "qwz": {"zero_quantized_weights": True},
+        "qgz": {"zero_quantized_gradients": True},
+    }
+    return {key: value for part in asked.parts for key, value in keys[part].items()}
 
 
 def _elsewhere(asked: DeepSpeed, disk_path: str) -> dict[str, Any]:

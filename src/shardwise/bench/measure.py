@@ -30,10 +30,11 @@ from ..errors import ConfigurationError
 from . import fabric
 from .calls import count_calls
 from .case import Case, case_from_json
-from .contenders import device_of, find
+from .contenders import find
 from .model import batches_of
 from .names import OFFLOADED_FSDP2, SOLO, label
 from .overlap import from_trace, in_words
+from .step import device_of
 
 SETTLE = 2  # steps in which the allocator takes again what the reset gave back
 STEPS_BEFORE_CALLS = 4

@@ -4,7 +4,7 @@ A name is a family and, after a colon, its one argument: `fsdp2`, `deepspeed:3`,
 `shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON. `@early` behind it asks for
 early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device and
 never exists whole: `zero3@early@capture`. The argument of `deepspeed` is a stage and what leaves the device:
-`3+offload`, or `3+offload:0.6` for a part of the optimizer.
+`3+offload`, or `3+offload:0.6` for a part of the optimizer; or a part of ZeRO++, `3+hpz`.
 """
 
 import json
@@ -16,8 +16,9 @@ from ..layout import AUTO, MOST_SPLIT, Layout, layout_of
 
 OURS = "shardwise"
 OFFLOADED_FSDP2 = "fsdp2+offload"
+HSDP = "hsdp"
 DEEPSPEED = "deepspeed"
-PEERS = ("fsdp2", OFFLOADED_FSDP2, "fsdp1", "ddp", DEEPSPEED)
+PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
 FLOORS = ("compute", "compute+update")
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
 WAYS = ("early", "capture", "meta")
@@ -80,11 +81,15 @@ def _row(value: Any) -> str | Layout:
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeed:
-    """What `deepspeed:3+offload:0.6` asks for. `away` is a key of `AWAY`; `ratio` the part of the optimizer."""
+    """What `deepspeed:3+offload:0.6` asks for. `away` is a key of `AWAY`; `ratio` the part of the optimizer.
+
+    `parts` are those of ZeRO++.
+    """
 
     stage: int
     away: str = ""
     ratio: float = 1.0
+    parts: tuple[str, ...] = ()
 
 
 # What may leave the device, and the ZeRO stages that can do it.
@@ -93,6 +98,14 @@ AWAY: dict[str, tuple[int, ...]] = {
     "offload_optimizer": (3,),  # parameters stay
     "super_offload": (3,),  # the same, updated by a process of its own
     "nvme": (3,),  # optimizer and parameters to disk
+}
+
+# ZeRO++, whole or in parts. DeepSpeed has it at stage 3, and ignores it below.
+ZEROPP: dict[str, tuple[str, ...]] = {
+    "hpz": ("hpz",),  # a second copy of the parameters, split in the node
+    "qwz": ("qwz",),  # parameters travel as int8
+    "qgz": ("qgz",),  # gradients travel as int4
+    "zeropp": ("hpz", "qwz", "qgz"),
 }
 
 
@@ -104,15 +117,16 @@ def read_deepspeed(argument: str) -> DeepSpeed:
         )
     if not plus:
         return DeepSpeed(int(stage))
-    away, colon, part = words.partition(":")
-    if away not in AWAY:
-        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}' asks for {away!r}; {did_you_mean(away, AWAY)}")
-    if int(stage) not in AWAY[away]:
-        stages = " or ".join(map(str, AWAY[away]))
-        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed has {away!r} at stage {stages} only")
+    word, colon, part = words.partition(":")
+    known = AWAY | dict.fromkeys(ZEROPP, (3,))
+    if word not in known:
+        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}' asks for {word!r}; {did_you_mean(word, known)}")
+    if int(stage) not in known[word]:
+        stages = " or ".join(map(str, known[word]))
+        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed has {word!r} at stage {stages} only")
     if not colon:
-        return DeepSpeed(int(stage), away)
-    if stage != "3" or away == "nvme":
+        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
+    if stage != "3" or word == "nvme" or word in ZEROPP:
         raise ConfigurationError(
             f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed moves a part of the optimizer to the host only, at stage 3"
         )
@@ -122,7 +136,7 @@ def read_deepspeed(argument: str) -> DeepSpeed:
         ratio = -1.0
     if not 0 < ratio <= 1:
         raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; {part!r} is no part of the optimizer: write 0.6")
-    return DeepSpeed(int(stage), away, ratio)
+    return DeepSpeed(int(stage), word, ratio)
 
 
 def peers_in(text: str) -> list[str]:

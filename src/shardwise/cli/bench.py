@@ -1,8 +1,6 @@
 """`shardwise bench`: strategies beside their peers, in one run, on real ranks or on an emulated fabric."""
 
 import json
-import signal
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
+from .bench_end import end_on_sigterm, interrupted, say
 from .bench_wire import wire
 from .train import TrainCommand
 
@@ -36,8 +35,9 @@ def bench(
     peers: Annotated[
         str,
         WHAT(
-            help="fsdp2, fsdp1, ddp (torch's), deepspeed:STAGE; with state on the host fsdp2+offload, "
-            "deepspeed:STAGE+offload, on disk deepspeed:3+nvme; '' for none."
+            help="fsdp2, hsdp, fsdp1, ddp (torch's), deepspeed:STAGE; with state on the host fsdp2+offload, "
+            "deepspeed:STAGE+offload, on disk deepspeed:3+nvme; ZeRO++ in parts deepspeed:3+hpz, and not on CPUs "
+            "3+qwz, 3+qgz, 3+zeropp; '' for none."
         ),
     ] = "fsdp2",
     shape: Annotated[
@@ -95,7 +95,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, RESULTS("--json", help="JSON to the standard output; files only with --out.")] = False,
 ) -> None:
-    """Measure strategies beside torch DDP, FSDP1, FSDP2 and DeepSpeed.
+    """Measure strategies beside torch DDP, FSDP1, FSDP2, HSDP and DeepSpeed.
 
     Everybody gets the same weights, batches and work, in fresh processes.
     Losses are compared first. Who fails, or computes something else, is a
@@ -132,7 +132,7 @@ def bench(
     from ..bench.names import peers_in, strategies_in
     from ..plan.hardware.links import parse
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the workers
+    end_on_sigterm()
     folder = out or Path("benchmark-results")
     emulated = parse(fabric) if fabric is not None else None
     if links is not None and emulated is None:
@@ -180,16 +180,13 @@ def bench(
         reference,
     )
     session.refuse_what_cannot_run()
-    say = partial(print, file=sys.stderr, flush=True)
     page = report.new_page(folder, report.name_of(session)) if out or not as_json else None
     try:
         for findings in compare.run(session, partial(launch, timeout_s=timeout), say):
             if page is not None:
                 report.write(findings, page)
     except KeyboardInterrupt:
-        so_far = f"what was seen is in {page}" if page is not None and page.exists() else "nothing was written"
-        say(f"interrupted; all workers are stopped, and {so_far}")
-        raise typer.Exit(130) from None
+        raise interrupted(page) from None
     rows = report.rows_of(findings)
     about = report.document(findings, rows)
     if as_json:

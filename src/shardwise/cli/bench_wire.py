@@ -6,8 +6,6 @@ Its flags are those of `shardwise train`, but for what every run of the bench ha
 import inspect
 import json
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import typer
 
 from ..errors import ConfigurationError
 from ..train.settings import Settings
+from .bench_end import end_on_sigterm, interrupted, say
 from .train import train
 
 if TYPE_CHECKING:
@@ -118,12 +117,11 @@ def wire(
     from ..bench import wire_report
     from ..bench.report import new_page
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the run
+    end_on_sigterm()
     numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
     flags |= {name: str(number) for name, number in numbers.items() if number is not None}
     asked = _asked(words or [], flags, strategies, steps, codecs, weight_codecs)
     asked.refuse_what_cannot_run()
-    say = partial(print, file=sys.stderr, flush=True)
     page: Path | None = None
     try:
         with _folder(runs) as folder:
@@ -134,9 +132,7 @@ def wire(
                 if page is not None:
                     wire_report.write(findings, page)
     except KeyboardInterrupt:
-        so_far = f"what was seen is in {page}" if page is not None and page.exists() else "nothing was written"
-        say(f"interrupted; the run is stopped, and {so_far}")
-        raise typer.Exit(130) from None
+        raise interrupted(page) from None
     if as_json:
         print(json.dumps(wire_report.document(findings), indent=1))
     else:
