@@ -31,6 +31,8 @@ NUM_STEPS = 8
 # fp32: matrix products over other batch shapes add up in another order. bf16: one rounding is 2^-8; losses of
 # about 6 agree to a few times that over a few steps, and weights drift with Adam's sign-like first steps.
 LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
+# On processors 8 steps of what travels encoded are 0.0012 apart.
+ENCODED_TOLERANCE = 1e-2
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -92,16 +94,17 @@ def train_sharded(strategy: str, precision: str, node_size: int, num_micro: int)
 @pytest.mark.parametrize(("world", "node_size"), [(2, 2), (4, 2)])
 def test_ranks_on_one_gpu_train_as_one_process(run_ranks: Pool, world: int, node_size: int, precision: str) -> None:
     alone = torch.tensor(train_alone())
-    worst = {}
-    for strategy in PRESETS:
+    worst: dict[tuple[str, int], float] = {}
+    for strategy, layout in PRESETS.items():
+        tolerance = LOSS_TOLERANCE[precision] if layout.is_exact else ENCODED_TOLERANCE
         for num_micro in (1, 3):
             results = run_ranks(world, train_sharded, strategy, precision, node_size, num_micro)
             assert all(result == results[0] for result in results)
             losses, traffic_as_planned = results[0]
             assert traffic_as_planned
             worst[strategy, num_micro] = float(((torch.tensor(losses) - alone).abs() / alone).max())
+            assert worst[strategy, num_micro] <= tolerance, worst
     print(f"world {world}, {precision}, relative loss error: {worst}")
-    assert max(worst.values()) <= LOSS_TOLERANCE[precision], worst
 
 
 def test_world_of_one_under_nccl() -> None:

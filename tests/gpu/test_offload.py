@@ -24,7 +24,7 @@ from shardwise.errors import ConfigurationError
 from shardwise.layout import Layout, layout_of
 from shardwise.plan.events import step_events
 from shardwise.train.model import Transformer
-from tests.gpu.test_gpu import NUM_STEPS, SHAPE, batch
+from tests.gpu.test_gpu import LOSS_TOLERANCE, NUM_STEPS, SHAPE, batch
 from tests.gpu.test_out_of_memory import SHAPE as LARGE_SHAPE
 from tests.gpu.test_out_of_memory import run_within, settings_for
 from tests.harness import Pool
@@ -44,7 +44,7 @@ MOVED = [
 ]
 # Relative: of every loss, and of a tensor's norm. fp32: another order of operations in the update, a few steps long.
 # bf16: a weight on the border between two roundings goes the other way, and one rounding is 2^-8.
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
+TOLERANCE = {"fp32": 1e-5, "bf16": LOSS_TOLERANCE["bf16"]}
 
 
 def on_device(strategy: str) -> Layout:

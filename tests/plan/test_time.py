@@ -15,7 +15,7 @@ from shardwise.plan.cost.time import Timing, days_for, mfu, step_time
 from shardwise.plan.events import step_events
 from shardwise.plan.flat import flats_of
 from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.efficiency import ESTIMATED_CODING, IDEAL, Wear
+from shardwise.plan.hardware.efficiency import CODING, IDEAL, Wear
 from shardwise.plan.hardware.links import Link
 from shardwise.plan.hardware.values import Cluster
 from shardwise.plan.model import FoundUnit, Param, Site
@@ -379,7 +379,7 @@ def test_encoding_takes_the_device_from_the_computation(strategy: str) -> None:
     plan, exact = schedule(4, strategy), schedule(4, layout_of(strategy).exact)
     sizes = [event.encode_bytes + event.decode_bytes for event in step_events(plan) if event.verb in COLLECTIVES]
     num_bytes = sum(sizes) + sizes[0] + sizes[-1]
-    coding_s = num_bytes / (ESTIMATED_CODING * on.gpu.hbm_bytes_per_s)
+    coding_s = num_bytes / (CODING * on.gpu.hbm_bytes_per_s)
     assert Lanes(on, IDEAL).coding_s(num_bytes) == pytest.approx(coding_s)
     assert play(plan, each, on).step_s - play(exact, each, on).step_s == pytest.approx(coding_s, rel=0.01)
 
@@ -390,7 +390,7 @@ def test_a_unit_waits_until_its_weights_are_decoded() -> None:
     gathers = [event for event in step_events(plan) if event.verb == "gather"]
     coding_s = Lanes(on, IDEAL).coding_s(sum(event.encode_bytes + event.decode_bytes for event in gathers))
     assert play(plan, UnitSeconds(), on).step_s >= coding_s
-    slower = replace(IDEAL, coding=ESTIMATED_CODING / 10)
+    slower = replace(IDEAL, coding=CODING / 10)
     assert play(plan, UnitSeconds(), on, slower).step_s >= 10 * coding_s
 
 
