@@ -1,7 +1,8 @@
 """Encoding and decoding: what the bytes of a codec mean, in plain torch, and the kernels' reference.
 
-On a CUDA device the kernels of `kernels` do the same, bit for bit; elsewhere what is written here does. All arithmetic
-is fp32, an operation at a time, and nothing waits for a device.
+On a CUDA device the kernels of `kernels` do the same, bit for bit, and on a processor the C of `host` for the codecs
+that most use; elsewhere what is written here does. All arithmetic is fp32, an operation at a time, and nothing waits
+for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
 value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
+from . import host
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
 # Few enough for the caches, and enough for threads to be worth their meeting after each operation.
@@ -45,9 +47,12 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
     _check_rows(codec, rows, values, num_elems)
     if not codec.has_scales:
         rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
+    elif values.is_cuda and values.numel():
+        _kernels().encode(codec, values, rows, seed)
+    elif values.numel() and host.is_compiled(codec):
+        host.encode(codec, values, rows)
     elif values.numel():
-        encoder = _kernels().encode if values.is_cuda else reference_encode
-        encoder(codec, values, rows, seed)
+        reference_encode(codec, values, rows, seed)
 
 
 @torch.no_grad()
@@ -61,8 +66,9 @@ def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
     elif out.is_cuda and out.numel():
         _kernels().decode(codec, rows, out, is_sum=False)
     elif out.numel():
-        for row, part in zip(rows, out.view(len(rows), num_elems), strict=True):
-            reference_decode_sum(codec, row[None], part)
+        decoder = host.decode_sum if host.is_compiled(codec) else reference_decode_sum
+        for index, part in enumerate(out.view(len(rows), num_elems)):
+            decoder(codec, rows[index : index + 1], part)
 
 
 @torch.no_grad()
@@ -74,7 +80,8 @@ def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     if out.is_cuda and out.numel():
         _kernels().decode(codec, rows, out, is_sum=True)
     elif out.numel():
-        reference_decode_sum(codec, rows, out)
+        decoder = host.decode_sum if host.is_compiled(codec) else reference_decode_sum
+        decoder(codec, rows, out)
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:

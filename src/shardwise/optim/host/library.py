@@ -44,8 +44,8 @@ def library() -> ctypes.CDLL | None:
         return load(build(cache_folder()))
     except (BuildError, OSError) as error:
         logger.warning(
-            "host updates run on torch's own operations, which are slower: %s; install a C compiler (cc, gcc or clang) "
-            "and let XDG_CACHE_HOME or ~/.cache be a folder that this user can write to",
+            "host updates and codecs run on torch's own operations, which are slower: %s; install a C compiler (cc, "
+            "gcc or clang) and let XDG_CACHE_HOME or ~/.cache be a folder that this user can write to",
             error,
         )
         return None
