@@ -167,7 +167,9 @@ class Gathers:
                 state, flat = unit.states[at], unit.states[at].flat
                 if not flat.master_is_whole:
                     under_way = rows[flat] if is_encoded else None
-                    journeys.append(state.start_gather(is_stale, staged.get(flat), under_way, self._channels))
+                    # A flat has many fields to hash.
+                    read = staged.get(flat) if staged else None
+                    journeys.append(state.start_gather(is_stale, read, under_way, self._channels))
             if not self._defers:
                 for journey in journeys:
                     journey.go_to_last()

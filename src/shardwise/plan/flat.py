@@ -121,17 +121,17 @@ class Flat:
     def master_on(self) -> Place:
         return self.layout.optimizer_on if self.trainable else self.layout.params_on
 
-    @property
+    @cached_property
     def host_updates(self) -> bool:
         """The host does, wherever it keeps what it updates."""
         return self.trainable and self.master_on != "device"
 
-    @property
+    @cached_property
     def grads_on_host(self) -> bool:
         """Between micro-batches, too; else gradients leave the device once they are final."""
         return self.host_updates and self.layout.grads_on == "host"
 
-    @property
+    @cached_property
     def reduces_in_slot(self) -> bool:
         """Gradients travel in a slot, not where they rest: that holds a part of them, or is not on the device."""
         return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
