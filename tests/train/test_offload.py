@@ -90,7 +90,7 @@ def test_codecs_of_the_wire() -> None:
         ("zero3", "int8", "'int8' does not say what travels as what; write params=int8"),
         ("zero3", "params=", "'params=' does not say what travels as what"),
         ("zero3", "params=int4", "with what was changed .*16 values are too few"),
-        ("zero3", "optimizer=int8", "'optimizer_as' does not travel"),
+        ("zero3", "optimizer=int8", "'optimizer' does not travel"),
         ("ddp", "params=int8", "parameters that every rank updates never travel"),
         ("zero3", "grads=int9", "unknown kind 'int9'"),
     ],

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigurationError
-from ..layout import AUTO, MOST_SPLIT, Layout, layout_of
+from ..errors import ConfigurationError, did_you_mean
+from ..layout import AUTO, ENCODABLE, MOST_SPLIT, Layout, layout_of
 from .settings import Settings
 
 Named = str | dict[str, str]
@@ -78,6 +78,8 @@ def _codec(word: str) -> str:
         raise ConfigurationError(
             f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
         )
+    if what not in ENCODABLE:
+        raise ConfigurationError(f"wire {word!r}: {what!r} does not travel; {did_you_mean(what, ENCODABLE)}")
     return f"{what}_as={codec}"
 
 
