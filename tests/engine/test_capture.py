@@ -84,11 +84,24 @@ class Block(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
-def train(strategy: str, captured: bool, evaluations: Iterable[int], budget: int | None) -> list[list[float]]:
+class Scaled(nn.Sequential):
+    """Blocks, and a frozen weight beside them in the unit that holds them."""
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__(*blocks)
+        self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def train(
+    strategy: str, captured: bool, evaluations: Iterable[int], budget: int | None, rewrites: Iterable[int] = ()
+) -> list[list[float]]:
     sw.init()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(5)))
-    for block in model[::2]:
+    model: nn.Module = Scaled(*(Block() for _ in range(5)))
+    for block in list(model.children())[::2]:
         block.up.requires_grad_(False)  # what is frozen is not gathered again where it still lies
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = sw.shard(
@@ -117,6 +130,10 @@ def train(strategy: str, captured: bool, evaluations: Iterable[int], budget: int
             if index in evaluations:
                 with torch.no_grad():
                     seen[-1].append(float(model(x).float().square().mean()))
+            if index in rewrites:
+                with sw.whole(model, write=True), torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(1.25)
     return seen
 
 
@@ -127,6 +144,13 @@ def test_a_replay_is_a_step_whatever_ran_in_between(run_ranks: Pool, strategy: s
     for evaluations in ((), (last_eager,), (last_eager + 2,), range(NUM_STEPS)):
         eager = run_ranks(1, train, strategy, False, evaluations, budget)[0]
         assert run_ranks(1, train, strategy, True, evaluations, budget)[0] == eager
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_replay_finds_weights_that_were_written_in_between(run_ranks: Pool, strategy: str) -> None:
+    rewrites = (NUM_EAGER_CALLS + 1, NUM_EAGER_CALLS + 3)
+    eager = run_ranks(1, train, strategy, False, (), None, rewrites)[0]
+    assert run_ranks(1, train, strategy, True, (), None, rewrites)[0] == eager
 
 
 def refusals() -> list[str]:

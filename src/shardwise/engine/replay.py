@@ -10,6 +10,7 @@ class Replay:
         self._gathers = engine.gathers
         engine.gathers.is_captured = True
         self._begins_with: tuple[object, ...] = ()
+        self._held_at_first: list[bool] = []
 
     def begin(self) -> None:
         """What has been gathered besides, by an evaluation, counts as stale: a recording that relied on it would never
@@ -23,9 +24,11 @@ class Replay:
             self._gather_frozen_as_left()
             self._gathers.occupancy.masters_changed()
             self._gathers.start_first()
+            self._gather_frozen_anew()
             self._engine.join_lanes()
             self._forget_what_is_left()
             self._begins_with = self._gathers.occupancy.state()
+            self._held_at_first = self._held_at_first or list(self._gathers.occupancy.held)
 
     def end_recording(self) -> None:
         """The end of a captured step, which must be its beginning."""
@@ -53,6 +56,14 @@ class Replay:
             is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in unit.flats)
             if is_rounded and unit.backward_reads and not occupancy.is_ready(index, "backward"):
                 self._gathers.start(index, "backward", needed_now=False)
+
+    def _gather_frozen_anew(self) -> None:
+        """What is frozen lies where the recording found it, and is not gathered by it: unless weights were written."""
+        occupancy = self._gathers.occupancy
+        for index, was_held in enumerate(self._held_at_first):
+            is_frozen = any(not flat.trainable for flat in self._gathers.schedule.units[index].flats)
+            if was_held and is_frozen and not occupancy.held[index]:
+                self._gathers.start(index, "forward", needed_now=False)
 
     def _forget_what_is_left(self) -> None:
         """Of units besides the first, in slots and in memory that is given back: the next to run will be others."""
