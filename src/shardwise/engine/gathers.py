@@ -162,11 +162,11 @@ class Gathers:
             staged: dict[Flat, Tensor] = {}
             if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._staging.take(index, wanted)
-            rows = self.memory.rows_in(row_slot, unit)
+            rows = [] if row_slot is None else self.memory.rows_in(row_slot, unit)
             for at, is_stale, is_encoded in todo:
                 state, flat = unit.states[at], unit.states[at].flat
                 if not flat.master_is_whole:
-                    under_way = rows[flat] if is_encoded else None
+                    under_way = rows[at] if is_encoded else None
                     # A flat has many fields to hash.
                     read = staged.get(flat) if staged else None
                     journeys.append(state.start_gather(is_stale, read, under_way, self._channels))

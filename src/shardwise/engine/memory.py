@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.flat import Flat
 from ..plan.schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS, Schedule, aligned
 from ..unit.unit import Unit
 from .streams import Mark
@@ -64,16 +63,14 @@ class GatherMemory:
                 self._borrow(unit, slot)
 
     @staticmethod
-    def rows_in(row_slot: Tensor | None, unit: Unit) -> dict[Flat, Tensor]:
-        """A part of it for every flat of a unit that is encoded."""
-        found: dict[Flat, Tensor] = {}
+    def rows_in(row_slot: Tensor, unit: Unit) -> list[Tensor]:
+        """A part of it for every flat of a unit; of one that is not encoded, nothing."""
+        found: list[Tensor] = []
         start = 0
-        for state in unit.states if row_slot is not None else ():
+        for state in unit.states:
             num_bytes = state.flat.gathered_row_bytes
-            if num_bytes:
-                assert row_slot is not None
-                found[state.flat] = row_slot[start : start + num_bytes]
-                start += aligned(num_bytes)
+            found.append(row_slot[start : start + num_bytes])
+            start += aligned(num_bytes)
         return found
 
     def fetch(self, index: int) -> None:

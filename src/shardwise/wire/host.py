@@ -9,31 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optim.host.compiled import DTYPES
+from ..optim.host.compiled import DTYPES, fields
 from ..optim.host.library import library
 from .codec import Codec, parts
 
 # Fewer are not worth a thread.
 LEAST_ELEMS = 1 << 16
 
-_CODEC = [("dtype", ctypes.c_int32), ("block", ctypes.c_int32), ("bits", ctypes.c_int32)]
+_CODEC = "dtype block bits"
 
 
 class EncodeJob(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "payload", "scales")),
-        ("num_elems", ctypes.c_int64),
-        ("of_largest", ctypes.c_float),
-        *_CODEC,
-    ]
+    _fields_ = fields(c_void_p="values payload scales", c_int64="num_elems", c_float="of_largest", c_int32=_CODEC)
 
 
 class DecodeJob(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("payload", "scales", "out")),
-        *((name, ctypes.c_int64) for name in ("row_bytes", "num_rows", "num_elems")),
-        *_CODEC,
-    ]
+    _fields_ = fields(c_void_p="payload scales out", c_int64="row_bytes num_rows num_elems", c_int32=_CODEC)
 
 
 def is_compiled(codec: Codec) -> bool:

@@ -6,8 +6,7 @@ for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
 value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
-the seed and of where the element is. fp8 is the cast of value times 1/scale. Decoded is code times
-scale, plus minimum.
+the seed and of where the element is. fp8 is the cast of value times 1/scale. Decoded is code times scale, plus minimum.
 
 - int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
   low half of a byte. The last block may be shorter.
@@ -66,9 +65,8 @@ def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
     elif out.is_cuda and out.numel():
         _kernels().decode(codec, rows, out, is_sum=False)
     elif out.numel():
-        decoder = host.decode_sum if host.is_compiled(codec) else reference_decode_sum
         for index, part in enumerate(out.view(len(rows), num_elems)):
-            decoder(codec, rows[index : index + 1], part)
+            _decode_sum_on_host(codec, rows[index : index + 1], part)
 
 
 @torch.no_grad()
@@ -80,8 +78,12 @@ def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     if out.is_cuda and out.numel():
         _kernels().decode(codec, rows, out, is_sum=True)
     elif out.numel():
-        decoder = host.decode_sum if host.is_compiled(codec) else reference_decode_sum
-        decoder(codec, rows, out)
+        _decode_sum_on_host(codec, rows, out)
+
+
+def _decode_sum_on_host(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    decoder = host.decode_sum if host.is_compiled(codec) else reference_decode_sum
+    decoder(codec, rows, out)
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:

@@ -17,12 +17,13 @@ FUSED_LANES = 8  # what is left of an array when divided by it, torch's fused ke
 NUM_SPANS = (25 << 7) + 1
 
 
-def _fields(**names_by_type: str) -> list[tuple[str, Any]]:
+def fields(**names_by_type: str) -> list[tuple[str, Any]]:
+    """Of a struct, in their order."""
     return [(name, getattr(ctypes, kind)) for kind, names in names_by_type.items() for name in names.split()]
 
 
 class AdamwJob(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         c_void_p="master exp_avg exp_avg_sq grad out roots set_threads",
         c_int64="last",
         c_float="grad_scale kept into_gradient lerp_weight beta2 square_weight bias_root eps minus_step_size",
@@ -31,7 +32,7 @@ class AdamwJob(ctypes.Structure):
 
 
 class Adamw8Job(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         c_void_p="master exp_avg_codes exp_avg_scale exp_avg_sq_codes exp_avg_sq_scale signed_map unsigned_map "
         "signed_encoder unsigned_encoder grad out",
         c_float="grad_scale lr beta1 beta2 eps weight_decay step lerp_weight lerp_rest square_weight square_rest "
@@ -41,7 +42,7 @@ class Adamw8Job(ctypes.Structure):
 
 
 class CastJob(ctypes.Structure):
-    _fields_ = _fields(c_void_p="master out", c_int32="out_dtype")
+    _fields_ = fields(c_void_p="master out", c_int32="out_dtype")
 
 
 def adamw(
