@@ -3,10 +3,10 @@
 Every source is read into the same thing, a row of `Said`: a key, its value as text (or a list or a mapping of texts),
 and where it was said. The strongest source comes first, and the first to say something is right; mappings (`shape`,
 `lora`, `strategy`) are said part by part. pydantic then turns text into types. So 1e-4 is a number and 1:4 a text
-wherever they are written, whatever YAML thinks of them. Nothing in a file is constructed or executed.
+wherever they are written, whatever YAML thinks of them.
 
-Whatever is wrong is one `ConfigurationError` that says where it was said. pydantic and yaml are imported in this file
-only, and only once something is resolved.
+Whatever is wrong is one `ConfigurationError` that says where it was said. pydantic is imported in this file only, and
+only once something is resolved.
 """
 
 import difflib
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from .documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from .errors import ConfigurationError, did_you_mean
 from .train.offload import check_strategy
 from .train.settings import Lora, Settings
@@ -27,7 +28,6 @@ from .train.shapes import PRESETS, SHAPE_KEYS, TransformerShape
 
 if TYPE_CHECKING:
     import pydantic
-    import yaml
 
 FIELDS = {entry.name: entry for entry in fields(Settings)}
 PREFIX = "SHARDWISE_"
@@ -51,7 +51,8 @@ RIVALS = {
 }
 # Kubernetes tells every container about every service of its namespace, and one may be called like us.
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
-YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
+# Mappings in lists are as deep as a setting goes.
+DEPTH = 2
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
 
 
@@ -174,10 +175,7 @@ def _from_file(file: str) -> Iterator[Said]:
     if path.suffix.lower() not in READERS or not path.is_file():
         raise ConfigurationError(f"{file} is no configuration: give a file that ends in {', '.join(READERS)}")
     reader = READERS[path.suffix.lower()]
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+    text = read_text(path)
     seen: dict[str, str] = {}
     for said in reader(text, file):
         for name in [f"{said.key}.{part}" for part in said.value] if isinstance(said.value, dict) else [said.key]:
@@ -188,11 +186,11 @@ def _from_file(file: str) -> Iterator[Said]:
 
 
 def _from_yaml(text: str, file: str) -> Iterator[Said]:
-    where, root = f"file {file}", _yaml_node(text, f"file {file}")
+    where, root = f"file {file}", yaml_node(text, f"file {file}")
     if root is None or root.tag.endswith(":null"):
         return
-    for name, node, line in _yaml_pairs(root, where):
-        yield _said(name, _yaml_texts(node, where), f"{where} line {line}")
+    for name, node, line in yaml_pairs(root, where):
+        yield _said(name, yaml_texts(node, where, DEPTH), f"{where} line {line}")
 
 
 def _from_toml(text: str, file: str) -> Iterator[Said]:
@@ -201,7 +199,7 @@ def _from_toml(text: str, file: str) -> Iterator[Said]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"file {file} is not TOML: {error}") from None
     for name, value in document.items():
-        yield _said(name, _toml_texts(value), f"file {file}")
+        yield _said(name, texts_of(value), f"file {file}")
 
 
 READERS = {".yaml": _from_yaml, ".yml": _from_yaml, ".json": _from_yaml, ".toml": _from_toml}
@@ -221,62 +219,6 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Said]:
             rivals = RIVALS.get(key, ())
             if not rivals or any(values.get(rival) is None for rival in rivals):
                 yield Said(key, value, f"preset {model}")
-
-
-# YAML as a tree of texts: the numbers, dates and base-60 integers that YAML 1.1 would make of them are never made.
-
-
-def _yaml_node(text: str, where: str) -> "yaml.Node | None":
-    import yaml
-
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigurationError(f"{where}{line} is not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigurationError(f"{where} is nested too deep") from None
-
-
-def _yaml_pairs(node: "yaml.Node", where: str) -> Iterator[tuple[str, "yaml.Node", int]]:
-    import yaml
-
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigurationError(f"{where} holds no mapping of keys to values; write key: value")
-    seen: dict[str, int] = {}
-    for name, value in node.value:
-        line = name.start_mark.line + 1
-        if not isinstance(name, yaml.ScalarNode) or name.tag not in YAML_TAGS:
-            raise ConfigurationError(f"{where} line {line}: a key must be a plain word")
-        if name.value in seen:
-            raise ConfigurationError(f"{where}: {name.value} is said twice, in line {seen[name.value]} and line {line}")
-        seen[name.value] = line
-        yield name.value, value, line
-
-
-def _yaml_texts(node: "yaml.Node", where: str, depth: int = 0) -> Any:
-    import yaml
-
-    line = node.start_mark.line + 1
-    if node.tag not in YAML_TAGS:
-        raise ConfigurationError(f"{where} line {line}: the tag {node.tag} is not understood; leave it out")
-    if depth > 2:  # also what refers to itself
-        raise ConfigurationError(f"{where} line {line} is nested too deep")
-    if isinstance(node, yaml.MappingNode):
-        return {name: _yaml_texts(value, where, depth + 1) for name, value, _ in _yaml_pairs(node, where)}
-    if isinstance(node, yaml.SequenceNode):
-        return [_yaml_texts(value, where, depth + 1) for value in node.value]
-    return None if node.tag.endswith(":null") else node.value
-
-
-def _toml_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _toml_texts(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_toml_texts(part) for part in value]
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # From texts to settings
@@ -325,8 +267,7 @@ def _plain(key: str, value: Any, origin: str) -> Any:
 def _parts_in(key: str, text: str, origin: str) -> Any:
     """r=16,targets=a+b, or a mapping in YAML's or JSON's braces; the name of a strategy stays a text."""
     if text.lstrip().startswith("{"):
-        node = _yaml_node(text, origin)
-        return _yaml_texts(node, origin) if node is not None else {}
+        return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
         return text
     pairs = [pair.partition("=") for pair in _listed(text, ",")]

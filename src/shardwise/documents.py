@@ -1,0 +1,124 @@
+"""YAML and JSON as trees of texts: what was written, before anybody decides what it means.
+
+A scalar is a text or None, whatever YAML would make of it: the numbers, dates and base-60 integers of YAML 1.1 are
+never made, and 1e-4 or "1e-4" are the same. A key that is said twice is refused, and so are tags: nothing in a document
+is constructed or executed. JSON may have comments (`//`, `#`, `/* */`) and a comma behind the last entry, as
+DeepSpeed's files do. yaml is imported in this file only, and only once there is something to read.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import yaml
+
+# None, a text, a list or a mapping of them.
+Tree = Any
+
+MOST_BYTES = 4_000_000
+YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
+# Strings as they are, comments away, and commas before a closing bracket.
+JSON_PARTS = re.compile(
+    r'("(?:\\.|[^"\\\n])*")|(?://|#)[^\n]*|/\*.*?\*/|,(?=(?:\s|(?://|#)[^\n]*|/\*.*?\*/)*[}\]])', re.S
+)
+
+
+def read_text(path: Path) -> str:
+    """Of a file that somebody named: it is there, it is not huge, and it is text."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigurationError(f"{path} has {path.stat().st_size:,} bytes, too many for a configuration")
+        return path.read_text("utf-8-sig")
+    except (OSError, ValueError) as error:  # a name with a zero byte, bytes that are no text
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def yaml_tree(text: str, where: str, most_depth: int) -> Tree:
+    node = yaml_node(text, where)
+    return None if node is None else yaml_texts(node, where, most_depth)
+
+
+def yaml_node(text: str, where: str) -> "yaml.Node | None":
+    import yaml
+
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigurationError(f"{where}{line} is not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{where} is nested too deep") from None
+
+
+def yaml_pairs(node: "yaml.Node", where: str) -> Iterator[tuple[str, "yaml.Node", int]]:
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigurationError(f"{where} holds no mapping of keys to values; write key: value")
+    seen: dict[str, int] = {}
+    for name, value in node.value:
+        line = name.start_mark.line + 1
+        if not isinstance(name, yaml.ScalarNode) or name.tag not in YAML_TAGS:
+            raise ConfigurationError(f"{where} line {line}: a key must be a plain word")
+        if name.value in seen:
+            raise ConfigurationError(f"{where}: {name.value} is said twice, in line {seen[name.value]} and line {line}")
+        seen[name.value] = line
+        yield name.value, value, line
+
+
+def yaml_texts(node: "yaml.Node", where: str, most_depth: int) -> Tree:
+    import yaml
+
+    line = node.start_mark.line + 1
+    if node.tag not in YAML_TAGS:
+        raise ConfigurationError(f"{where} line {line}: the tag {node.tag} is not understood; leave it out")
+    if most_depth < 0:  # also what refers to itself
+        raise ConfigurationError(f"{where} line {line} is nested too deep")
+    if isinstance(node, yaml.MappingNode):
+        return {name: yaml_texts(value, where, most_depth - 1) for name, value, _ in yaml_pairs(node, where)}
+    if isinstance(node, yaml.SequenceNode):
+        return [yaml_texts(value, where, most_depth - 1) for value in node.value]
+    return None if node.tag.endswith(":null") else node.value
+
+
+def json_tree(text: str, where: str) -> Tree:
+    plain = JSON_PARTS.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for name, value in found:
+            if name in seen:
+                raise ConfigurationError(f"{where}: {name} is said twice; leave one")
+            seen[name] = value
+        return seen
+
+    def no_number(word: str) -> NoReturn:
+        raise ConfigurationError(f"{where}: {word} is no number in JSON")
+
+    try:
+        found = json.loads(plain, object_pairs_hook=pairs, parse_int=str, parse_float=str, parse_constant=no_number)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{where} line {error.lineno} is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{where} is nested too deep") from None
+    return texts_of(found)
+
+
+def texts_of(value: Any) -> Tree:
+    """What a program or JSON has as values, in texts."""
+    if isinstance(value, dict):
+        return {str(name): texts_of(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [texts_of(part) for part in value]
+    if value is None:
+        return None
+    return str(value).lower() if isinstance(value, bool) else str(value)

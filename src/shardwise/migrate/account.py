@@ -1,0 +1,261 @@
+"""What became of every key of somebody else's configuration.
+
+A reader asks a `Block` (the document, or a mapping in it) for values by key and type, and says what each becomes. At
+the end `Account.entries` has one row for every key that was written: used, ignored for a reason, or refused for one. A
+value of the wrong type and a key that nobody knows are refused; nothing is dropped. The reader goes on after a refusal
+with the default, so that all that is wrong is told at once.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..documents import Tree
+from ..errors import did_you_mean
+
+Fate = Literal["used", "ignored", "refused"]
+
+AUTO = "auto"
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+LONGEST = 60  # of a value that is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key: what it is here, or why it is nothing."""
+
+    key: str  # with the blocks that it stands in: zero_optimization.stage
+    value: str  # as it was written
+    fate: Fate
+    text: str  # what it becomes, or why not
+
+
+@dataclass(slots=True)
+class Account:
+    """Of one document. `source` is its name in sentences."""
+
+    source: str
+    _fates: dict[str, Entry] = field(default_factory=dict)
+    _blocks: dict[str, "Block"] = field(default_factory=dict)
+
+    def block(self, path: str, values: Mapping[str, Tree]) -> "Block":
+        made = Block(self, path, values)
+        self._blocks[path] = made
+        return made
+
+    def settle(self, key: str, value: Tree, fate: Fate, text: str) -> None:
+        """A refusal stays one, whatever is said afterwards; else the last word counts."""
+        before = self._fates.get(key)
+        if before is None or before.fate != "refused":
+            self._fates[key] = Entry(key, shown(value), fate, text)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """In the order in which they were written. What nobody asked for is refused."""
+        for block in self._blocks.values():
+            block.refuse_unknown()
+        return tuple(self._rows(self._blocks[""]))
+
+    def _rows(self, block: "Block") -> Iterator[Entry]:
+        for key, path in block.paths.items():
+            if path in self._fates:
+                yield self._fates[path]
+            elif block.values[key] == {}:
+                yield Entry(path, "{}", "ignored", "nothing is said in it")
+            if path in self._blocks:
+                yield from self._rows(self._blocks[path])
+
+
+class Block:
+    """A mapping of the document, and who has asked for what in it."""
+
+    def __init__(self, account: Account, path: str, values: Mapping[str, Tree]) -> None:
+        self.account, self.path, self.values = account, path, values
+        self._known: set[str] = set()
+        self._inner: set[str] = set()
+
+    # What is written
+
+    def has(self, key: str) -> bool:
+        """Something is written there; null is as good as nothing, and says nothing."""
+        self._known.add(key)
+        return self.values.get(key) is not None
+
+    def auto(self, key: str, becomes: str) -> bool:
+        """Whether it is left to be chosen ("auto"), which then becomes this."""
+        if not self.has(key) or str(self.values[key]).lower() != AUTO:
+            return False
+        self.used(key, becomes)
+        return True
+
+    def inner(self, key: str) -> "Block":
+        """A mapping in this one; empty where there is none."""
+        self._known.add(key)
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        elif isinstance(value, dict):
+            self._inner.add(key)
+        else:
+            self.refused(key, "is no mapping of keys to values")
+            value = {}
+        return self.account.block(self._path(key), value)
+
+    def text(self, key: str, default: str = "") -> str:
+        if not self._is_scalar(key):
+            return default
+        return str(self.values[key])
+
+    def word(self, key: str, choices: Iterable[str], default: str) -> str:
+        """One of the choices, in any capitals; the choice as it stands there."""
+        if not self._is_scalar(key):
+            return default
+        known = {choice.lower(): choice for choice in choices}
+        found = known.get(str(self.values[key]).lower())
+        if found is None:
+            self.refused(key, f"unknown; {did_you_mean(str(self.values[key]), known.values())}")
+        return default if found is None else found
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        if not self._is_scalar(key):
+            return default
+        word = str(self.values[key]).lower()
+        if word not in TRUE + FALSE:
+            self.refused(key, "is not true or false")
+            return default
+        return word in TRUE
+
+    def number(self, key: str, default: float = 0.0, least: float = -math.inf, most: float = math.inf) -> float:
+        if not self._is_scalar(key):
+            return default
+        return self._within(key, _number(self.values[key]), default, least, most, "a number")
+
+    def whole(self, key: str, default: int = 0, least: float = -math.inf, most: float = 2**63 - 1) -> int:
+        """A whole number; 5e8 and "500000000" are the same one."""
+        if not self._is_scalar(key):
+            return default
+        value = _number(self.values[key])
+        exact = int(value) if value is not None and value == int(value) else None
+        return int(self._within(key, exact, default, least, most, "a whole number"))
+
+    def numbers(self, key: str, default: Sequence[float] = ()) -> Sequence[float]:
+        if not self.has(key):
+            return default
+        value = self.values[key]
+        found = [_number(part) for part in value] if isinstance(value, list) else [None]
+        if any(number is None for number in found):
+            self.refused(key, "is not a list of numbers")
+            return default
+        return [number for number in found if number is not None]
+
+    def texts(self, key: str, default: Sequence[str] = ()) -> Sequence[str]:
+        """A list, or one text with commas."""
+        if not self.has(key):
+            return default
+        value = self.values[key]
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            self.refused(key, "is not a list of names")
+            return default
+        return value
+
+    # What becomes of it. Keys that are not written are passed over.
+
+    def used(self, key: str, becomes: str) -> None:
+        self._settle(key, "used", becomes)
+
+    def ignored(self, key: str, why: str) -> None:
+        self._settle(key, "ignored", why)
+
+    def refused(self, key: str, why: str) -> None:
+        self._settle(key, "refused", why)
+
+    def used_whole(self, becomes: str) -> None:
+        """Every key of this block that nothing was said of, one in it and all."""
+        self._settle_rest("used", becomes)
+
+    def ignored_whole(self, why: str) -> None:
+        self._settle_rest("ignored", why)
+
+    def refused_whole(self, why: str) -> None:
+        self._settle_rest("refused", why)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        return {key: self._path(key) for key in self.values}
+
+    def refuse_unknown(self) -> None:
+        for key, value in self.values.items():
+            path = self._path(key)
+            is_told = path in self.account._fates or key in self._inner
+            if is_told:
+                continue
+            if value is None and key in self._known:
+                self.account.settle(path, value, "ignored", "nothing is said")
+                continue
+            assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
+            self.refused(key, f"unknown here; {_nearest(key, self._known)}")
+
+    def _settle_rest(self, fate: Fate, text: str) -> None:
+        for key in self.values:
+            self._known.add(key)
+            if self._path(key) not in self.account._fates:
+                self.account.settle(self._path(key), self.values[key], fate, text)
+
+    def _settle(self, key: str, fate: Fate, text: str) -> None:
+        self._known.add(key)
+        if self.values.get(key) is not None:
+            self.account.settle(self._path(key), self.values[key], fate, text)
+
+    def _is_scalar(self, key: str) -> bool:
+        """Something is written there: no list, no mapping, and not `auto`, which has to be asked for first."""
+        if not self.has(key):
+            return False
+        value = self.values[key]
+        if isinstance(value, dict | list):
+            self.refused(key, f"is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value")
+            return False
+        if str(value).lower() == AUTO:
+            self.refused(key, "is not chosen by anybody; write a value, or leave it out")
+            return False
+        return True
+
+    def _within(self, key: str, value: float | None, default: float, least: float, most: float, what: str) -> float:
+        if value is None:
+            self.refused(key, f"is not {what}")
+        elif not least <= value <= most:
+            bounds = f"at least {least:g}" if value < least else f"at most {most:g}"
+            self.refused(key, f"must be {bounds}")
+        else:
+            return value
+        return default
+
+    def _path(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+
+def _number(value: Tree) -> float | None:
+    try:
+        found = float(value) if isinstance(value, str) else math.nan
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    told = did_you_mean(key, known)
+    return told.partition("? ")[0] + "?" if "? " in told else told
+
+
+def shown(value: Tree) -> str:
+    """A value in a table or a sentence."""
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{name}: {shown(part)}" for name, part in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    else:
+        text = "null" if value is None else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
