@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
+    from .migrate.api import from_accelerate, from_deepspeed
+    from .migrate.migrated import Migrated
     from .plan.hardware.cluster import make_cluster
     from .plan.plan import Plan, plan
     from .plan.training import Training
@@ -31,6 +33,7 @@ __all__ = [
     "ConfigurationError",
     "Layout",
     "Memory",
+    "Migrated",
     "Plan",
     "Precision",
     "ShardwiseError",
@@ -42,6 +45,8 @@ __all__ = [
     "accumulate",
     "capture",
     "describe",
+    "from_accelerate",
+    "from_deepspeed",
     "full_state_dict",
     "init",
     "load",
@@ -78,6 +83,9 @@ _HOMES = {
     "WireError": ".errors",
     "Layout": ".layout",
     "init": ".mesh",
+    "from_accelerate": ".migrate.api",
+    "from_deepspeed": ".migrate.api",
+    "Migrated": ".migrate.migrated",
     "make_cluster": ".plan.hardware.cluster",
     "Plan": ".plan.plan",
     "plan": ".plan.plan",

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
@@ -74,14 +74,17 @@ def resolve(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: tuple[str, str] | None = None,
+    others: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Resolved:
     """What a command line, its file and the environment ask for together.
 
     `words` are at most one file and any number of key=value; of `flags`, None is one that was not given. Relative
     paths mean the working directory, also those in a file. `file` is the name and the YAML of a file that nobody named.
+    `others` are settings from configurations of other libraries, by their names; our own file is stronger.
     """
     text = [] if file is None else _from_yaml(file[1], file[0])
-    said = [*_from_flags(flags), *_from_words(words), *text, *_from_environment(environment)]
+    foreign = [Said(key, value, f"file {name}") for name, found in others.items() for key, value in found.items()]
+    said = [*_from_flags(flags), *_from_words(words), *foreign, *text, *_from_environment(environment)]
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])
     return Resolved(_typed(values, origins), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
@@ -94,10 +97,13 @@ def explain(resolved: Resolved) -> str:
         if panel != FIELDS[key].metadata["panel"]:
             panel = FIELDS[key].metadata["panel"]
             lines.append(f"\n# {panel}")
-        is_plain = isinstance(value, str) and re.fullmatch(r"[\w/][\w/.+-]*", value)
-        text = value if is_plain else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{f'{key}: {text}':<40}  # {resolved.origin[key]}")
+        lines.append(f"{f'{key}: {as_yaml(value)}':<40}  # {resolved.origin[key]}")
     return "\n".join(lines).lstrip()
+
+
+def as_yaml(value: Any) -> str:
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w/][\w/.+-]*", value)
+    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def schema() -> dict[str, Any]:

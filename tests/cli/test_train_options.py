@@ -78,7 +78,15 @@ def test_every_setting_is_a_flag_with_its_panel_and_help() -> None:
         assert flag.rich_help_panel == entry.metadata["panel"]
         assert flag.help.startswith(entry.metadata["help"])
         assert flag.default is None
-    assert list(flags) == ["words", "show_config", "schema", "print_slurm", "print_k8s"]
+    assert list(flags) == [
+        "words",
+        "deepspeed",
+        "accelerate_config",
+        "show_config",
+        "schema",
+        "print_slurm",
+        "print_k8s",
+    ]
 
 
 @pytest.mark.parametrize("arguments", ["--help", "train --help", "train --show-config", "train --schema"])

@@ -12,6 +12,7 @@ import typer
 from ..errors import ShardwiseError
 from ..version import VERSION
 from .bench import app as bench
+from .check import check
 from .convert import convert
 from .doctor import app as doctor
 from .export import export
@@ -63,6 +64,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(export)
 app.command()(convert)
+app.command()(check)
 app.add_typer(doctor, name="doctor")
 
 

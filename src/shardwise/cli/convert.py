@@ -1,4 +1,4 @@
-"""`shardwise convert`: a checkpoint in another form."""
+"""`shardwise convert`: a checkpoint in another form, or another library's configuration in ours."""
 
 import time
 from functools import partial
@@ -15,8 +15,11 @@ FORMATS = ("shardwise", "dcp", "hugging-face")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, whoever wrote it, or a run folder.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A checkpoint, whoever wrote it, or a run folder; or a configuration file."),
+    ],
+    target: Annotated[Path | None, typer.Argument(metavar="[DST]", help="The folder to write.")] = None,
     to: Annotated[
         str, FORM(help="shardwise; dcp: as torch.distributed.checkpoint has it; hugging-face: weights alone.")
     ] = "shardwise",
@@ -25,9 +28,10 @@ def convert(
     model_only: Annotated[
         bool, WHAT("--model-only", help="Without the optimizer, and what the trainer noted.")
     ] = False,
-    overwrite: Annotated[bool, PLACE("--overwrite", help="Replace the folder, if there is one.")] = False,
+    output: Annotated[Path | None, PLACE("--output", "-o", help="The same as DST.")] = None,
+    overwrite: Annotated[bool, PLACE("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Write a checkpoint in another form: ours, torch's, or bare weights.
+    """Write a checkpoint, or a configuration, in another form.
 
     Read are checkpoints of shardwise, torch DCP, Accelerate, DeepSpeed and
     Hugging Face folders. Weights, buffers and the optimizer's state stay
@@ -45,7 +49,20 @@ def convert(
     For a trainer that loads torch DCP:
 
         shardwise convert runs/tiny as-dcp --to dcp
+
+    A configuration of DeepSpeed, Accelerate or Hugging Face, as ours; what
+    became of every key, `shardwise check` tells:
+
+        shardwise convert ds_config.json -o mine.yaml
     """
+    if target is not None and output is not None:
+        raise ConfigurationError(f"DST {target} and --output {output}: give one of them")
+    target = target or output
+    if target is None:
+        raise ConfigurationError(f"{source} is to be written where? give DST, or --output")
+    if source.is_file():
+        _convert_configuration(source, target, overwrite)
+        return
     form = to.replace("_", "-")
     if form not in FORMATS:
         raise ConfigurationError(f"--to: unknown {to!r}; {did_you_mean(form, FORMATS)}")
@@ -76,3 +93,21 @@ def convert(
     print(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
     if form == "dcp" and opened.index.extra:
         print(f"torch DCP has no place for {', '.join(opened.index.extra)}: they are not in it")
+
+
+def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
+    from ..migrate.api import read
+    from ..migrate.write import yaml_of
+
+    if target.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigurationError(f"{target}: a configuration is YAML; give a name that ends in .yaml")
+    if target.exists() and not overwrite:
+        raise ConfigurationError(f"{target} is there already; give --overwrite to replace it")
+    migrated = read(source)
+    migrated.require_accepted()
+    try:
+        target.write_text(yaml_of(migrated))
+    except OSError as error:
+        raise ConfigurationError(f"{target} cannot be written: {error.strerror or error}") from error
+    fates = [entry.fate for entry in migrated.entries]
+    print(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")

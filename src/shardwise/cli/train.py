@@ -7,6 +7,7 @@ of its own. Values travel as text: `config.py` knows the types, and says what is
 import inspect
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import Field, fields
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -14,9 +15,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from ..train.settings import Settings
+from ..errors import ConfigurationError
+from ..train.settings import SHARDING, Settings
 
 INSTEAD = "Instead of training"
+FROM_OTHERS = {
+    "deepspeed": "A DeepSpeed configuration: all that it says, in our settings; weaker than what is said here.",
+    "accelerate_config": "An Accelerate configuration, likewise.",
+}
 PRINTERS = ("--print-slurm", "--print-k8s")
 
 
@@ -48,6 +54,8 @@ def train(
     schema: bool,
     print_slurm: bool,
     print_k8s: bool,
+    deepspeed: str | None,
+    accelerate_config: str | None,
     **flags: Any,
 ) -> None:
     """Train a model, sharded over the ranks of this machine or of many.
@@ -87,6 +95,10 @@ def train(
         shardwise train examples/pretrain-1b.yaml --nnodes 2 \\
           --strategy hpz --wire params=int8,grads=int4
 
+    As a configuration of DeepSpeed or Accelerate asks for it (see check):
+
+        shardwise train --deepspeed examples/migrating/ds_zero3.json
+
     Go on where a run was stopped, on other ranks, sharded otherwise:
 
         shardwise train --output-dir runs/mine --strategy zero2 \\
@@ -103,10 +115,11 @@ def train(
     if schema:
         print(json.dumps(schema_of_settings(), indent=1))
         return
-    resolved = resolve(words or [], flags, os.environ)
+    others = _settings_of_others(deepspeed, accelerate_config)
+    resolved = resolve(words or [], flags, os.environ, others=others)
     own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
     if own is not None:  # a run that goes on is what it was, but for what is said now
-        resolved = resolve(words or [], flags, os.environ, own)
+        resolved = resolve(words or [], flags, os.environ, own, others)
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
@@ -118,6 +131,18 @@ def train(
         from ..train.launch import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
+
+
+def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:
+    """By file. One of them says how to shard."""
+    if deepspeed is not None and accelerate_config is not None:
+        raise ConfigurationError(
+            f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both say how to shard: leave one out"
+        )
+    from ..migrate.api import from_accelerate, from_deepspeed
+
+    found = [(from_deepspeed, deepspeed), (from_accelerate, accelerate_config)]
+    return {file: read(file).settings for read, file in found if file is not None}
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -132,6 +157,14 @@ def _parameters() -> list[inspect.Parameter]:
     return [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
         _parameter("words", Annotated[list[str] | None, words], None),
+        *(
+            _parameter(
+                name,
+                Annotated[str | None, typer.Option(_flag(name), help=text, rich_help_panel=SHARDING, metavar="FILE")],
+                None,
+            )
+            for name, text in FROM_OTHERS.items()
+        ),
         *(_parameter(entry.name, Annotated[_flag_type(entry), _option(entry)], None) for entry in fields(Settings)),
         *(
             _parameter(

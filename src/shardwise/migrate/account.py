@@ -98,7 +98,7 @@ class Block:
         elif isinstance(value, dict):
             self._inner.add(key)
         else:
-            self.refused(key, "is no mapping of keys to values")
+            self.refused(key, "it is no mapping of keys to values")
             value = {}
         return self.account.block(self._path(key), value)
 
@@ -114,7 +114,7 @@ class Block:
         known = {choice.lower(): choice for choice in choices}
         found = known.get(str(self.values[key]).lower())
         if found is None:
-            self.refused(key, f"unknown; {did_you_mean(str(self.values[key]), known.values())}")
+            self.refused(key, f"it is unknown; {did_you_mean(str(self.values[key]), known.values())}")
         return default if found is None else found
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -122,7 +122,7 @@ class Block:
             return default
         word = str(self.values[key]).lower()
         if word not in TRUE + FALSE:
-            self.refused(key, "is not true or false")
+            self.refused(key, "it is not true or false")
             return default
         return word in TRUE
 
@@ -145,7 +145,7 @@ class Block:
         value = self.values[key]
         found = [_number(part) for part in value] if isinstance(value, list) else [None]
         if any(number is None for number in found):
-            self.refused(key, "is not a list of numbers")
+            self.refused(key, "it is not a list of numbers")
             return default
         return [number for number in found if number is not None]
 
@@ -157,7 +157,7 @@ class Block:
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            self.refused(key, "is not a list of names")
+            self.refused(key, "it is not a list of names")
             return default
         return value
 
@@ -196,7 +196,7 @@ class Block:
                 self.account.settle(path, value, "ignored", "nothing is said")
                 continue
             assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
-            self.refused(key, f"unknown here; {_nearest(key, self._known)}")
+            self.refused(key, f"nobody here knows it; {_nearest(key, self._known)}")
 
     def _settle_rest(self, fate: Fate, text: str) -> None:
         for key in self.values:
@@ -215,19 +215,19 @@ class Block:
             return False
         value = self.values[key]
         if isinstance(value, dict | list):
-            self.refused(key, f"is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value")
+            self.refused(key, f"it is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value")
             return False
         if str(value).lower() == AUTO:
-            self.refused(key, "is not chosen by anybody; write a value, or leave it out")
+            self.refused(key, "nobody chooses it; write a value, or leave it out")
             return False
         return True
 
     def _within(self, key: str, value: float | None, default: float, least: float, most: float, what: str) -> float:
         if value is None:
-            self.refused(key, f"is not {what}")
+            self.refused(key, f"it is not {what}")
         elif not least <= value <= most:
             bounds = f"at least {least:g}" if value < least else f"at most {most:g}"
-            self.refused(key, f"must be {bounds}")
+            self.refused(key, f"it must be {bounds}")
         else:
             return value
         return default

@@ -65,8 +65,8 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
     folder = Path() if isinstance(source, Mapping) else Path(name).parent
     chosen = kind or kind_of(tree, name)
     account = Account(name)
-    settings, units, original = READERS[chosen](account.block("", tree), folder)
-    return Migrated(name, chosen, settings, units, original, account.entries)
+    settings, original = READERS[chosen](account.block("", tree), folder)
+    return Migrated(name, chosen, settings, original, account.entries)
 
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:

@@ -8,6 +8,6 @@ from .migrated import Original
 from .names import REPLICATED
 
 
-def read_hugging_face(top: Block, folder: Path) -> tuple[dict[str, Any], Any, Original]:
-    """Settings of the trainer, units of `sw.shard`, and what the Trainer would run."""
-    return {"strategy": REPLICATED, "precision": "fp32"}, "auto", Original("ddp")
+def read_hugging_face(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:
+    """Settings of the trainer, and what the Trainer would run."""
+    return {"strategy": REPLICATED, "precision": "fp32"}, Original("ddp")

@@ -1,11 +1,12 @@
 """A configuration of another library, read: what it asks for in our words, and what became of every key."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ConfigurationError
 from ..train.offload import offload_of
+from ..train.settings import units_asked
 from .account import Entry
 
 Kind = Literal["deepspeed", "accelerate", "hugging-face"]
@@ -23,8 +24,7 @@ class Original:
     """What the library that the file was written for would run, for a comparison of memory."""
 
     engine: Literal["deepspeed", "fsdp", "ddp"]
-    # Elements of its buckets, for DeepSpeed: reduce, allgather, prefetch, live, persistent.
-    sizes: Mapping[str, float] = field(default_factory=dict)
+    bucket_elems: float = 0  # of buffers that it keeps beside the states
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class Migrated:
     source: str
     kind: Kind
     settings: Mapping[str, Any]
-    units: Any  # of `sw.shard`
     original: Original
     entries: tuple[Entry, ...]
 
@@ -60,8 +59,8 @@ class Migrated:
     def words(self) -> dict[str, Any]:
         """model, optimizer = sw.shard(model, optimizer, **words)"""
         found = {name: self.settings[name] for name in SHARED if self.settings.get(name) is not None}
-        if self.units != "auto":
-            found["units"] = self.units
+        if self.settings.get("units"):
+            found["units"] = units_asked(self.settings["units"])
         folder = offload_of(self.settings.get("offload", ())).folder
         if folder is not None:
             found["disk_path"] = str(folder)

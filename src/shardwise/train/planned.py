@@ -40,7 +40,7 @@ from .model import Transformer
 from .models.build import Built
 from .models.headloss import path_of
 from .offload import offload_of, updates_early
-from .settings import Settings
+from .settings import Settings, units_asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def draft(
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
     )
     training = replace(training, moments=num_moments(optimizer, training.formats))
-    found = tuple(find_units(built.model, "auto"))
+    found = tuple(find_units(built.model, units_asked(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
     works, note = _known_or_nothing(built, settings, training, [unit.name for unit in found])
     subject = Subject(settings.model, found, works, built.flops_per_token(seq), facts)

@@ -113,6 +113,7 @@ class Settings:
     offload: tuple[str, ...] = setting(SHARDING, (), "What of params, grads, optimizer and activations rests on the host or on disk: optimizer=host:0.6,params=disk:/nvme (a part, a folder). The folder alone: disk:/nvme. Nothing: none.")
     precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "fp32, bf16 (fp32 masters), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
     reduce_dtype: Literal["fp32", "bf16"] | None = setting(SHARDING, None, "What gradients are summed in. Default: what the precision says.")
+    units: tuple[str, ...] = setting(SHARDING, (), "Classes of the modules that travel as one, LlamaDecoderLayer, or a number of parameters. Default: the model's repeated blocks.")
     node_size: int | None = setting(SHARDING, None, "Ranks that count as a node. Default: those of this machine.", least=1)
 
     output_dir: str | None = setting(RUN, None, "The run folder. Default: runs/MODEL-DATE-TIME.")
@@ -159,6 +160,7 @@ class Settings:
                 f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
             )
         num_nodes(self.nnodes)
+        units_asked(self.units)
         for word in self.report_to:
             if word not in ("tensorboard", "wandb"):
                 raise ConfigurationError(f"report_to: unknown {word!r}; known: tensorboard, wandb")
@@ -191,10 +193,20 @@ def num_nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
+def units_asked(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
+    """--units, as `sw.shard` takes them."""
+    if not words:
+        return "auto"
+    numbers = [word for word in words if word.isdecimal()]
+    if numbers and len(words) > 1:
+        raise ConfigurationError(f"units: {', '.join(words)}: give names of classes, or one number of parameters")
+    return int(numbers[0]) if numbers else words
+
+
 def settings_from_json(text: str) -> Settings:
     """The inverse of `Settings.to_json`, for ranks; files that people write go through `config.py`."""
     values = json.loads(text)
-    for name in ("train_file", "eval_file", "report_to", "offload", "wire"):
+    for name in ("train_file", "eval_file", "report_to", "offload", "wire", "units"):
         values[name] = tuple(values[name])
     if values["lora"] is not None:
         values["lora"] = Lora(**{**values["lora"], "targets": tuple(values["lora"]["targets"])})

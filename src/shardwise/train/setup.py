@@ -46,7 +46,7 @@ from .progress import Progress
 from .resume import Resumed, resume
 from .rounds import Rounds
 from .saves import saves_of
-from .settings import Settings
+from .settings import Settings, units_asked
 from .signals import Requests, has_launcher
 from .told import device_name
 
@@ -208,6 +208,7 @@ def _sharded(
         precision=precision_of(settings.precision or "bf16", None),
         reduce_dtype=settings.reduce_dtype,
         node_size=settings.node_size,
+        units=units_asked(settings.units),
         seed=settings.seed,
         early_update=updates_early(settings),
         skip_nonfinite=settings.skip_nonfinite,

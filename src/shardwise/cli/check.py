@@ -1,0 +1,146 @@
+"""`shardwise check`: what every key of another library's configuration becomes. Needs no torch."""
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..migrate.account import Entry
+    from ..migrate.memory import Beside
+    from ..migrate.migrated import Migrated
+
+MEMORY, ANSWER = "Memory", "Answer"
+NARROWEST, WIDEST = 80, 140
+KEYS = 0.36  # of the width, at most
+NAMES = 30
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="ds.json, an Accelerate YAML, or Hugging Face training arguments.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(help="deepspeed, accelerate or hugging-face, where the keys do not tell.", rich_help_panel=ANSWER),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON to the standard output.", rich_help_panel=ANSWER)
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Plan this one: llama-3-8b, a config.json or its folder.", rich_help_panel=MEMORY)
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Of one node: 8xH100-80GB. Default: as many as the file says.", rich_help_panel=MEMORY),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="How many of them.", rich_help_panel=MEMORY)] = None,
+) -> None:
+    """Say what every key of another library's configuration becomes here.
+
+    Each is used, ignored for a reason, or refused for one; a key that nobody
+    knows is refused. Then what it asks for in our words, and the memory of a
+    rank beside what the other library would need. Ends with code 2 when
+    something is refused. Nothing is run.
+
+        shardwise check ds_config.json
+
+        shardwise check fsdp.yaml --model llama-3-8b --gpus 8xH100-80GB
+
+    And what to do with it:
+
+        shardwise convert ds_config.json -o mine.yaml
+
+        shardwise train --deepspeed ds_config.json --train-file mine.jsonl
+    """
+    from ..migrate.api import known_kind, read
+    from ..migrate.memory import beside
+
+    migrated = read(file, None if kind is None else known_kind(kind))
+    memory = None if migrated.refused else beside(migrated, model, gpus, nodes)
+    if as_json:
+        print(json.dumps(_as_json(migrated, memory), indent=1))
+    else:
+        columns = shutil.get_terminal_size((120, 24)).columns
+        print("\n".join(_told(migrated, memory, min(max(columns, NARROWEST), WIDEST))))
+    if migrated.refused:
+        raise typer.Exit(2)
+
+
+def _as_json(migrated: "Migrated", memory: "Beside | None") -> dict[str, Any]:
+    return {
+        "file": migrated.source,
+        "kind": migrated.kind,
+        "keys": [asdict(entry) for entry in migrated.entries],
+        "settings": dict(migrated.settings),
+        "shard": migrated.words,
+        "memory": None if memory is None else asdict(memory),
+    }
+
+
+def _told(migrated: "Migrated", memory: "Beside | None", width: int) -> Iterator[str]:
+    from ..layout import layout_of
+    from ..migrate.migrated import TITLES
+
+    fates = [entry.fate for entry in migrated.entries]
+    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(fates)) or "nothing is said in it"
+    yield f"{migrated.source}: {TITLES[migrated.kind]}, {counts}"
+    yield ""
+    yield from _table(migrated.entries, width)
+    yield ""
+    if migrated.refused:
+        yield "Nothing would run with it: mend or leave out what is refused."
+        return
+    for name, value in {"layout": layout_of(migrated.strategy), **migrated.settings}.items():
+        yield f"  {name:<{NAMES}}{_plain(value)}"
+    if memory is not None:
+        yield ""
+        yield from _memory(memory, width)
+
+
+def _table(entries: Sequence["Entry"], width: int) -> Iterator[str]:
+    """What is too long for its column goes on in the next line of it."""
+    rows = [("key", "becomes", "")]
+    for entry in entries:
+        key = f"{entry.key}: {entry.value}"
+        rows.append((key, entry.text, "used") if entry.fate == "used" else (key, "-", _effect(entry)))
+    left = min(max(len(row[0]) for row in rows), int(width * KEYS))
+    middle = min(max(len(row[1]) for row in rows), (width - left - 4) // 2)
+    for row in rows:
+        cells = [_wrapped(row[0], left), _wrapped(row[1], middle), _wrapped(row[2], width - left - middle - 4)]
+        for line in range(max(map(len, cells))):
+            parts = [cell[line] if line < len(cell) else "" for cell in cells]
+            yield f"{parts[0]:<{left}}  {parts[1]:<{middle}}  {parts[2]}".rstrip()
+
+
+def _effect(entry: "Entry") -> str:
+    return f"{'ignored' if entry.fate == 'ignored' else 'REFUSED'} because {entry.text}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+
+
+def _memory(memory: "Beside", width: int) -> Iterator[str]:
+    """Columns that have nothing in them are left out."""
+    from ..train.figures import size
+
+    columns = {"states": "states", "extra": "buffers", "peak": "peak", "host": "host of a node", "disk": "its disk"}
+    shown = [name for name in columns if any(getattr(need, name) for need in memory.needs)]
+    yield f"  memory of a rank: {memory.model} on {memory.cluster}"
+    names = max(len(need.who) for need in memory.needs)
+    yield f"    {'':<{names}}" + "".join(f"{columns[name]:>16}" for name in shown)
+    for need in memory.needs:
+        sizes = [getattr(need, name) for name in shown]
+        yield f"    {need.who:<{names}}" + "".join(f"{size(value) if value else '-':>16}" for value in sizes)
+    for need in memory.needs:
+        yield from textwrap.wrap(f"{need.who}: {need.source}", width, initial_indent="  ", subsequent_indent="    ")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

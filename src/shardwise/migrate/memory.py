@@ -1,0 +1,156 @@
+"""Memory of a rank: what the plan says of us, beside what the library that the file was written for would need.
+
+Its figures are its own where it has some: `estimate_zero2_model_states_mem_needs` and its sister of stage 3 count 2
+bytes of a 16-bit parameter, 2 of its gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments);
+stages 0 and 1 are counted in the same bytes. FSDP and DDP hold fp32 parameters and gradients beside the moments, and
+16-bit copies while they compute; DDP has its gradients a second time, in buckets. Activations are nobody's own: they
+are in the plan's peak alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..layout import Layout, Split, layout_of
+from ..plan.flat import flats_of
+from ..plan.hardware.cluster import make_cluster
+from ..plan.hardware.values import Cluster
+from ..plan.memory import state_bytes
+from ..plan.model import ROOT, FoundUnit, Param, Site
+from ..plan.offload import off_device
+from ..plan.plan import Plan, plan
+from ..plan.shapes.shape import ModelShape
+from ..plan.subject import model_of, subject_of
+from ..plan.training import Training
+from ..precision import precision_of
+from ..train.settings import num_nodes
+from .migrated import TITLES, Migrated
+
+# What is counted where no model is named.
+NUM_PARAMS = 10**9
+A_GPU = "H100-80GB"
+NUM_RANKS = 8
+
+# Bytes of a parameter: itself, its gradient, its optimizer state; in 16 bits, and in 32.
+BYTES = {
+    ("deepspeed", 2): (2, 2, 16),
+    ("deepspeed", 4): (4, 4, 8),
+    ("fsdp", 2): (4, 4, 8),
+    ("fsdp", 4): (4, 4, 8),
+    ("ddp", 2): (4, 8, 8),
+    ("ddp", 4): (4, 8, 8),
+}
+# Of a layer's parameters while they are gathered, and their gradients.
+GATHERED = 4
+SOURCES = {
+    "deepspeed": "states by DeepSpeed's own estimate, and its buckets",
+    "fsdp": "fp32 shards, and what is gathered",
+    "ddp": "fp32 states, and gradients in buckets",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of a rank's device, and of the host and the disk of its node. No peak: nobody can say."""
+
+    who: str
+    states: float
+    extra: float  # buffers and what is gathered, where it is known
+    host: float
+    disk: float
+    peak: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    model: str
+    cluster: str
+    needs: tuple[Need, Need]
+
+
+def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int | None) -> Beside:
+    """Both needs; of a billion parameters where no model is named."""
+    cluster = _cluster(migrated, gpus, nodes)
+    settings = migrated.settings
+    training = Training(
+        precision=migrated.precision,
+        reduce=settings.get("reduce_dtype"),
+        micro_batch=settings.get("per_device_train_batch_size") or 1,
+        num_micro_batches=settings.get("gradient_accumulation_steps") or 1,
+        checkpointing=settings.get("gradient_checkpointing", "none"),
+        **({"seq": settings["seq_length"]} if settings.get("seq_length") else {}),
+    )
+    units, name, peak = _units(model, training, cluster, migrated)
+    layout = layout_of(migrated.strategy)
+    flats = [flats_of(unit, layout, training.formats, cluster.axes, ()) for unit in units]
+    away = off_device(flats, training.num_moments)
+    ours = Need(
+        f"shardwise, {migrated.strategy}",
+        state_bytes(flat for unit in flats for flat in unit).total,
+        0,
+        away.host * cluster.node_size,
+        away.disk * cluster.node_size,
+        peak,
+        "states to the byte" if model else "states; --model M --gpus G plans the peak",
+    )
+    sizes = [sum(param.num_elems for param in unit.params) for unit in units]
+    largest = max(sizes) if model else 0
+    return Beside(name, str(cluster), (ours, _original(migrated, layout, cluster, sum(sizes), largest)))
+
+
+def _original(migrated: Migrated, layout: Layout, cluster: Cluster, num_params: int, largest: int) -> Need:
+    engine = migrated.original.engine
+    half = precision_of(migrated.precision, None).compute.itemsize
+    share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
+    device, away = 0.0, {"host": 0.0, "disk": 0.0}
+    for size, split, place in zip(
+        BYTES[engine, half],
+        (layout.params, layout.grads, layout.optimizer),
+        (layout.params_on, layout.grads_on, layout.optimizer_on),
+        strict=True,
+    ):
+        num_bytes = size * num_params / share[split]
+        kept = layout.kept * num_bytes if place != "device" else num_bytes
+        device += kept
+        if place != "device":
+            away[place] += (num_bytes - kept) * cluster.node_size
+    extra = half * migrated.original.bucket_elems
+    if layout.gathered_until == "forward":
+        extra += GATHERED * largest
+    elif layout.gathered_until == "backward":
+        extra += half * num_params
+    return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, SOURCES[engine])
+
+
+def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:
+    """What was said here, else in the file, else eight ranks. Groups of its own are nodes of the plan."""
+    settings = migrated.settings
+    if gpus is None:
+        per_node = settings.get("nproc_per_node") or NUM_RANKS
+        gpus, nodes = f"{per_node}x{A_GPU}", nodes or num_nodes(str(settings.get("nnodes", 1)))[1]
+    cluster = make_cluster(gpus, nodes or 1)
+    group = settings.get("node_size")
+    if group in (None, cluster.node_size):
+        return cluster
+    num_groups, rest = divmod(cluster.world_size, group)
+    if rest:
+        raise ConfigurationError(
+            f"groups of {group} ranks do not divide {cluster.world_size} GPUs ({cluster}); give --gpus and --nodes"
+        )
+    return make_cluster(f"{group}x{cluster.gpu.name}", num_groups)
+
+
+def _units(
+    model: str | None, training: Training, cluster: Cluster, migrated: Migrated
+) -> tuple[Sequence[FoundUnit], str, float | None]:
+    if model is None:
+        param = Param("weight", (1, NUM_PARAMS), training.formats.master, True, (Site("", "weight"),))
+        return [FoundUnit(ROOT, "", (param,), False, True)], "a billion parameters", None
+    shape = model_of(model)
+    if not isinstance(shape, ModelShape):
+        raise ConfigurationError(f"--model: {model!r} has no shape to plan with")
+    planned: Any = plan(shape, cluster, training, strategy=migrated.strategy)
+    assert isinstance(planned, Plan)
+    return subject_of(shape, training).units, shape.name, planned.found[0].needed_bytes
