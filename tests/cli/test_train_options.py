@@ -123,7 +123,7 @@ def test_the_examples_of_the_help_are_understood(ask: Any, example: str, monkeyp
 
 
 def test_there_are_examples() -> None:
-    assert len(examples()) == 8
+    assert len(examples()) == 9
 
 
 def test_hyphens_and_underscores(ask: Any) -> None:
