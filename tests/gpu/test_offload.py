@@ -188,6 +188,8 @@ def test_the_device_holds_what_was_planned(run_ranks: Pool, strategy: str) -> No
 # peaks
 
 
+# In fp32: four square matrices (as many key heads as heads) and the three of the feed-forward.
+BLOCK_GRAD_BYTES = 4 * LARGE_SHAPE["hidden"] * (4 * LARGE_SHAPE["hidden"] + 3 * LARGE_SHAPE["ffn"])
 SMALL_DISK = {**LARGE_SHAPE, "layers": 2}  # 3.5 GB of state on disk
 
 
@@ -214,7 +216,9 @@ def test_the_peak_is_that_of_the_plan(run_ranks: Pool, tmp_path: Path, strategy:
     peak = max(row["memory_peak"] for row in rows if "memory_peak" in row)
     expected = planned["per_gpu_bytes"]["peak_active"]
     print(f"{strategy} {changes}: {peak / 1e6:.0f} MB, planned {expected / 1e6:.0f} MB: {peak / expected - 1:+.2%}")
-    assert peak == pytest.approx(expected, rel=0.02)
+    # Gradients on their way to the host are planned for as many units as may be on it at once; a quick copy has fewer.
+    sooner = BLOCK_GRAD_BYTES if layout_of(strategy).grads_on == "host" else 0
+    assert expected * 0.98 - sooner <= peak <= expected * 1.02
 
 
 # ---------------------------------------------------------------------------------------------------------
