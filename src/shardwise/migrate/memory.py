@@ -1,8 +1,8 @@
 """Memory of a rank: what the plan says of us, beside what the library that the file was written for would need.
 
-Its figures are its own where it has some: `estimate_zero2_model_states_mem_needs` and its sister of stage 3 count 2
-bytes of a 16-bit parameter, 2 of its gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments);
-stages 0 and 1 are counted in the same bytes. FSDP and DDP hold fp32 parameters and gradients beside the moments, and
+Its figures are its own where it has some: `estimate_zero2_model_states_mem_needs` counts 2 bytes of a 16-bit parameter,
+2 of its gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments), and so are stages 0 and 1 counted
+here; its sister of stage 3 counts one of the two gradients. FSDP and DDP hold fp32 parameters and gradients beside the moments, and
 16-bit copies while they compute; DDP has its gradients a second time, in buckets. Activations are nobody's own: they
 are in the plan's peak alone.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..dtypes import FP32
 from ..errors import ConfigurationError
 from ..layout import Layout, Split, layout_of
 from ..plan.flat import flats_of
@@ -32,15 +33,9 @@ NUM_PARAMS = 10**9
 A_GPU = "H100-80GB"
 NUM_RANKS = 8
 
-# Bytes of a parameter: itself, its gradient, its optimizer state; in 16 bits, and in 32.
-BYTES = {
-    ("deepspeed", 2): (2, 2, 16),
-    ("deepspeed", 4): (4, 4, 8),
-    ("fsdp", 2): (4, 4, 8),
-    ("fsdp", 4): (4, 4, 8),
-    ("ddp", 2): (4, 8, 8),
-    ("ddp", 4): (4, 8, 8),
-}
+# Bytes of a parameter: itself, its gradient, its optimizer state.
+TORCH = {"fsdp": (4, 4, 8), "ddp": (4, 8, 8)}
+DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 16), (2, 0, 16), (4, 4, 8)
 # Of a layer's parameters while they are gathered, and their gradients.
 GATHERED = 4
 SOURCES = {
@@ -106,7 +101,7 @@ def _original(migrated: Migrated, layout: Layout, cluster: Cluster, num_params: 
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
     device, away = 0.0, {"host": 0.0, "disk": 0.0}
     for size, split, place in zip(
-        BYTES[engine, half],
+        _bytes(engine, half, layout),
         (layout.params, layout.grads, layout.optimizer),
         (layout.params_on, layout.grads_on, layout.optimizer_on),
         strict=True,
@@ -122,6 +117,14 @@ def _original(migrated: Migrated, layout: Layout, cluster: Cluster, num_params: 
     elif layout.gathered_until == "backward":
         extra += half * num_params
     return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, SOURCES[engine])
+
+
+def _bytes(engine: str, half: int, layout: Layout) -> tuple[int, int, int]:
+    if engine != "deepspeed":
+        return TORCH[engine]
+    if half == FP32.itemsize:
+        return DEEPSPEED_FP32
+    return DEEPSPEED if layout.params == "whole" else DEEPSPEED_3
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:

@@ -1,0 +1,114 @@
+"""`shardwise check`, `convert` and `train` with configurations of other libraries, from the outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.asking import Asker
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "migrating"
+
+
+@pytest.fixture
+def ds(tmp_path: Path) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}, "bf16": {"enabled": true}}')
+    return path
+
+
+def test_every_key_and_what_it_becomes(ask: Asker, ds: Path) -> None:
+    seen = ask("check", ds)
+    assert (seen.code, seen.err) == (0, "")
+    lines = seen.out.splitlines()
+    assert lines[0] == f"{ds}: DeepSpeed, 2 used, 1 ignored"
+    assert any(line.startswith("zero_optimization.stage: 2") and line.endswith("used") for line in lines)
+    assert "ignored because" in seen.out
+    assert "layout" in seen.out
+    assert "zero2 (params whole, grads world, optimizer world, gathered_until always)" in seen.out
+    assert "memory of a rank: a billion parameters on 8 x H100-80GB" in seen.out
+
+
+def test_the_plan_beside_the_original(ask: Asker, ds: Path) -> None:
+    seen = ask("check", ds, "--model", "llama-3-8b", "--gpus", "8xH100-80GB", "--json")
+    found = json.loads(seen.out)
+    assert found["kind"] == "deepspeed"
+    assert found["settings"]["strategy"] == found["shard"]["strategy"] == "zero2"
+    ours, theirs = found["memory"]["needs"]
+    assert ours["peak"] > ours["states"] > 0
+    assert theirs["states"] == pytest.approx((2 + 18 / 8) * 8.03e9, rel=0.001)
+
+
+def test_what_is_refused_ends_with_code_2(ask: Asker, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimisation": {"stage": 3}, "train_batch_size": 8, "zero_optimization": {"stag": 2}}')
+    seen = ask("check", path)
+    assert seen.code == 2
+    told = " ".join(seen.out.split())
+    assert "did you mean 'zero_optimization'?" in told
+    assert "did you mean 'stage'?" in told
+    assert "memory of a rank" not in seen.out
+    for words in (("convert", path, "-o", tmp_path / "made.yaml"), ("train", "--deepspeed", path, "--show-config")):
+        again = ask(*words)
+        assert again.code == 2
+        assert "zero_optimisation" in again.err
+        assert "zero_optimization.stag" in again.err
+    assert not (tmp_path / "made.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["ds_zero3.json", "fsdp.yaml"])
+def test_the_examples_are_used_whole(ask: Asker, name: str, tmp_path: Path) -> None:
+    """Checked, written as a configuration of ours, and that is what the trainer takes from either."""
+    assert ask("check", EXAMPLES / name).code == 0
+    made = tmp_path / "made.yaml"
+    assert ask("convert", EXAMPLES / name, "-o", made).code == 0
+    flag = "--deepspeed" if name.endswith("json") else "--accelerate-config"
+    with_file, with_ours = ask("train", flag, EXAMPLES / name, "--show-config"), ask("train", made, "--show-config")
+    assert with_file.code == with_ours.code == 0, with_file.err + with_ours.err
+    assert yaml.safe_load(with_file.out) == yaml.safe_load(with_ours.out)
+    assert f"# file {EXAMPLES / name}" in with_file.out
+
+
+def test_what_is_said_here_is_stronger(ask: Asker, ds: Path) -> None:
+    seen = ask("train", "--deepspeed", ds, "--strategy", "zero1", "learning_rate=1", "--show-config")
+    assert yaml.safe_load(seen.out)["strategy"] == "zero1"
+    assert yaml.safe_load(seen.out)["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("check", "none.json"), "none.json: no such file"),
+        (("check", "{ds}", "--kind", "deepsped"), "did you mean 'deepspeed'?"),
+        (("check", "{ds}", "--model", "llama-9"), "llama-9"),
+        (("convert", "{ds}"), "is to be written where?"),
+        (("convert", "{ds}", "-o", "made.json"), "ends in .yaml"),
+        (("convert", "{ds}", "a.yaml", "-o", "b.yaml"), "give one of them"),
+        (("train", "--deepspeed", "{ds}", "--accelerate-config", "{ds}"), "leave one out"),
+    ],
+)
+def test_mistakes(
+    ask: Asker, ds: Path, words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = ask(*(word.format(ds=ds) for word in words))
+    assert seen.code == 2
+    assert told in seen.err
+
+
+def test_nothing_is_replaced_unless_asked_for(ask: Asker, ds: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made.yaml"
+    made.write_text("mine")
+    assert ask("convert", ds, made).code == 2
+    assert made.read_text() == "mine"
+    assert ask("convert", ds, made, "--overwrite").code == 0
+    assert "strategy: zero2" in made.read_text()
+
+
+def test_a_file_that_could_be_anything(ask: Asker, tmp_path: Path) -> None:
+    (tmp_path / "it.yaml").write_text("colour: red\n")
+    seen = ask("check", tmp_path / "it.yaml")
+    assert seen.code == 2
+    assert "--kind" in seen.err
