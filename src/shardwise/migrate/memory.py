@@ -1,19 +1,18 @@
 """Memory of a rank: what the plan says of us, beside what the library that the file was written for would need.
 
-Its figures are its own where it has some: `estimate_zero2_model_states_mem_needs` counts 2 bytes of a 16-bit parameter,
-2 of its gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments), and so are stages 0 and 1 counted
-here; its sister of stage 3 counts one of the two gradients. FSDP and DDP hold fp32 parameters and gradients beside the moments, and
-16-bit copies while they compute; DDP has its gradients a second time, in buckets. Activations are nobody's own: they
-are in the plan's peak alone.
+DeepSpeed's figures are its own: `estimate_zero2_model_states_mem_needs` counts 2 bytes of a 16-bit parameter, 2 of its
+gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments); its sister of stage 3 counts one of the
+two gradients. It has none of stages 0 and 1, which are counted as stage 2. FSDP and DDP hold fp32 parameters and
+gradients beside the moments, and 16-bit copies while they compute; DDP has its gradients a second time, in buckets.
+Peaks are the planner's, which knows us and torch's FSDP.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ..dtypes import FP32
 from ..errors import ConfigurationError
-from ..layout import Layout, Split, layout_of
+from ..layout import FSDP2_HAS, Layout, Split, layout_of
 from ..plan.flat import flats_of
 from ..plan.hardware.cluster import make_cluster
 from ..plan.hardware.values import Cluster
@@ -77,7 +76,7 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
         checkpointing=settings.get("gradient_checkpointing", "none"),
         **({"seq": settings["seq_length"]} if settings.get("seq_length") else {}),
     )
-    units, name, peak = _units(model, training, cluster, migrated)
+    units, name, peaks = _units(model, training, cluster, migrated)
     layout = layout_of(migrated.strategy)
     flats = [flats_of(unit, layout, training.formats, cluster.axes, ()) for unit in units]
     away = off_device(flats, training.num_moments)
@@ -87,12 +86,13 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
         0,
         away.host * cluster.node_size,
         away.disk * cluster.node_size,
-        peak,
+        peaks[0],
         "states to the byte" if model else "states; --model M --gpus G plans the peak",
     )
     sizes = [sum(param.num_elems for param in unit.params) for unit in units]
     largest = max(sizes) if model else 0
-    return Beside(name, str(cluster), (ours, _original(migrated, layout, cluster, sum(sizes), largest)))
+    theirs = _original(migrated, layout, cluster, sum(sizes), largest)
+    return Beside(name, str(cluster), (ours, replace(theirs, peak=peaks[1])))
 
 
 def _original(migrated: Migrated, layout: Layout, cluster: Cluster, num_params: int, largest: int) -> Need:
@@ -147,13 +147,16 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
 
 def _units(
     model: str | None, training: Training, cluster: Cluster, migrated: Migrated
-) -> tuple[Sequence[FoundUnit], str, float | None]:
+) -> tuple[Sequence[FoundUnit], str, tuple[float | None, float | None]]:
+    """What is to be held, its name, and the peaks of both where the planner knows them."""
     if model is None:
         param = Param("weight", (1, NUM_PARAMS), training.formats.master, True, (Site("", "weight"),))
-        return [FoundUnit(ROOT, "", (param,), False, True)], "a billion parameters", None
+        return [FoundUnit(ROOT, "", (param,), False, True)], "a billion parameters", (None, None)
     shape = model_of(model)
     if not isinstance(shape, ModelShape):
         raise ConfigurationError(f"--model: {model!r} has no shape to plan with")
-    planned: Any = plan(shape, cluster, training, strategy=migrated.strategy)
-    assert isinstance(planned, Plan)
-    return subject_of(shape, training).units, shape.name, planned.found[0].needed_bytes
+    knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS
+    trainings = [training, replace(training, engine="fsdp2")] if knows_theirs else [training]
+    plans = [plan(shape, cluster, asked, strategy=migrated.strategy) for asked in trainings]
+    peaks = [float(made.found[0].needed_bytes) for made in plans if isinstance(made, Plan)]
+    return subject_of(shape, training).units, shape.name, (peaks[0], peaks[1] if knows_theirs else None)
