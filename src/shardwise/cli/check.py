@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MEMORY, ANSWER = "Memory", "Answer"
 NARROWEST, WIDEST = 80, 140
-KEYS = 0.36  # of the width, at most
+KEYS = 0.44  # of the width, at most
 NAMES = 30
 
 
@@ -103,7 +103,7 @@ def _told(migrated: "Migrated", memory: "Beside | None", width: int) -> Iterator
 
 def _table(entries: Sequence["Entry"], width: int) -> Iterator[str]:
     """What is too long for its column goes on in the next line of it."""
-    rows = [("key", "becomes", "")]
+    rows = [("key", "becomes", "effect")]
     for entry in entries:
         key = f"{entry.key}: {entry.value}"
         rows.append((key, entry.text, "used") if entry.fate == "used" else (key, "-", _effect(entry)))
