@@ -53,8 +53,12 @@ class Account:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """In the order in which they were written. What nobody asked for is refused."""
+        places: dict[str, list[str]] = {}
         for block in self._blocks.values():
-            block.refuse_unknown()
+            for key in block.known:
+                places.setdefault(key, []).append(block.path_of(key))
+        for block in self._blocks.values():
+            block.refuse_unknown(places)
         return tuple(self._rows(self._blocks[""]))
 
     def _rows(self, block: "Block") -> Iterator[Entry]:
@@ -100,7 +104,7 @@ class Block:
         else:
             self.refused(key, "it is no mapping of keys to values")
             value = {}
-        return self.account.block(self._path(key), value)
+        return self.account.block(self.path_of(key), value)
 
     def text(self, key: str, default: str = "") -> str:
         if not self._is_scalar(key):
@@ -184,11 +188,17 @@ class Block:
 
     @property
     def paths(self) -> dict[str, str]:
-        return {key: self._path(key) for key in self.values}
+        return {key: self.path_of(key) for key in self.values}
 
-    def refuse_unknown(self) -> None:
+    @property
+    def known(self) -> frozenset[str]:
+        """Keys that its reader has asked for, written or not."""
+        return frozenset(self._known)
+
+    def refuse_unknown(self, places: Mapping[str, Sequence[str]]) -> None:
+        """`places` is where keys of the same name are known: one in the wrong block is told the right one."""
         for key, value in self.values.items():
-            path = self._path(key)
+            path = self.path_of(key)
             is_told = path in self.account._fates or key in self._inner
             if is_told:
                 continue
@@ -196,18 +206,20 @@ class Block:
                 self.account.settle(path, value, "ignored", "nothing is said")
                 continue
             assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
-            self.refused(key, f"nobody here knows it; {_nearest(key, self._known)}")
+            right = places.get(key, ())
+            meant = f"did you mean {right[0]!r}?" if len(right) == 1 else _nearest(key, self._known)
+            self.refused(key, f"nobody here knows it; {meant}")
 
     def _settle_rest(self, fate: Fate, text: str) -> None:
         for key in self.values:
             self._known.add(key)
-            if self._path(key) not in self.account._fates:
-                self.account.settle(self._path(key), self.values[key], fate, text)
+            if self.path_of(key) not in self.account._fates:
+                self.account.settle(self.path_of(key), self.values[key], fate, text)
 
     def _settle(self, key: str, fate: Fate, text: str) -> None:
         self._known.add(key)
         if self.values.get(key) is not None:
-            self.account.settle(self._path(key), self.values[key], fate, text)
+            self.account.settle(self.path_of(key), self.values[key], fate, text)
 
     def _is_scalar(self, key: str) -> bool:
         """Something is written there: no list, no mapping, and not `auto`, which has to be asked for first."""
@@ -232,8 +244,10 @@ class Block:
             return value
         return default
 
-    def _path(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+    def path_of(self, key: str) -> str:
+        """A key with a dot in it is not a key in a block."""
+        name = repr(key) if "." in key else key
+        return f"{self.path}.{name}" if self.path else name
 
 
 def _number(value: Tree) -> float | None:

@@ -1,16 +1,36 @@
-"""DeepSpeed's JSON."""
+"""DeepSpeed's JSON (of 0.19), in the order of its parts. Every key is used, ignored for a reason, or refused for one.
+
+What a file does not say is what DeepSpeed does then, where that is one thing: gradients are clipped to 1, and an
+optimizer that is named without a learning rate has 1e-3. What it leaves to others (an optimizer, a schedule, values
+that are "auto") is what the trainer has.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from .account import Block
+from .deepspeed_keys import IGNORED, ignore, ignore_blocks
+from .deepspeed_precision import read_precision
+from .deepspeed_sharding import read_sharding
+from .deepspeed_switches import refuse_switches
+from .deepspeed_training import read_training
 from .migrated import Original
-from .names import STAGES
 
 
 def read_deepspeed(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:
     """Settings of the trainer, and what DeepSpeed would run."""
-    zero = top.inner("zero_optimization")
-    stage = zero.whole("stage", 0, least=0, most=3)
-    zero.used("stage", f"strategy {STAGES[stage]}")
-    return {"strategy": STAGES[stage], "precision": "fp32"}, Original("deepspeed")
+    found = read_sharding(top)
+    precision = read_precision(top, found)
+    ignore(top, IGNORED[""])
+    ignore_blocks(top)
+    refuse_switches(top)
+    training = read_training(top)
+    settings = {
+        "strategy": found.strategy,
+        **precision,
+        **({} if found.node_size is None else {"node_size": found.node_size}),
+        **({} if found.folder is None else {"offload": (f"disk:{found.folder}",)}),
+        **({"export": True} if found.exports else {}),
+        **training,
+    }
+    return settings, Original("deepspeed", found.bucket_elems)

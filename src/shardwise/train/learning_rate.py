@@ -1,12 +1,19 @@
-"""The learning rate of a step, as a pure function: nothing about it is state, so a resumed run needs no scheduler's."""
+"""The learning rate of a step, as a pure function: nothing about it is state, so a resumed run needs no scheduler's.
+
+DeepSpeed's schedules are beside ours because they are not the same: they are one step late (the first two steps have
+the same rate), a linear warm-up starts at its lowest value and not one step above it, and what decays linearly would
+reach its end two steps after the last one.
+"""
 
 import math
 
-from .settings import Settings
+from .settings import DEEPSPEED_SCHEDULES, Settings
 
 
 def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
     """Of step `step` (from 0) of `num_steps`: warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    if settings.lr_scheduler_type in DEEPSPEED_SCHEDULES:
+        return settings.learning_rate * _as_deepspeed(settings, step, settings.schedule_steps or num_steps)
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     least = settings.min_lr_ratio
@@ -22,3 +29,21 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
         "constant": 1.0,
     }[settings.lr_scheduler_type]
     return settings.learning_rate * factor
+
+
+def _as_deepspeed(settings: Settings, step: int, end: int) -> float:
+    is_cosine = settings.lr_scheduler_type == "warmup_cosine_lr"
+    if step == 0 and is_cosine:
+        return 0.0
+    done = max(step - 1, 0)
+    warmup = max(settings.warmup_steps, 2)
+    least = settings.warmup_min_ratio
+    if done < warmup:
+        grown = math.log(done + 1) / math.log(warmup) if settings.warmup_type == "log" else done / warmup
+        return least + (1 - least) * grown
+    if is_cosine:
+        way = min((done - warmup + 1) / max(end - warmup, 1), 1.0)
+        return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * way))
+    if settings.lr_scheduler_type == "warmup_decay_lr":
+        return least + (1 - least) * max((end - done) / max(end - warmup, 1), 0.0)
+    return 1.0

@@ -61,6 +61,9 @@ MODEL, DATA, BATCH, TRAINING, SHARDING, RUN, LAUNCH = (
 )
 
 
+DEEPSPEED_SCHEDULES = ("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     # fmt: off
@@ -93,8 +96,11 @@ class Settings:
     num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, where max-steps does not say. Default: 1.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
     learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.", least=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps).")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup_lr", "warmup_decay_lr", "warmup_cosine_lr"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup_lr, warmup_decay_lr and warmup_cosine_lr are DeepSpeed's, step by step.")
     warmup_steps: int = setting(TRAINING, 0, "Steps in which the learning rate grows from 0.", least=0)
+    warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Of DeepSpeed's schedules: how it grows.")
+    warmup_min_ratio: float = setting(TRAINING, 0.0, "Of DeepSpeed's schedules: the part of the learning rate that it grows from.", least=0, most=1)
+    schedule_steps: int | None = setting(TRAINING, None, "Of DeepSpeed's schedules: steps until their end. Default: all.", least=1)
     decay_steps: int | None = setting(TRAINING, None, "Of wsd. Default: a fifth of all steps.", least=1)
     min_lr_ratio: float = setting(TRAINING, 0.1, "What is left of the learning rate at the end.", least=0, most=1)
     weight_decay: float = setting(TRAINING, 0.1, "Of matrices; norms and biases have none.", least=0)
@@ -159,6 +165,12 @@ class Settings:
             raise ConfigurationError(
                 f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
             )
+        for name, unless in (("warmup_type", "linear"), ("warmup_min_ratio", 0.0), ("schedule_steps", None)):
+            if getattr(self, name) != unless and self.lr_scheduler_type not in DEEPSPEED_SCHEDULES:
+                raise ConfigurationError(
+                    f"{name} {getattr(self, name)} belongs to lr_scheduler_type {', '.join(DEEPSPEED_SCHEDULES)}, but "
+                    f"that is {self.lr_scheduler_type}"
+                )
         num_nodes(self.nnodes)
         units_asked(self.units)
         for word in self.report_to:

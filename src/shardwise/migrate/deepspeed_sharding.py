@@ -1,0 +1,255 @@
+"""`zero_optimization`: the stage, what rests elsewhere, groups of ranks, and what travels in fewer bits.
+
+A stage is never another stage. Whatever our table refuses is a refusal of the key that asked for it, in the table's
+own sentence, and the strategy goes without it: what comes out is always one that `layout_of` accepts.
+"""
+
+from dataclasses import dataclass, field
+
+from ..errors import ConfigurationError
+from ..layout import layout_of
+from ..train.offload import offload_of
+from .account import Block
+from .deepspeed_keys import IGNORED, SHORT_NAMES, ignore
+from .names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
+
+LAST = len(STAGES) - 1
+DEVICES = ("none", "cpu", "nvme")
+PLACES = {"cpu": "host", "nvme": "disk"}
+EXPORT = "export: the trainer writes whole weights at the end"
+# Elements of DeepSpeed's buffers: key, and what it is where nothing is said.
+SIZES = {
+    "reduce": ("reduce_bucket_size", 5e8),
+    "allgather": ("allgather_bucket_size", 5e8),
+    "prefetch": ("stage3_prefetch_bucket_size", 5e7),
+    "live": ("stage3_max_live_parameters", 1e9),
+    "persistent": ("stage3_param_persistence_threshold", 1e5),
+}
+
+
+@dataclass(slots=True)
+class Sharding:
+    """What the block comes to. `strategy` grows by what is asked for beside the stage."""
+
+    stage: int
+    strategy: str
+    block: Block
+    node_size: int | None = None
+    folder: str | None = None
+    exports: bool = False
+    has_norm: bool = True
+    sizes: dict[str, float] = field(default_factory=dict)
+
+    def tell_stage(self, also: str = "") -> None:
+        kind = f", stage {LAST} in groups of ranks" if self.node_size is not None else ""
+        self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{kind}{also}")
+
+    def change(self, block: Block, key: str, words: str, becomes: str, fix: str = "") -> None:
+        """Behind the strategy's name; the key is refused where the table does not know such a row."""
+        try:
+            self.strategy = _accepted(f"{self.strategy}+{words}")
+        except ConfigurationError as error:
+            block.refused(key, str(error).removeprefix("layout: ") + fix)
+        else:
+            block.used(key, becomes)
+
+
+def read_sharding(top: Block) -> Sharding:
+    if top.has("zero_optimization") and not isinstance(top.values["zero_optimization"], dict | list):
+        return _old_form(top)
+    zero = top.inner("zero_optimization")
+    stage = zero.whole("stage", 0, least=0, most=LAST)
+    found = Sharding(stage, STAGES[stage], zero, sizes=_sizes(zero))
+    _rename(zero)
+    ignore(zero, IGNORED["zero_optimization"])
+    ignore(zero.inner("leaf_module"), IGNORED["zero_optimization.leaf_module"])
+    _read_groups(zero, found)
+    _read_optimizer(zero, found)
+    _read_params(zero, found)
+    _read_codecs(zero, found)
+    _read_rest(zero, found)
+    found.tell_stage()
+    return found
+
+
+def _old_form(top: Block) -> Sharding:
+    """`"zero_optimization": true`, as it was written once."""
+    stage = int(top.flag("zero_optimization"))
+    top.used("zero_optimization", f"strategy {STAGES[stage]}, as DeepSpeed reads it; the stage is better written out")
+    return Sharding(stage, STAGES[stage], top.account.block(top.path_of("zero_optimization"), {}))
+
+
+def _rename(zero: Block) -> None:
+    for short, key in SHORT_NAMES.items():
+        if zero.has(short) and zero.has(key):
+            zero.refused(short, f"is {key} by another name; leave one")
+        elif zero.has(short):
+            zero.used(short, f"{key}, which says no more here than under its longer name")
+
+
+def _read_groups(zero: Block, found: Sharding) -> None:
+    """Groups of ranks that hold everything (MiCS), or a second copy of the parameters (hpZ)."""
+    key, second = "mics_shard_size", "zero_hpz_partition_size"
+    size = zero.whole(key, -1, least=-1)
+    copy_size = zero.whole(second, 1, least=0)
+    if size < 1:
+        zero.ignored(key, "no groups")
+    elif found.stage != LAST:
+        zero.refused(key, f"groups are of stage {LAST}, and this is stage {found.stage}")
+    else:
+        found.strategy, found.node_size = IN_GROUPS, size
+        zero.used(key, f"strategy {IN_GROUPS} with node_size {size}: split in groups of {size}, equal across them")
+    if copy_size <= 1:
+        zero.ignored(second, "no second copy")
+    elif found.stage != LAST:
+        zero.ignored(second, f"DeepSpeed keeps a second copy in stage {LAST} alone, and this is stage {found.stage}")
+    elif found.node_size is not None:
+        zero.refused(second, f"groups of {copy_size} with mics_shard_size {size}: a group has its copy already")
+    else:
+        found.strategy, found.node_size = STAGE_3_WITH_A_COPY_PER_NODE, copy_size
+        zero.used(
+            second,
+            f"strategy {found.strategy} with node_size {copy_size}: the copy in a group is what parameters rest in, "
+            "refreshed after each update",
+        )
+
+
+def _read_optimizer(zero: Block, found: Sharding) -> None:
+    block = zero.inner("offload_optimizer")
+    ignore(block, IGNORED["zero_optimization.offload_optimizer"])
+    device = _device(zero, block, "cpu_offload")
+    ratio = block.number("ratio", 1.0, least=0, most=1)
+    if device == "none":
+        block.ignored("ratio", "nothing leaves the device")
+        return
+    source, key = (block, "device") if block.has("device") else (zero, "cpu_offload")
+    if found.stage == 0:
+        source.refused(key, f"{device}: DeepSpeed moves the optimizer in stages 1 to {LAST} alone; write a stage")
+    elif device == "nvme" and found.stage != LAST:
+        source.refused(
+            key, f"in stage {found.stage} DeepSpeed keeps it on the host all the same; write cpu, or stage {LAST}"
+        )
+    elif ratio == 0:
+        block.refused("ratio", "moves nothing; leave offload_optimizer out, or write a part above 0")
+    else:
+        place = PLACES[device]
+        part = f":{ratio:g}" if ratio < 1 else ""
+        becomes = f"optimizer={place}{part} and grads=host behind the strategy: updates run on the host"
+        found.change(source, key, f"optimizer={place}{part}+grads=host", becomes)
+    block.used("ratio", f"optimizer={PLACES[device]}:{ratio:g}: this part of the parameters is updated on the host")
+    _take_folder(block, found, device)
+
+
+def _read_params(zero: Block, found: Sharding) -> None:
+    block = zero.inner("offload_param")
+    ignore(block, IGNORED["zero_optimization.offload_param"])
+    device = _device(zero, block, "cpu_offload_param")
+    if device == "none":
+        return
+    source, key = (block, "device") if block.has("device") else (zero, "cpu_offload_param")
+    if found.stage != LAST:
+        source.refused(key, f"parameters are whole in stage {found.stage}, and leave the device in stage {LAST} alone")
+    else:
+        place = PLACES[device]
+        fix = ": add offload_optimizer with a device" if "optimizer=" not in found.strategy else ""
+        found.change(source, key, f"params={place}", f"params={place} behind the strategy", fix)
+    _take_folder(block, found, device)
+
+
+def _device(zero: Block, block: Block, old: str) -> str:
+    """Of a block, or of the flag that was there before it."""
+    device = block.word("device", DEVICES, "none")
+    if device == "none":
+        block.ignored("device", "it stays on the device")
+    is_old = zero.flag(old)
+    if not is_old:
+        zero.ignored(old, "it stays on the device")
+    elif block.has("device"):
+        zero.refused(old, f"says the same as {block.path} in the old way; leave {block.path}")
+    if device != "nvme":
+        block.ignored("nvme_path", f"the device is {device}, and nothing goes to a disk")
+    return "cpu" if is_old and not block.has("device") else device
+
+
+def _take_folder(block: Block, found: Sharding, device: str) -> None:
+    if device != "nvme":
+        return
+    path = block.text("nvme_path")
+    try:
+        offload_of((f"disk:{path}",))
+        is_path = bool(path.strip()) and "\0" not in path and "=" not in path
+    except ConfigurationError:
+        is_path = False
+    if not is_path:
+        block.refused("nvme_path" if block.has("nvme_path") else "device", "needs nvme_path: a folder on a local disk")
+    elif found.folder not in (None, path):
+        block.refused("nvme_path", f"and {found.folder} are two folders; all that rests on disk is in one")
+    else:
+        found.folder = path
+        block.used("nvme_path", f"offload disk:{path} (disk_path= of sw.shard)")
+
+
+def _read_codecs(zero: Block, found: Sharding) -> None:
+    """ZeRO++'s. Matrices are encoded here; norms, biases and embeddings travel as they are."""
+    for key, words, groups in (
+        ("zero_quantized_weights", "params_as=int8", "8 bits, a scale for 256 weights (DeepSpeed: for up to 8000)"),
+        (
+            "zero_quantized_gradients",
+            _gradient_codec(zero),
+            "4 bits, a scale for 256 gradients (DeepSpeed: for a row or a column)",
+        ),
+    ):
+        if not zero.flag(key):
+            zero.ignored(key, "it is off, and they travel as they are")
+        elif found.stage != LAST:
+            zero.ignored(key, f"DeepSpeed does it in stage {LAST} alone, and this is stage {found.stage}")
+        else:
+            found.change(zero, key, words, f"{words} behind the strategy: matrices travel in {groups}")
+    key = "zero_quantized_nontrainable_weights"
+    if zero.flag(key):
+        zero.refused(key, "frozen weights rest as they were given, in 16 or 32 bits; leave it out")
+    zero.ignored(key, "it is off")
+
+
+def _gradient_codec(zero: Block) -> str:
+    """With what LoCo kept of its errors."""
+    key = "zeropp_loco_param"
+    if not zero.has(key):
+        return "grads_as=int4"
+    block = zero.inner(key)
+    for name in ("err_beta", "reset_T"):
+        block.number(name)
+        block.ignored(
+            name, "all that is lost of a gradient is added to the next one; there is nothing to weigh or reset"
+        )
+    return "grads_as=int4:feedback"
+
+
+def _read_rest(zero: Block, found: Sharding) -> None:
+    for key in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+        if zero.auto(key, EXPORT) or zero.flag(key):
+            found.exports = True
+            zero.used(key, EXPORT)
+        else:
+            zero.ignored(key, "sw.full_state_dict and shardwise export gather whole weights when they are asked")
+    found.has_norm = zero.flag("compute_grad_norm", True)
+    zero.ignored("compute_grad_norm", "the norm is computed where clipping, or leaving out steps, asks for it")
+    if zero.flag("legacy_stage1"):
+        zero.refused("legacy_stage1", "DeepSpeed has removed it; leave it out")
+    zero.ignored("legacy_stage1", "it is off")
+    zero.refused("zenflow", "it updates a part of the weights late, with old gradients; leave it out")
+
+
+def _sizes(zero: Block) -> dict[str, float]:
+    """What Hugging Face would fill in is left out: it depends on the model."""
+    written = {name: zero.values.get(key) for name, (key, _) in SIZES.items()}
+    return {
+        name: zero.number(key, default)
+        for name, (key, default) in SIZES.items()
+        if str(written[name]).lower() != "auto"
+    }
+
+
+def _accepted(strategy: str) -> str:
+    layout_of(strategy)
+    return strategy
