@@ -7,7 +7,7 @@ with the default, so that all that is wrong is told at once.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,7 @@ Fate = Literal["used", "ignored", "refused"]
 AUTO = "auto"
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LONGEST = 60  # of a value that is shown
+FEW = 12  # keys that are told to somebody who meant another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +259,11 @@ def _number(value: Tree) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _nearest(key: str, known: Collection[str]) -> str:
     told = did_you_mean(key, known)
-    return told.partition("? ")[0] + "?" if "? " in told else told
+    if "? " in told:
+        return told.partition("? ")[0] + "?"
+    return told if len(known) <= FEW else "no key is called nearly so"
 
 
 def shown(value: Tree) -> str:

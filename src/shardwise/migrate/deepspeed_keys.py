@@ -38,7 +38,7 @@ SCALED = (
     "is at least 1: which steps are left out can differ, and nothing else"
 )
 
-IGNORED: dict[str, Table] = {
+IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
     "": {
         "zero_allow_untested_optimizer": (FLAG, "every optimizer that works element by element is sharded, once tried"),
         "zero_force_ds_cpu_optimizer": (FLAG, "the host updates with any optimizer; AdamW has one pass in C"),
@@ -217,9 +217,8 @@ AUTO_SIZES = {
     "stage3_param_persistence_threshold": "10 times the hidden size",
 }
 # Fields that have an alias are read by their own name, too.
-SHORT_NAMES = {
-    key.removeprefix("stage3_"): key for key in IGNORED["zero_optimization"] if key.startswith("stage3_")
-} | {"gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+SHORT_NAMES = {key.removeprefix("stage3_"): key for key in IGNORED["zero_optimization"] if key.startswith("stage3_")}
+IGNORED["zero_optimization"] |= {short: IGNORED["zero_optimization"][key] for short, key in SHORT_NAMES.items()}
 
 
 def ignore(block: Block, table: Table) -> None:

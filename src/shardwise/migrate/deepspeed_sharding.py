@@ -16,14 +16,15 @@ from .names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
 LAST = len(STAGES) - 1
 DEVICES = ("none", "cpu", "nvme")
 PLACES = {"cpu": "host", "nvme": "disk"}
+GATHERS = "gather_16bit_weights_on_model_save"
 EXPORT = "export: the trainer writes whole weights at the end"
 # Elements of DeepSpeed's buffers: key, and what it is where nothing is said.
 SIZES = {
-    "reduce": ("reduce_bucket_size", 5e8),
-    "allgather": ("allgather_bucket_size", 5e8),
-    "prefetch": ("stage3_prefetch_bucket_size", 5e7),
-    "live": ("stage3_max_live_parameters", 1e9),
-    "persistent": ("stage3_param_persistence_threshold", 1e5),
+    "reduce": ("reduce_bucket_size", 500_000_000),
+    "allgather": ("allgather_bucket_size", 500_000_000),
+    "prefetch": ("stage3_prefetch_bucket_size", 50_000_000),
+    "live": ("stage3_max_live_parameters", 1_000_000_000),
+    "persistent": ("stage3_param_persistence_threshold", 100_000),
 }
 
 
@@ -60,7 +61,7 @@ def read_sharding(top: Block) -> Sharding:
     zero = top.inner("zero_optimization")
     stage = zero.whole("stage", 0, least=0, most=LAST)
     found = Sharding(stage, STAGES[stage], zero, sizes=_sizes(zero))
-    _rename(zero)
+    _refuse_both_names(zero)
     ignore(zero, IGNORED["zero_optimization"])
     ignore(zero.inner("leaf_module"), IGNORED["zero_optimization.leaf_module"])
     _read_groups(zero, found)
@@ -79,12 +80,10 @@ def _old_form(top: Block) -> Sharding:
     return Sharding(stage, STAGES[stage], top.account.block(top.path_of("zero_optimization"), {}))
 
 
-def _rename(zero: Block) -> None:
+def _refuse_both_names(zero: Block) -> None:
     for short, key in SHORT_NAMES.items():
         if zero.has(short) and zero.has(key):
             zero.refused(short, f"is {key} by another name; leave one")
-        elif zero.has(short):
-            zero.used(short, f"{key}, which says no more here than under its longer name")
 
 
 def _read_groups(zero: Block, found: Sharding) -> None:
@@ -131,6 +130,7 @@ def _read_optimizer(zero: Block, found: Sharding) -> None:
         )
     elif ratio == 0:
         block.refused("ratio", "moves nothing; leave offload_optimizer out, or write a part above 0")
+        source.ignored(key, "a part of 0 moves nothing")
     else:
         place = PLACES[device]
         part = f":{ratio:g}" if ratio < 1 else ""
@@ -226,7 +226,7 @@ def _gradient_codec(zero: Block) -> str:
 
 
 def _read_rest(zero: Block, found: Sharding) -> None:
-    for key in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+    for key in (f"stage3_{GATHERS}", GATHERS, "stage3_gather_fp16_weights_on_model_save"):
         if zero.auto(key, EXPORT) or zero.flag(key):
             found.exports = True
             zero.used(key, EXPORT)
@@ -242,12 +242,13 @@ def _read_rest(zero: Block, found: Sharding) -> None:
 
 def _sizes(zero: Block) -> dict[str, float]:
     """What Hugging Face would fill in is left out: it depends on the model."""
-    written = {name: zero.values.get(key) for name, (key, _) in SIZES.items()}
-    return {
-        name: zero.number(key, default)
-        for name, (key, default) in SIZES.items()
-        if str(written[name]).lower() != "auto"
-    }
+    found: dict[str, float] = {}
+    for name, (key, default) in SIZES.items():
+        short = key.removeprefix("stage3_")
+        written = key if zero.has(key) or not zero.has(short) else short
+        if str(zero.values.get(written)).lower() != "auto":
+            found[name] = zero.whole(written, default, least=0)
+    return found
 
 
 def _accepted(strategy: str) -> str:

@@ -18,6 +18,7 @@ class Switch:
 
 
 _GONE = "DeepSpeed has removed it"
+_NO_KEY = "DeepSpeed has no such key"
 _ONE_KIND = "ranks here split the state of training and the data, and nothing else"
 
 SWITCHED: dict[str, Switch] = {
@@ -44,10 +45,20 @@ SWITCHED: dict[str, Switch] = {
     "graph_harvesting": Switch(f"{_GONE}; sw.capture makes one graph of a step", is_on=True),
     "curriculum_learning": Switch(f"{_GONE}; sample the data in your own loop"),
     "progressive_layer_drop": Switch(f"{_GONE}, and every layer is trained in every step here"),
+    "fp8": Switch(f"{_NO_KEY}, and computes without it; write bf16, and params_as=fp8 behind a strategy for the wire"),
+    "sequence_parallel": Switch(f"{_NO_KEY}, and sequences are not split here; leave it out"),
 }
+# Seen in examples, and read by nobody.
+READ_BY_NOBODY = ("comms_config", "monitor_config", "cuda_visible_devices")
+COMMENTS = ("_comment", "comment", "//")
 
 
 def refuse_switches(top: Block) -> None:
+    for key in READ_BY_NOBODY:
+        top.ignored(key, f"{_NO_KEY}, and does nothing with it")
+    for key in top.values:
+        if key.startswith(COMMENTS):
+            top.ignored(key, "a comment")
     for key, switch in SWITCHED.items():
         if top.has(key):
             _refuse_if_on(top, key, switch)
@@ -62,8 +73,8 @@ def _refuse_if_on(top: Block, key: str, switch: Switch) -> None:
     block = top.inner(key)
     is_sized = switch.key != "enabled"
     is_on = block.whole(switch.key, least=0) > 1 if is_sized else block.flag(switch.key, switch.is_on)
-    if is_on and not block.values:
-        top.refused(key, switch.why)
-    elif is_on:
-        block.refused_whole(switch.why)
+    if is_on:
+        where, name = (block, switch.key) if block.has(switch.key) else (top, key)
+        where.refused(name, switch.why)
+        block.ignored_whole(f"belongs to {key}, which is refused")
     block.ignored_whole("it is off")

@@ -25,6 +25,7 @@ def read_training(top: Block) -> dict[str, Any]:
         **optimizer,
         **read_schedule(top, optimizer),
         **_read_reports(top),
+        **_read_compiler(top),
     }
 
 
@@ -96,8 +97,20 @@ def _read_rest(top: Block) -> None:
     if top.whole("sequence_parallel_size", 1, least=1) > 1:
         top.refused("sequence_parallel_size", "sequences are not split over ranks here; leave it out")
     top.ignored("sequence_parallel_size", "one rank has whole sequences")
+
+
+def _read_compiler(top: Block) -> dict[str, Any]:
+    """DeepCompile is refused; `disable` and `backend` said that torch.compile is to be used, once."""
     compile_ = top.inner("compile")
     if compile_.flag("deepcompile"):
         compile_.refused("deepcompile", "there is no such compiler here; --compile is torch.compile, block by block")
     compile_.ignored("deepcompile", "it is off")
     ignore(compile_, IGNORED["compile"])
+    compiles = compile_.has("disable") and not compile_.flag("disable")
+    compile_.word("backend", ("inductor",), "inductor")
+    for key in ("disable", "backend"):
+        if compiles:
+            compile_.used(key, "compile: torch.compile, block by block (DeepSpeed has dropped the key)")
+        else:
+            compile_.ignored(key, "nothing is compiled")
+    return {"compile": True} if compiles else {}
