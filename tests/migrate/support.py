@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.layout import layout_of
-from shardwise.migrate.account import Entry
+from shardwise.migrate.account import Entry, name_of
 from shardwise.migrate.migrated import Migrated
 from shardwise.train.settings import Settings
 
@@ -35,8 +35,7 @@ def require_sound(migrated: Migrated) -> None:
 def _keys(block: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Of every value that is no block: its path, and those of the blocks around it before it."""
     for key, value in block.items():
-        name = repr(key) if "." in key else key
-        ways = (*above, f"{above[-1]}.{name}" if above else name)
+        ways = (*above, f"{above[-1]}.{name_of(key)}" if above else name_of(key))
         if isinstance(value, dict) and value:
             yield from _keys(value, ways)
         else:

@@ -93,7 +93,7 @@ def test_what_is_no_stage_is_refused(stage: Any) -> None:
 
 def test_a_slip_of_the_pen_does_not_turn_sharding_off() -> None:
     found = of(zero_optimisation={"stage": 3})
-    assert refusal(found, "zero_optimisation") == "unknown here; did you mean 'zero_optimization'?"
+    assert refusal(found, "zero_optimisation") == "nobody here knows it; did you mean 'zero_optimization'?"
 
 
 def test_a_key_in_the_wrong_block_is_told_the_right_one() -> None:
@@ -152,9 +152,9 @@ def test_strategies(written: dict[str, Any], strategy: str) -> None:
         ("offload_optimizer.device", {"stage": 0, "offload_optimizer": HOST}, "in stages 1 to 3 alone"),
         ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "nvme"}}, "needs nvme_path"),
         ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "gpu"}}, "known: cpu, none, nvme"),
-        ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "auto"}}, "is not chosen by anybody"),
+        ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "auto"}}, "nobody chooses it"),
         ("offload_optimizer.ratio", {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0}}, "moves nothing"),
-        ("offload_optimizer.ratio", {"stage": 3, "offload_optimizer": {**HOST, "ratio": 1.5}}, "at most 1"),
+        ("offload_optimizer.ratio", {"stage": 3, "offload_optimizer": {**HOST, "ratio": 1.5}}, "it must be at most 1"),
         ("cpu_offload", {"stage": 2, "cpu_offload": True, "offload_optimizer": HOST}, "in the old way"),
         ("mics_shard_size", {"stage": 2, "mics_shard_size": 2}, "groups are of stage 3"),
         (
@@ -189,7 +189,7 @@ def test_an_encoded_copy_in_a_node_stays_on_the_device() -> None:
 def test_two_folders() -> None:
     one, other = ({"device": "nvme", "nvme_path": path} for path in ("/a", "/b"))
     found = zero(3, offload_optimizer=one, offload_param=other)
-    assert "all that rests on disk is in one" in refusal(found, "zero_optimization.offload_param.nvme_path")
+    assert "all that rests on disk is in one folder" in refusal(found, "zero_optimization.offload_param.nvme_path")
 
 
 def test_a_disk_below_stage_three_is_not_quietly_the_host() -> None:
@@ -199,9 +199,13 @@ def test_a_disk_below_stage_three_is_not_quietly_the_host() -> None:
     )
 
 
-def test_sizes_of_the_original() -> None:
-    found = zero(3, reduce_bucket_size="auto", max_live_parameters=7e8, stage3_prefetch_bucket_size="1e6")
-    assert found.original.sizes == {"allgather": 5e8, "prefetch": 1e6, "live": 7e8, "persistent": 1e5}
+def test_buffers_of_the_original() -> None:
+    assert of().original.bucket_elems == 0
+    assert zero(2, reduce_bucket_size=100).original.bucket_elems == 100
+    assert zero(1, reduce_bucket_size=100, overlap_comm=True).original.bucket_elems == 200
+    assert zero(3, reduce_bucket_size="1e2", stage3_prefetch_bucket_size=7).original.bucket_elems == 107
+    found = zero(3, reduce_bucket_size="auto")
+    assert found.original.bucket_elems == 50_000_000
     assert "hidden size" in rows(found)["zero_optimization.reduce_bucket_size"].text
 
 
@@ -282,7 +286,11 @@ def test_steps_that_deepspeed_leaves_out(stage: int, written: dict[str, Any], sk
         ("bf16.bf16_master_weights_and_grads", {"bf16": {**ON, "bf16_master_weights_and_grads": True}}, "or neither"),
         ("bfloat16.enabled", {"bf16": ON, "bfloat16": ON}, "leave one"),
         ("torch_autocast.enabled", {"torch_autocast": {**ON, "dtype": "bfloat16"}}, "under torch.autocast"),
-        ("data_types.param_dtype", {"bf16": ON, "data_types": {"param_dtype": "fp16"}}, "contradict each other"),
+        (
+            "data_types.param_dtype",
+            {"bf16": ON, "data_types": {"param_dtype": "fp16"}},
+            "it contradicts precision bf16",
+        ),
         ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "bf16"}}, "cast them before sw.shard"),
         ("communication_data_type", {"communication_data_type": "int8"}, "unknown"),
     ],

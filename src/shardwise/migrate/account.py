@@ -209,7 +209,7 @@ class Block:
             assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
             right = places.get(key, ())
             meant = f"did you mean {right[0]!r}?" if len(right) == 1 else _nearest(key, self._known)
-            self.refused(key, f"nobody here knows it; {meant}")
+            self.account.settle(path, value, "refused", f"nobody here knows it; {meant}")
 
     def _settle_rest(self, fate: Fate, text: str) -> None:
         for key in self.values:
@@ -246,9 +246,12 @@ class Block:
         return default
 
     def path_of(self, key: str) -> str:
-        """A key with a dot in it is not a key in a block."""
-        name = repr(key) if "." in key else key
-        return f"{self.path}.{name}" if self.path else name
+        return f"{self.path}.{name_of(key)}" if self.path else name_of(key)
+
+
+def name_of(key: str) -> str:
+    """In a path: a key with a dot in it is not a key in a block, and one without a name has one."""
+    return key if key and not set(key) & set(".'") else repr(key)
 
 
 def _number(value: Tree) -> float | None:

@@ -77,7 +77,7 @@ def _read_adam(params: Block, found: dict[str, Any], asked: str) -> float:
     if not params.auto("betas", "--adam-beta1 and --adam-beta2, as the trainer has them"):
         betas = params.numbers("betas", (0.9, 0.999))
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            params.refused("betas", "must be two numbers, each at least 0 and below 1")
+            params.refused("betas", "it must be two numbers, each at least 0 and below 1")
         else:
             found |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
             params.used("betas", f"adam_beta1 {betas[0]:g} and adam_beta2 {betas[1]:g}")

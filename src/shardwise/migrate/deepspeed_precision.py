@@ -63,7 +63,7 @@ def _computes(half: Block, brain: Block) -> Computes:
     is_half = not left_open[0] and half.flag("enabled")
     is_brain = not left_open[1] and brain.flag("enabled")
     if is_half and is_brain:
-        half.refused("enabled", "and bf16 is enabled, too: a model computes in one of them")
+        half.refused("enabled", "bf16 is enabled, too, and a model computes in one of them")
     whole = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     has = [brain.flag(key) for key in whole]
     for key, is_on in zip(whole, has, strict=True):
@@ -169,9 +169,7 @@ def _read_types(types: Block, computes: Computes) -> None:
     key = "param_dtype"
     wanted = _format(types, key)
     if wanted and wanted != computes.model and not computes.is_open:
-        types.refused(
-            key, f"and precision {computes.name} contradict each other; leave it out, as it follows from that"
-        )
+        types.refused(key, f"it contradicts precision {computes.name}, which it follows from; leave it out")
     types.used(key, f"precision {computes.name}")
     key = "buffer_dtype"
     _format(types, key)

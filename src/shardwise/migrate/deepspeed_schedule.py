@@ -26,7 +26,7 @@ def read_schedule(top: Block, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {}
     asked = block.word("type", (*TYPES, *REFUSED), "")
     if asked not in TYPES:
-        block.refused("type", f"{REFUSED.get(asked, 'unknown')}; {INSTEAD}")
+        block.refused("type", f"{REFUSED.get(asked, 'it is unknown')}; {INSTEAD}")
         params.ignored_whole("belongs to a schedule that is refused")
         return {}
     block.used("type", f"lr_scheduler_type {TYPES[asked]}: the same learning rate in every step")
@@ -84,7 +84,7 @@ def _read_rates(params: Block, found: dict[str, Any], asked: str, optimizer: dic
     low = params.number("warmup_min_lr", 0.0, least=0)
     if low and (high is None or low > high):
         params.refused(
-            "warmup_min_lr", f"must be at most warmup_max_lr, {'which is not said' if high is None else high}"
+            "warmup_min_lr", f"it must be at most warmup_max_lr, {'which is not said' if high is None else high}"
         )
     elif low and high:
         found["warmup_min_ratio"] = low / high

@@ -4,12 +4,12 @@ A stage is never another stage. Whatever our table refuses is a refusal of the k
 own sentence, and the strategy goes without it: what comes out is always one that `layout_of` accepts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import ConfigurationError
 from ..layout import layout_of
 from ..train.offload import offload_of
-from .account import Block
+from .account import AUTO, Block
 from .deepspeed_keys import IGNORED, SHORT_NAMES, ignore
 from .names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
 
@@ -18,14 +18,6 @@ DEVICES = ("none", "cpu", "nvme")
 PLACES = {"cpu": "host", "nvme": "disk"}
 GATHERS = "gather_16bit_weights_on_model_save"
 EXPORT = "export: the trainer writes whole weights at the end"
-# Elements of DeepSpeed's buffers: key, and what it is where nothing is said.
-SIZES = {
-    "reduce": ("reduce_bucket_size", 500_000_000),
-    "allgather": ("allgather_bucket_size", 500_000_000),
-    "prefetch": ("stage3_prefetch_bucket_size", 50_000_000),
-    "live": ("stage3_max_live_parameters", 1_000_000_000),
-    "persistent": ("stage3_param_persistence_threshold", 100_000),
-}
 
 
 @dataclass(slots=True)
@@ -39,7 +31,7 @@ class Sharding:
     folder: str | None = None
     exports: bool = False
     has_norm: bool = True
-    sizes: dict[str, float] = field(default_factory=dict)
+    bucket_elems: int = 0  # of buffers that DeepSpeed keeps beside the states
 
     def tell_stage(self, also: str = "") -> None:
         kind = f", stage {LAST} in groups of ranks" if self.node_size is not None else ""
@@ -60,7 +52,7 @@ def read_sharding(top: Block) -> Sharding:
         return _old_form(top)
     zero = top.inner("zero_optimization")
     stage = zero.whole("stage", 0, least=0, most=LAST)
-    found = Sharding(stage, STAGES[stage], zero, sizes=_sizes(zero))
+    found = Sharding(stage, STAGES[stage], zero, bucket_elems=_bucket_elems(zero, stage))
     _refuse_both_names(zero)
     ignore(zero, IGNORED["zero_optimization"])
     ignore(zero.inner("leaf_module"), IGNORED["zero_optimization.leaf_module"])
@@ -83,7 +75,7 @@ def _old_form(top: Block) -> Sharding:
 def _refuse_both_names(zero: Block) -> None:
     for short, key in SHORT_NAMES.items():
         if zero.has(short) and zero.has(key):
-            zero.refused(short, f"is {key} by another name; leave one")
+            zero.refused(short, f"it is {key} by another name; leave one")
 
 
 def _read_groups(zero: Block, found: Sharding) -> None:
@@ -123,13 +115,13 @@ def _read_optimizer(zero: Block, found: Sharding) -> None:
         return
     source, key = (block, "device") if block.has("device") else (zero, "cpu_offload")
     if found.stage == 0:
-        source.refused(key, f"{device}: DeepSpeed moves the optimizer in stages 1 to {LAST} alone; write a stage")
+        source.refused(key, f"DeepSpeed moves the optimizer in stages 1 to {LAST} alone; write a stage")
     elif device == "nvme" and found.stage != LAST:
         source.refused(
             key, f"in stage {found.stage} DeepSpeed keeps it on the host all the same; write cpu, or stage {LAST}"
         )
     elif ratio == 0:
-        block.refused("ratio", "moves nothing; leave offload_optimizer out, or write a part above 0")
+        block.refused("ratio", "it moves nothing; leave offload_optimizer out, or write a part above 0")
         source.ignored(key, "a part of 0 moves nothing")
     else:
         place = PLACES[device]
@@ -165,7 +157,7 @@ def _device(zero: Block, block: Block, old: str) -> str:
     if not is_old:
         zero.ignored(old, "it stays on the device")
     elif block.has("device"):
-        zero.refused(old, f"says the same as {block.path} in the old way; leave {block.path}")
+        zero.refused(old, f"it says the same as {block.path} in the old way; leave {block.path}")
     if device != "nvme":
         block.ignored("nvme_path", f"the device is {device}, and nothing goes to a disk")
     return "cpu" if is_old and not block.has("device") else device
@@ -181,9 +173,11 @@ def _take_folder(block: Block, found: Sharding, device: str) -> None:
     except ConfigurationError:
         is_path = False
     if not is_path:
-        block.refused("nvme_path" if block.has("nvme_path") else "device", "needs nvme_path: a folder on a local disk")
+        block.refused(
+            "nvme_path" if block.has("nvme_path") else "device", "it needs nvme_path, a folder on a local disk"
+        )
     elif found.folder not in (None, path):
-        block.refused("nvme_path", f"and {found.folder} are two folders; all that rests on disk is in one")
+        block.refused("nvme_path", f"{found.folder} is named, too, and all that rests on disk is in one folder")
     else:
         found.folder = path
         block.used("nvme_path", f"offload disk:{path} (disk_path= of sw.shard)")
@@ -240,15 +234,20 @@ def _read_rest(zero: Block, found: Sharding) -> None:
     zero.refused("zenflow", "it updates a part of the weights late, with old gradients; leave it out")
 
 
-def _sizes(zero: Block) -> dict[str, float]:
-    """What Hugging Face would fill in is left out: it depends on the model."""
-    found: dict[str, float] = {}
-    for name, (key, default) in SIZES.items():
-        short = key.removeprefix("stage3_")
-        written = key if zero.has(key) or not zero.has(short) else short
-        if str(zero.values.get(written)).lower() != "auto":
-            found[name] = zero.whole(written, default, least=0)
-    return found
+def _bucket_elems(zero: Block, stage: int) -> int:
+    """Gradients wait for their reduction in one buffer, or in two that take turns; stage 3 fetches weights ahead. What
+    Hugging Face would fill in depends on the model, and is small."""
+    if stage == 0:
+        return 0
+    reduce = _size(zero, "reduce_bucket_size", 500_000_000)
+    if stage == LAST:
+        return reduce + _size(zero, "stage3_prefetch_bucket_size", 50_000_000)
+    return reduce * (2 if zero.flag("overlap_comm") else 1)
+
+
+def _size(zero: Block, key: str, default: int) -> int:
+    is_auto = str(zero.values.get(key)).lower() == AUTO
+    return 0 if is_auto else zero.whole(key, default, least=0)
 
 
 def _accepted(strategy: str) -> str:

@@ -50,8 +50,8 @@ def _read_batch(top: Block) -> dict[str, Any]:
     if whole and whole % of_a_rank:
         top.refused(
             "train_batch_size",
-            f"is not ranks x {micro or 1} train_micro_batch_size_per_gpu x {num_micro or 1} gradient_accumulation_steps"
-            f" for any number of ranks; make it a multiple of {of_a_rank}",
+            f"it is not ranks x {micro or 1} train_micro_batch_size_per_gpu x {num_micro or 1} "
+            f"gradient_accumulation_steps for any number of ranks; make it a multiple of {of_a_rank}",
         )
     elif whole and micro and num_micro:
         top.used("train_batch_size", f"global_batch_size {whole}, which is so on {whole // of_a_rank} ranks")
