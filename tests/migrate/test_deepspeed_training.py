@@ -4,8 +4,9 @@ Two gloo ranks, 20 steps of the in-tree model. DeepSpeed makes optimizer and sch
 `sw.shard(**migrated.words)` and the trainer's functions for everything else, with all parameters in one group, as
 DeepSpeed is given them.
 
-In fp32 the largest relative error of a loss, a norm or a weight tensor is 1e-5: both sum in fp32, in another order. In
-bf16 gradients are rounded to 8 bits before and after they are summed, in another order again: losses within 1%.
+The largest relative errors that were seen: in fp32 2e-7 of a loss, 1.4e-6 of a norm, 3e-7 of a weight tensor, because
+both sum in another order (bit for bit without clipping). With bf16 weights 0.2% of a loss: gradients are rounded to 8
+bits before and after they are summed, in another order again.
 """
 
 from contextlib import nullcontext
@@ -113,6 +114,8 @@ def train_from_the_same(config: dict[str, Any]) -> Outcome:
         settings.adam_epsilon,
         settings.weight_decay,
     )
+    if "bf16" in config and settings.strategy == "ddp":
+        _step_with_zeros(optimizer)
     model, optimizer = sw.shard(model, optimizer, **migrated.words)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -129,6 +132,14 @@ def train_from_the_same(config: dict[str, Any]) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     return Outcome(losses, norms, sw.full_state_dict(model))
+
+
+def _step_with_zeros(optimizer: torch.optim.Optimizer) -> None:
+    """As DeepSpeed does once, in stage 0 with 16-bit weights: Adam's bias correction is a step ahead from then on."""
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _mean(loss: torch.Tensor) -> float:
@@ -153,17 +164,13 @@ def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", IN_FP32)
 def test_fp32(run_ranks: Pool, on_deepspeed: DeepSpeed, name: str) -> None:
-    found = errors(
-        run_ranks(WORLD, train_from_the_same, IN_FP32[name])[0], on_deepspeed(train_with_deepspeed, IN_FP32[name])
-    )
-    print("\nFP32", name, found)
-    assert max(found.values()) <= 1e-5
+    ours = run_ranks(WORLD, train_from_the_same, IN_FP32[name])[0]
+    found = errors(ours, on_deepspeed(train_with_deepspeed, IN_FP32[name]))
+    assert max(found.values()) <= 1e-5, found
 
 
 @pytest.mark.parametrize("name", IN_BF16)
 def test_bf16(run_ranks: Pool, on_deepspeed: DeepSpeed, name: str) -> None:
-    found = errors(
-        run_ranks(WORLD, train_from_the_same, IN_BF16[name])[0], on_deepspeed(train_with_deepspeed, IN_BF16[name])
-    )
-    print("\nBF16", name, found)
-    assert found["losses"] <= 0.01
+    ours = run_ranks(WORLD, train_from_the_same, IN_BF16[name])[0]
+    found = errors(ours, on_deepspeed(train_with_deepspeed, IN_BF16[name]))
+    assert found["losses"] <= 0.005, found

@@ -23,6 +23,7 @@ TOLD = {
     True: "gradients travel, rest and are summed in 16 bits, as DeepSpeed's do where nothing else is said",
     False: "gradients are summed in what the file says",
 }
+AT_THE_START = "; DeepSpeed's stage 0 steps once with zeros before the first step, which is not done here"
 OPEN = "precision bf16, unless --precision says otherwise"
 
 
@@ -49,8 +50,11 @@ def read_precision(top: Block, found: Sharding) -> dict[str, Any]:
     reduce = _read_gradients(top, computes, found)
     if skips:
         found.tell_stage("; steps whose gradient is not finite are left out, as DeepSpeed does it (skip_nonfinite)")
+    also = AT_THE_START if found.stage == 0 else ""
     if computes.model == "bf16" and not computes.is_open:
-        brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}: {TOLD[reduce == 'bf16']}")
+        brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}: {TOLD[reduce == 'bf16']}{also}")
+    elif computes.model == "fp16":
+        half.used("enabled", f"precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16{also}")
     return {
         "precision": computes.name,
         **({} if reduce is None else {"reduce_dtype": reduce}),
@@ -78,9 +82,7 @@ def _computes(half: Block, brain: Block) -> Computes:
     name = "pure-bf16" if is_brain and all(has) else "bf16" if is_brain else "fp16" if is_half else "fp32"
     if not is_brain and not left_open[1]:
         brain.used("enabled", "precision fp32, unless another is enabled")
-    if is_half:
-        half.used("enabled", "precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16")
-    elif not left_open[0]:
+    if not is_half and not left_open[0]:
         half.used("enabled", "precision fp32, unless another is enabled")
     if any(left_open) and not (is_half or is_brain):
         return Computes("bf16", "bf16", is_open=True)
