@@ -69,6 +69,7 @@ IN_BF16 = {
     "stage 3 in fp32, sent in bf16": written(3, communication_data_type="bf16"),
     **{f"stage {stage}": written(stage, **BF16) for stage in range(4)},
     "stage 2, accumulated": written(2, num_micro=3, **BF16),
+    "stage 2, on the host": written(2, **BF16, **ON_HOST),
     "stage 1, summed in fp32": written(1, num_micro=3, data_types={"grad_accum_dtype": "fp32"}, **BF16),
     "stage 3, sent in fp32": written(3, communication_data_type="fp32", **BF16),
 }

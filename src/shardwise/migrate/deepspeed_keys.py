@@ -22,11 +22,11 @@ ANY_WHOLE: Check = Block.whole
 
 UNITS = "what travels together is a unit, a block of the model, whatever its size"
 AHEAD = "one unit is gathered ahead of the one that computes; memory_budget= of sw.shard allows more"
-ALWAYS = "always so here"
+ALWAYS = "it is always so here"
 DISK = "the disk is read and written by eight threads, in pieces of its own, past the page cache"
 PINNED = "the host's memory is pinned wherever the system allows it"
 CHECKPOINTS = "checkpoints are the trainer's own: every rank writes its part, and any number of ranks reads them"
-LOGGED = "metrics.jsonl in the run folder has time, memory and throughput of every step"
+LOGGED = "metrics.jsonl in the run folder has time, memory and throughput"
 TRACED = "--profile writes a trace of three steps"
 NO_COMET = "nothing is sent to Comet"
 RECOMPUTED = (
@@ -62,7 +62,7 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
     },
     "zero_optimization": {
         "contiguous_gradients": (FLAG, f"{ALWAYS}: gradients are written into the buffers that travel"),
-        "reduce_scatter": (FLAG, f"{ALWAYS} where gradients are split; the sums are the same"),
+        "reduce_scatter": (FLAG, f"{ALWAYS}, where gradients are split; the sums are the same"),
         "use_multi_rank_bucket_allreduce": (FLAG, UNITS),
         "allgather_partitions": (FLAG, f"{ALWAYS}: parameters are gathered in one collective for each unit"),
         "allgather_bucket_size": (WHOLE, UNITS),

@@ -27,6 +27,7 @@ class Sharding:
     stage: int
     strategy: str
     block: Block
+    grouped: str = ""  # how stage 3 uses groups of ranks, for its row
     node_size: int | None = None
     folder: str | None = None
     exports: bool = False
@@ -34,8 +35,7 @@ class Sharding:
     bucket_elems: int = 0  # of buffers that DeepSpeed keeps beside the states
 
     def tell_stage(self, also: str = "") -> None:
-        kind = f", stage {LAST} in groups of ranks" if self.node_size is not None else ""
-        self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{kind}{also}")
+        self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{self.grouped}{also}")
 
     def change(self, block: Block, key: str, words: str, becomes: str, fix: str = "") -> None:
         """Behind the strategy's name; the key is refused where the table does not know such a row."""
@@ -89,6 +89,7 @@ def _read_groups(zero: Block, found: Sharding) -> None:
         zero.refused(key, f"groups are of stage {LAST}, and this is stage {found.stage}")
     else:
         found.strategy, found.node_size = IN_GROUPS, size
+        found.grouped = f", stage {LAST} in groups of ranks (mics_shard_size)"
         zero.used(key, f"strategy {IN_GROUPS} with node_size {size}: split in groups of {size}, equal across them")
     if copy_size <= 1:
         zero.ignored(second, "no second copy")
@@ -98,6 +99,7 @@ def _read_groups(zero: Block, found: Sharding) -> None:
         zero.refused(second, f"groups of {copy_size} with mics_shard_size {size}: a group has its copy already")
     else:
         found.strategy, found.node_size = STAGE_3_WITH_A_COPY_PER_NODE, copy_size
+        found.grouped = f", stage {LAST} with a second copy in groups of ranks (zero_hpz_partition_size)"
         zero.used(
             second,
             f"strategy {found.strategy} with node_size {copy_size}: the copy in a group is what parameters rest in, "
