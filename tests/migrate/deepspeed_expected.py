@@ -8,6 +8,8 @@ from typing import Any
 
 LEFT_TO_ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 ON_HOST = "+optimizer=host+grads=host"
+# Left to the trainer: bf16, unless it is told otherwise.
+OPEN = {"precision": "bf16", "skip_nonfinite": True}
 IN_16_BITS = {"precision": "bf16", "reduce_dtype": "bf16", "skip_nonfinite": True}
 
 EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -18,7 +20,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         set(),
     ),
-    "axolotl_stage1_compiled": ({"strategy": "zero1", "precision": "bf16", "compile": True}, set()),
+    "axolotl_stage1_compiled": ({"strategy": "zero1", **OPEN, "compile": True}, set()),
     "axolotl_stage3_params_on_host": (
         {"strategy": "zero3", **IN_16_BITS, "export": True},
         {"zero_optimization.offload_param.device"},
@@ -101,7 +103,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "hugging_face_stage2": (
         {
-            "strategy": "zero2", "precision": "bf16", "optimizer": "adamw", "lr_scheduler_type": "warmup_lr",
+            "strategy": "zero2", **OPEN, "optimizer": "adamw", "lr_scheduler_type": "warmup_lr",
             "warmup_type": "log", "logging_steps": 500,
         },
         set(),
@@ -121,16 +123,16 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "llama_factory_stage0": ({"strategy": "ddp", "precision": "bf16"}, set()),
     "llama_factory_stage3_offload": (
-        {"strategy": f"zero3{ON_HOST}+params=host", "precision": "bf16", "export": True},
+        {"strategy": f"zero3{ON_HOST}+params=host", **OPEN, "export": True},
         set(),
     ),
     "llama_factory_tensor_parallel": (
-        {"strategy": "zero2", "precision": "bf16"},
+        {"strategy": "zero2", **OPEN},
         {"tensor_parallel.autotp_size"},
     ),
     "open_instruct_stage3": (
         {
-            "strategy": "zero3", "precision": "bf16", "export": True, "optimizer": "adamw",
+            "strategy": "zero3", **OPEN, "export": True, "optimizer": "adamw",
             "lr_scheduler_type": "warmup_decay_lr", "warmup_type": "log", "logging_steps": 50_000,
         },
         set(),

@@ -267,6 +267,10 @@ def test_gradients_that_travel_in_fewer_bits_than_they_are_summed_in(written: di
         (0, {"bf16": ON}, True),
         (2, {"bf16": {**ON, "check_grad_overflow": False}}, False),
         (3, {"bf16": {**ON, "check_grad_overflow": False}}, True),
+        (1, {"bf16": {**ON, "check_grad_overflow": False}}, False),
+        (1, {"bf16": {**ON, "check_grad_overflow": False}, "data_types": {"grad_accum_dtype": "fp32"}}, True),
+        (1, {"bf16": {"enabled": "auto"}}, True),
+        (0, {"bf16": {"enabled": "auto"}}, False),
     ],
 )
 def test_steps_that_deepspeed_leaves_out(stage: int, written: dict[str, Any], skips: bool) -> None:
@@ -382,6 +386,17 @@ def test_a_schedule_without_total_steps_is_as_long_as_the_run() -> None:
     assert found.settings["learning_rate"] == 1e-3
     assert found.settings["warmup_steps"] == 1000
     assert "schedule_steps" not in found.settings
+
+
+def test_a_schedule_has_a_learning_rate_of_its_own() -> None:
+    """DeepSpeed's default of it, too, counts more than the optimizer's."""
+    adam = {"type": "AdamW", "params": {"lr": 0.5}}
+    found = of(optimizer=adam, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}})
+    assert found.settings["learning_rate"] == 1e-3
+    assert rows(found)["optimizer.params.lr"].fate == "ignored"
+    found = of(optimizer=adam, scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.25}})
+    assert found.settings["learning_rate"] == 0.5
+    assert found.settings["warmup_min_ratio"] == 0.5
 
 
 def test_a_warm_up_from_nowhere() -> None:

@@ -23,7 +23,7 @@ ANY_WHOLE: Check = Block.whole
 UNITS = "what travels together is a unit, a block of the model, whatever its size"
 AHEAD = "one unit is gathered ahead of the one that computes; memory_budget= of sw.shard allows more"
 ALWAYS = "it is always so here"
-DISK = "the disk is read and written by eight threads, in pieces of its own, past the page cache"
+DISK = "the disk is read and written by eight threads, in pieces of their own"
 PINNED = "the host's memory is pinned wherever the system allows it"
 CHECKPOINTS = "checkpoints are the trainer's own: every rank writes its part, and any number of ranks reads them"
 LOGGED = "metrics.jsonl in the run folder has time, memory and throughput"
@@ -89,7 +89,7 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
         "memory_efficient_linear": (FLAG, "linear layers write weight gradients straight into what travels"),
         "pipeline_loading_checkpoint": (FLAG, CHECKPOINTS),
         "override_module_apply": (FLAG, "a model is built on the meta device, and filled rank by rank"),
-        "log_trace_cache_warnings": (FLAG, "an order of modules that changes is planned again, and said"),
+        "log_trace_cache_warnings": (FLAG, "an order of modules that is not the expected one is planned again, once"),
         "enable_sanity_checks": (FLAG, "ranks compare what they were given when a model is sharded"),
         "save_muon_momentum_buffer_in_memory": (FLAG, "there is no Muon here"),
         "mics_hierarchical_params_gather": (FLAG, "gathers stay inside the group"),

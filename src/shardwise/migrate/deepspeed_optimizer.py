@@ -31,9 +31,7 @@ FIXED = {
 FREE = ("legacy_fusion", "set_grad_none", "foreach", "fused", "capturable", "differentiable")
 
 
-def read_optimizer(top: Block) -> dict[str, Any]:
-    block = top.inner("optimizer")
-    params = block.inner("params")
+def read_optimizer(block: Block, params: Block) -> dict[str, Any]:
     block.flag("legacy_fusion")
     block.ignored("legacy_fusion", "how DeepSpeed launches its kernels; results are the same")
     if not block.has("type"):

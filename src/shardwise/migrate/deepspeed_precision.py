@@ -46,8 +46,11 @@ def read_precision(top: Block, found: Sharding) -> dict[str, Any]:
     computes = _computes(half, brain)
     _read_half(half)
     _read_autocast(top.inner("torch_autocast"))
-    skips = _skips(brain, computes, found)
-    reduce = _read_gradients(top, computes, found)
+    types = top.inner("data_types")
+    rests = _format(types, "grad_accum_dtype")
+    _read_types(types, computes)
+    skips = _skips(brain, computes, found, rests)
+    reduce = _read_gradients(top, types, rests, computes, found)
     if skips:
         found.tell_stage("; steps whose gradient is not finite are left out, as DeepSpeed does it (skip_nonfinite)")
     also = AT_THE_START if found.stage == 0 else ""
@@ -121,29 +124,30 @@ def _read_autocast(block: Block) -> None:
     block.ignored("enabled", "it is off")
 
 
-def _skips(brain: Block, computes: Computes, found: Sharding) -> bool:
+def _skips(brain: Block, computes: Computes, found: Sharding, rests: str) -> bool:
     """Whether steps whose gradient is not finite are left out: DeepSpeed does so nearly always, also in fp32."""
     brain.flag("immediate_grad_update")
     brain.ignored("immediate_grad_update", "gradients are added to the sum as they come, here always")
     key = "check_grad_overflow"
     checks = brain.flag(key, True)
-    is_asked = computes.model == "bf16" and found.stage in (1, 2)
+    # Another class of DeepSpeed's is stage 1 with sums in fp32, and that one always looks.
+    is_asked = computes.model == "bf16" and (found.stage == 2 or (found.stage == 1 and rests != "fp32"))
     if is_asked:
         brain.used(key, f"skip_nonfinite {str(checks).lower()}")
     else:
-        brain.ignored(key, "DeepSpeed asks it for bf16 in stages 1 and 2 alone")
-    if computes.is_open or computes.model == "fp16":  # fp16 leaves them out by itself
+        brain.ignored(key, "DeepSpeed asks it for bf16 in stages 1 and 2, and in stage 1 unless sums are fp32")
+    if computes.model == "fp16":  # leaves them out by itself
         return False
-    if computes.model == "bf16":
-        return checks if is_asked else True
+    if is_asked:
+        return checks
+    if computes.model == "bf16" and not computes.is_open:
+        return True
     return found.stage > 0 and found.has_norm
 
 
-def _read_gradients(top: Block, computes: Computes, found: Sharding) -> str | None:
+def _read_gradients(top: Block, types: Block, rests: str, computes: Computes, found: Sharding) -> str | None:
     """What gradients are summed in, if it is not what our precision says."""
-    types = top.inner("data_types")
-    rests, travels = _format(types, "grad_accum_dtype"), _format(top, "communication_data_type")
-    _read_types(types, computes)
+    travels = _format(top, "communication_data_type")
     model = computes.model
     if "fp16" in (rests, model):
         summed = "fp32"

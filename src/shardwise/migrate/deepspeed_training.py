@@ -17,13 +17,19 @@ CLIPPED_TO = 1.0
 
 
 def read_training(top: Block) -> dict[str, Any]:
-    optimizer = read_optimizer(top)
+    block = top.inner("optimizer")
+    params = block.inner("params")
+    optimizer = read_optimizer(block, params)
+    schedule = read_schedule(top, optimizer)
+    rate = schedule.get("learning_rate")
+    if rate is not None and rate != optimizer.get("learning_rate"):
+        params.ignored("lr", f"the schedule goes up to a learning rate of its own, {rate:g}")
     _read_rest(top)
     return {
         **_read_batch(top),
         **_read_clipping(top),
         **optimizer,
-        **read_schedule(top, optimizer),
+        **schedule,
         **_read_reports(top),
         **_read_compiler(top),
     }
