@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.layout import layout_of
 from shardwise.migrate.account import Entry, name_of
 from shardwise.migrate.migrated import Migrated
+from shardwise.train.offload import check_strategy
 from shardwise.train.settings import Settings
 
 
@@ -30,6 +31,7 @@ def require_sound(migrated: Migrated) -> None:
     layout_of(migrated.strategy)
     if not migrated.refused:
         Settings(**migrated.settings)
+        check_strategy(migrated.strategy, migrated.settings.get("offload", ()))
 
 
 def _keys(block: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

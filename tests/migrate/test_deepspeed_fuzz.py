@@ -106,7 +106,61 @@ def block_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(pairs, max_size=6).map(dict)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+def some(**parts: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=parts)
+
+
+def either(*choices: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(choices)
+
+
+sizes, small = st.integers(1, 10**9), st.floats(1e-7, 1e-2)
+elsewhere = some(device=either("cpu", "nvme", "none"), nvme_path=st.just("/nvme"), pin_memory=st.booleans())
+# Files as people write them: right keys, right types.
+sensible = some(
+    train_micro_batch_size_per_gpu=either(1, 8, "auto"),
+    gradient_accumulation_steps=either(1, 2, "auto"),
+    gradient_clipping=either(0, 0.5, 1.0, "auto"),
+    steps_per_print=sizes,
+    communication_data_type=either("fp32", "bf16"),
+    data_types=some(grad_accum_dtype=either("fp32", "bf16")),
+    bf16=some(enabled=either(True, False, "auto"), check_grad_overflow=st.booleans()),
+    zero_optimization=some(
+        stage=st.integers(0, 3),
+        overlap_comm=st.booleans(),
+        reduce_bucket_size=sizes,
+        stage3_param_persistence_threshold=either(0, 10**5, "auto"),
+        offload_optimizer=elsewhere,
+        offload_param=elsewhere,
+        zero_hpz_partition_size=either(1, 2, 8),
+        zero_quantized_weights=st.booleans(),
+        zero_quantized_gradients=st.booleans(),
+    ),
+    optimizer=st.fixed_dictionaries(
+        {"type": either("Adam", "AdamW")},
+        optional={"params": some(lr=small, betas=st.just([0.9, 0.99]), eps=small, weight_decay=either(0, 0.1, "auto"))},
+    ),
+    scheduler=st.fixed_dictionaries(
+        {"type": either("WarmupLR", "WarmupDecayLR")},
+        optional={"params": some(warmup_num_steps=sizes, warmup_max_lr=small, warmup_type=either("log", "linear"))},
+    ),
+)
+# What a file that is written right may be refused for.
+PLACES = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "zero_optimization.zero_quantized")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sensible)
+def test_numbers_and_texts_of_them_are_the_same(written: dict[str, Any]) -> None:
+    found, again = read(written, "deepspeed"), read(texts_of(written), "deepspeed")
+    assert found == again
+    require_all_told(found, texts_of(written))
+    require_sound(found)
+    _require_stage(found.strategy, texts_of(written), rows(found))
+    assert all(entry.key.startswith(PLACES) for entry in found.refused)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(block_of(""))
 def test_every_key_is_told_and_nothing_is_raised(written: dict[str, Any]) -> None:
     found = read(written, "deepspeed")
