@@ -30,23 +30,35 @@ PAGE = ROOT / "docs/migrating-loops.md"
 LIBRARIES = ["ddp", "fsdp1", "fsdp2", "deepspeed"]
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3}
 
+Losses = list[tuple[str, float]]
 
-def losses(script: str, checkpoint: Path, precision: str, num_steps: int = 20) -> list[tuple[str, float]]:
-    """What rank 0 of two prints, as pairs of words and number."""
+
+def losses(script: str, checkpoint: Path, precision: str, num_steps: int = 20) -> Losses:
+    """Of two ranks under torchrun."""
     words = [str(SCRIPTS / f"{script}.py"), "--checkpoint", str(checkpoint), "--steps", str(num_steps)]
     if script == "deepspeed_before":
         words.insert(0, str(ROOT / "tests/support/deepspeed_script.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-        + ["--precision", precision],
-        capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-    )  # fmt: skip
+        [*torchrun, *words, "--precision", precision],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return losses_in(done.stdout)
 
 
-def losses_here(folder: str) -> list[list[tuple[str, float]]]:
+def losses_in(printed: str) -> Losses:
+    """What rank 0 prints, as pairs of words and number."""
+    pairs = re.findall(r"^((?:step \d+|eval) loss) (\S+)$", printed, re.MULTILINE)
+    return [(what, float(loss)) for what, loss in pairs]
+
+
+def losses_here(folder: str) -> list[Losses]:
     """Of both scripts of DDP, one after the other, on ranks that have torchrun's environment."""
     sys.path.insert(0, str(SCRIPTS))
     told = []
@@ -58,24 +70,14 @@ def losses_here(folder: str) -> list[list[tuple[str, float]]]:
     return told
 
 
-def losses_in(printed: str) -> list[tuple[str, float]]:
-    return [
-        (what, float(loss)) for what, loss in re.findall(r"^((?:step \d+|eval) loss) (\S+)$", printed, re.MULTILINE)
-    ]
-
-
-def assert_close(found: list[tuple[str, float]], expected: list[tuple[str, float]], precision: str) -> None:
+def assert_close(found: Losses, expected: Losses, precision: str) -> None:
     assert [what for what, _ in found] == [what for what, _ in expected]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=TOLERANCE[precision])
 
 
-def need(library: str) -> None:
-    if importlib.util.find_spec(library) is None and library == "deepspeed":
+def before(library: str, folder: Path, precision: str) -> Losses:
+    if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; it is in the extra 'peers'")
-
-
-def before(library: str, folder: Path, precision: str) -> list[tuple[str, float]]:
-    need(library)
     found = losses(f"{library}_before", folder / "before", precision)
     assert len(found) == 22
     assert found[-1][1] < 0.5 * found[0][1]
@@ -107,3 +109,30 @@ def test_the_losses_are_the_same(library: str, tmp_path: Path) -> None:
 def test_the_losses_are_the_same_in_mixed_precision(library: str, tmp_path: Path) -> None:
     expected = before(library, tmp_path, "bf16")
     assert_close(losses(f"{library}_after", tmp_path / "after", "bf16"), expected, "bf16")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the page
+
+
+def changes(library: str) -> list[str]:
+    """From the old script to the new, below their imports, with a line around what changed."""
+    old, new = ((SCRIPTS / f"{library}_{when}.py").read_text().splitlines() for when in ("before", "after"))
+    begin = "args = arguments()"
+    lines = difflib.unified_diff(old[old.index(begin) :], new[new.index(begin) :], n=1, lineterm="")
+    return ["@@" if line.startswith("@@") else line for line in lines if not line.startswith(("---", "+++"))][1:]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_page_shows_the_scripts(library: str) -> None:
+    blocks = re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == len(LIBRARIES)
+    assert blocks[LIBRARIES.index(library)].splitlines() == changes(library)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_page_counts_what_changes(library: str) -> None:
+    lines = changes(library)
+    removed, added = (sum(line.startswith(sign) and line[1:].strip() != "" for line in lines) for sign in "-+")
+    row = rf"\[before\]\(\.\./examples/migrating/{library}_before\.py\) .*\| {removed} \| {added} \|"
+    assert re.search(row, PAGE.read_text()), f"{library}: {removed} lines go, {added} come"

@@ -24,9 +24,7 @@ atexit.register(time.sleep, 0.1)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="written every ten steps; gone on from, if there"
-    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="written every ten steps, and gone on from")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="stop after so many")
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="what forward and backward compute in")
     return parser.parse_args()

@@ -2,10 +2,11 @@
 
 from contextlib import nullcontext
 
-import shardwise as sw
 import torch
 import torch.distributed as dist
-from common import NUM_MICRO, DEVICE, DTYPES, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
+from common import DEVICE, DTYPES, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
+
+import shardwise as sw
 
 args = arguments()
 sw.init()

@@ -1,10 +1,10 @@
-"""A training loop around DistributedDataParallel, with autocast, accumulation, clipping, a schedule and a checkpoint."""
+"""A training loop around DistributedDataParallel: autocast, accumulation, clipping, a schedule, a checkpoint."""
 
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from common import NUM_MICRO, DEVICE, DTYPES, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
+from common import DEVICE, DTYPES, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 

@@ -2,10 +2,11 @@
 
 from contextlib import nullcontext
 
-import shardwise as sw
 import torch
 import torch.distributed as dist
 from common import DEVICE, NUM_MICRO, NUM_STEPS, Block, Model, arguments, eval_data, loss_of, report, train_data
+
+import shardwise as sw
 
 args = arguments()
 sw.init()

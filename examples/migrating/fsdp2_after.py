@@ -2,16 +2,17 @@
 
 from contextlib import nullcontext
 
-import shardwise as sw
 import torch
 import torch.distributed as dist
-from common import DEVICE, NUM_MICRO, NUM_STEPS, Block, Model, arguments, eval_data, loss_of, report, train_data
+from common import DEVICE, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
+
+import shardwise as sw
 
 args = arguments()
 sw.init()
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer = sw.shard(model, optimizer, strategy="zero3", units=[Block], precision=args.precision)
+model, optimizer = sw.shard(model, optimizer, strategy="zero3", precision=args.precision)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
 
 first_step = 0

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import DEVICE, DTYPES, NUM_MICRO, NUM_STEPS, Block, Model, arguments, eval_data, loss_of, report, train_data
+from common import DEVICE, DTYPES, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
