@@ -34,12 +34,16 @@ Losses = list[tuple[str, float]]
 
 
 def losses(script: str, checkpoint: Path, precision: str, num_steps: int = 20) -> Losses:
+    return losses_of(SCRIPTS / f"{script}.py", checkpoint, precision, num_steps)
+
+
+def losses_of(script: Path, checkpoint: Path, precision: str, num_steps: int = 20) -> Losses:
     """Of two ranks under torchrun."""
-    words = [str(SCRIPTS / f"{script}.py"), "--checkpoint", str(checkpoint), "--steps", str(num_steps)]
-    if script == "deepspeed_before":
+    words = [str(script), "--checkpoint", str(checkpoint), "--steps", str(num_steps)]
+    if script.stem == "deepspeed_before":
         words.insert(0, str(ROOT / "tests/support/deepspeed_script.py"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    path = os.pathsep.join(map(str, [ROOT / "src", ROOT, SCRIPTS]))
     done = subprocess.run(
         [*torchrun, *words, "--precision", precision],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
@@ -109,6 +113,21 @@ def test_the_losses_are_the_same(library: str, tmp_path: Path) -> None:
 def test_the_losses_are_the_same_in_mixed_precision(library: str, tmp_path: Path) -> None:
     expected = before(library, tmp_path, "bf16")
     assert_close(losses(f"{library}_after", tmp_path / "after", "bf16"), expected, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize("library", ["fsdp1", "fsdp2", "deepspeed"])
+def test_the_new_script_goes_on_from_the_old_ones_checkpoint(library: str, tmp_path: Path) -> None:
+    """With the line that the page tells to write."""
+    expected = before(library, tmp_path, "fp32")
+    found = losses(f"{library}_before", tmp_path / "run", "fp32", num_steps=10)
+    script = (SCRIPTS / f"{library}_after.py").read_text()
+    line = 'scheduler.last_epoch = saved["step"]'
+    assert f"\n{line}\n" in PAGE.read_text()
+    (tmp_path / "new.py").write_text(script.replace('scheduler.load_state_dict(saved["scheduler"])', line))
+    found += losses_of(tmp_path / "new.py", tmp_path / "run", "fp32")
+    assert_close(found, expected, "fp32")
 
 
 # ---------------------------------------------------------------------------------------------------------
