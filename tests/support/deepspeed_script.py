@@ -1,4 +1,4 @@
-"""A launcher's way to run a script of DeepSpeed's on CPUs: `python deepspeed_script.py SCRIPT ARGUMENTS`."""
+"""A script that uses DeepSpeed, on CPUs: `torchrun -m tests.support.deepspeed_script SCRIPT ARGUMENTS`."""
 
 import runpy
 import sys
