@@ -96,6 +96,14 @@ def around_a_sharded_model() -> None:
     shard(nn.Sequential(model, nn.Linear(HIDDEN, HIDDEN)))
 
 
+def fully_sharded_block() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model.blocks[1])
+    shard(model)
+
+
 def no_parameters() -> None:
     sw.init()
     sw.shard(nn.Sequential(nn.ReLU()), None, "zero3")
@@ -207,6 +215,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         r"this Linear, or a part of it, is sharded already",
     ),
     "around a sharded model": (around_a_sharded_model, "StateError", r"sharded already"),
+    "wrapped already": (
+        lambda: shard(nn.parallel.DistributedDataParallel(net())),
+        "ConfigurationError",
+        r"\(it is a DistributedDataParallel\): give it the plain model",
+    ),
+    "sharded by torch": (fully_sharded_block, "ConfigurationError", r"\(its module 'blocks\.1' is a FSDPModule\)"),
     "no parameters": (no_parameters, "ConfigurationError", r"this Sequential has no parameters"),
     "meta without seed": (meta_without_seed, "ConfigurationError", r"meta device.*seed="),
     "not sharded": (not_sharded, "StateError", r"this Net is not sharded: call sw\.shard"),

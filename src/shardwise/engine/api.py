@@ -40,7 +40,7 @@ from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .auto import Asked, Batch, choose, layouts_in, machine_here
 from .direct import install_direct_gradients
-from .guards import engine_of, find_engine, guard
+from .guards import engine_of, find_engine, guard, refuse_wrapped
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
@@ -159,6 +159,7 @@ def _prepare(
         raise StateError(
             f"this {type(model).__name__}, or a part of it, is sharded already: sw.shard may be called once for a model"
         )
+    refuse_wrapped(model)
     found = find_units(model, units)
     if not found:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..errors import StateError
+from ..errors import ConfigurationError, StateError
 from .runtime import Engine
 
 _KEY = "_shardwise_engine"
@@ -21,6 +21,20 @@ _REFUSALS = {
     "(the device is chosen by sw.init, the dtype by precision=)",
     "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
+
+# Of torch and DeepSpeed: what splits, gathers or reduces by itself, by the names of its classes.
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith(("torch.", "deepspeed.")):
+                what = f"its module {path!r}" if path else "it"
+                raise ConfigurationError(
+                    f"sw.shard was given a model that another library shards already ({what} is a {kind.__name__}): "
+                    "give it the plain model, and the optimizer that was built on that one's parameters"
+                )
 
 
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
