@@ -107,6 +107,10 @@ class Block:
             value = {}
         return self.account.block(self.path_of(key), value)
 
+    def opened(self, key: str, values: Mapping[str, Tree]) -> "Block":
+        """Another document, which this key names: its keys are told under it."""
+        return self.account.block(self.paths[key], values)
+
     def text(self, key: str, default: str = "") -> str:
         if not self._is_scalar(key):
             return default
@@ -176,6 +180,10 @@ class Block:
 
     def refused(self, key: str, why: str) -> None:
         self._settle(key, "refused", why)
+
+    def settle(self, key: str, fate: Fate, text: str) -> None:
+        """What another account says of it."""
+        self._settle(key, fate, text)
 
     def used_whole(self, becomes: str) -> None:
         """Every key of this block that nothing was said of, one in it and all."""

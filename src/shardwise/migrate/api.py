@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..documents import Tree, json_tree, read_text, texts_of, yaml_tree
+from ..documents import Tree, texts_of
 from ..errors import ConfigurationError, did_you_mean
 from .accelerate import read_accelerate
 from .account import Account
 from .deepspeed import read_deepspeed
+from .files import tree_of
 from .hugging_face import read_hugging_face
 from .migrated import Kind, Migrated
 
@@ -23,8 +24,6 @@ READERS = {
     "accelerate": read_accelerate,
     "hugging-face": read_hugging_face,
 }
-# Deeper than any of them goes.
-DEPTH = 12
 # Keys at the top that only one kind of file has.
 TELLING: dict[Kind, set[str]] = {
     "deepspeed": {
@@ -37,7 +36,10 @@ TELLING: dict[Kind, set[str]] = {
     },
     "hugging-face": {
         "fsdp", "output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps",
-        "model_name_or_path", "base_model", "deepspeed",
+        "model_name_or_path", "base_model", "deepspeed", "micro_batch_size",
+        # `fsdp_config` alone.
+        "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_offload", "min_num_params",
+        "state_dict_type", "backward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading",
     },
 }  # fmt: skip
 
@@ -59,7 +61,7 @@ def from_accelerate(source: Source) -> Migrated:
 def read(source: Source, kind: Kind | None = None) -> Migrated:
     """What became of every key, refused ones and all. `kind` is found out unless it is given."""
     name = "the configuration" if isinstance(source, Mapping) else os.fspath(source)
-    tree = texts_of(dict(source)) if isinstance(source, Mapping) else _tree_of(Path(name))
+    tree = texts_of(dict(source)) if isinstance(source, Mapping) else tree_of(Path(name))
     if not isinstance(tree, dict):
         raise ConfigurationError(f"{name} holds no mapping of keys to values")
     folder = Path() if isinstance(source, Mapping) else Path(name).parent
@@ -94,13 +96,3 @@ def _accepted(source: Source, kind: Kind) -> Migrated:
     migrated = read(source, kind)
     migrated.require_accepted()
     return migrated
-
-
-def _tree_of(path: Path) -> Tree:
-    if not path.exists():
-        raise ConfigurationError(f"{path}: no such file")
-    text = read_text(path)
-    where = f"file {path}"
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return yaml_tree(text, where, DEPTH)
-    return json_tree(text, where)

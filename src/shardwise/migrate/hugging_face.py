@@ -1,13 +1,189 @@
-"""Hugging Face's TrainingArguments in a file: `fsdp`, `fsdp_config`, `deepspeed`, and what a trainer is told."""
+"""Hugging Face's TrainingArguments in a file, and the files of TRL, LLaMA-Factory and Axolotl, which have its names.
+
+What shards is `deepspeed` (a file or its keys), else `fsdp` with `fsdp_config` (its keys, or a file of them), else
+nothing does. A file may also be such an `fsdp_config` alone.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from .account import Block
+from .accelerate_parallelism import read_parallelism
+from .accelerate_precision import PRECISIONS, precision_settings, told
+from .account import AUTO, FALSE, TRUE, Block
+from .deepspeed import read_deepspeed
+from .files import named_file
+from .fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
+from .fsdp_keys import KNOWN as FSDP_KEYS
+from .hugging_face_keys import KEYS
+from .hugging_face_model import read_model, read_precision
+from .hugging_face_programs import PROGRAMS
+from .hugging_face_schedule import read_intervals, read_optimizer, read_schedule
+from .hugging_face_training import NAMES, read_names
 from .migrated import Original
-from .names import REPLICATED
+from .names import REPLICATED, SHARDING_STRATEGIES
+from .rules import settle
+
+REPORTERS = ("tensorboard", "wandb")
+# Axolotl's name of the model, whose fsdp_config needs no word beside it.
+AXOLOTL = "base_model"
+Read = tuple[dict[str, Any], Original]
 
 
-def read_hugging_face(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:
+def read_hugging_face(top: Block, folder: Path) -> Read:
     """Settings of the trainer, and what the Trainer would run."""
-    return {"strategy": REPLICATED, "precision": "fp32"}, Original("ddp")
+    if _is_fsdp_alone(top):
+        return _sharded(read_fsdp(top, 0), {"precision": PRECISIONS["no"]}, None)
+    settings = read_names(top)
+    read_schedule(top, settings)
+    read_optimizer(top, settings)
+    read_intervals(top, settings)
+    read_model(top, settings)
+    _rest(top, settings)
+    word, is_pure = read_precision(top)
+    settle(top, KEYS)
+    settle(top, {key: rule for key, rule in PROGRAMS.items() if key not in KEYS})
+    if _says(top, "deepspeed"):
+        return _deepspeed(top, folder, settings, word)
+    top.ignored("deepspeed", "no file is named")
+    asked = _fsdp(top, folder)
+    settings |= precision_settings(word, asked is not None)
+    if is_pure and asked is None and word != "fp16":
+        settings["precision"] = "pure-bf16"
+    for key in ("bf16", "fp16"):
+        if key == word:
+            top.used(key, told(word, asked is not None))
+    return _sharded(asked, settings, _groups(top, asked))
+
+
+def _is_fsdp_alone(top: Block) -> bool:
+    others = {*KEYS, *PROGRAMS, *(key for keys in NAMES.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
+    return bool(set(top.values) & FSDP_KEYS) and not set(top.values) & others
+
+
+def _sharded(asked: Fsdp | None, settings: dict[str, Any], groups: tuple[str | None, int | None] | None) -> Read:
+    name, size = groups or (None if asked is None else asked.name, None)
+    strategy = REPLICATED if name is None else SHARDING_STRATEGIES[name]
+    settings["strategy"] = changed_strategy(strategy, () if asked is None else asked.changes)
+    if size is not None:
+        settings["node_size"] = size
+    if asked is None:
+        return settings, Original("ddp")
+    return settings | asked.settings, Original("ddp" if strategy == REPLICATED else "fsdp")
+
+
+def _fsdp(top: Block, folder: Path) -> Fsdp | None:
+    """`fsdp` is true, false, or words: a strategy's name, auto_wrap, offload."""
+    words = _words(top)
+    block = _fsdp_block(top, folder)
+    is_on = bool(words) or (not top.has("fsdp") and top.has(AXOLOTL) and bool(block.values))
+    if not is_on:
+        if block.values and not top.has("fsdp"):
+            block.refused_whole("it is only read with fsdp: true")
+        block.ignored_whole("fsdp is off")
+        top.ignored("fsdp", "nothing is sharded")
+        top.ignored("fsdp_version", "nothing is sharded")
+        return None
+    top.whole("fsdp_version", 2, least=1, most=2)
+    top.used("fsdp_version", "one engine for both versions")
+    names = [name for word in words if (name := strategy_name(word)) and not word.isdigit()]
+    if len(set(names)) > 1:
+        top.refused("fsdp", f"{names[0]} and {names[1]} are two strategies; leave one")
+    for word in words:
+        if not strategy_name(word) and word not in ("auto_wrap", "offload", *TRUE):
+            known = ", ".join(["true", "auto_wrap", "offload", *map(str.lower, SHARDING_STRATEGIES)])
+            top.refused("fsdp", f"{word} is none of {known}")
+    asked = read_fsdp(block, 0, names[0] if names else "")
+    top.used("fsdp", f"strategy {SHARDING_STRATEGIES[asked.name]}")
+    changes = asked.changes
+    if "offload" in words and all(change.words != ON_HOST for change in changes):
+        becomes = f"strategy {SHARDING_STRATEGIES[asked.name]}, all of it on the host"
+        changes = (Change(top, "fsdp", ON_HOST, becomes), *changes)
+    return Fsdp(asked.name, asked.key or ("fsdp" if names else ""), changes, asked.settings)
+
+
+def _words(top: Block) -> list[str]:
+    """Of `fsdp`; none where it is off."""
+    if not top.has("fsdp"):
+        return []
+    value = top.values["fsdp"]
+    if isinstance(value, list):
+        return [word.lower() for word in top.texts("fsdp")]
+    found = top.text("fsdp").lower().replace(",", " ").split()
+    return [] if found and found[0] in FALSE and len(found) == 1 else found
+
+
+def _fsdp_block(top: Block, folder: Path) -> Block:
+    if isinstance(top.values.get("fsdp_config"), str):
+        found = named_file(top, "fsdp_config", folder)
+        return top.opened("fsdp_config", {}) if found is None else found[0]
+    return top.inner("fsdp_config")
+
+
+def _groups(top: Block, asked: Fsdp | None) -> tuple[str | None, int | None] | None:
+    """Axolotl says at the top what Accelerate has a block for."""
+    if not any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")):
+        return None
+    return read_parallelism(top, asked, None)
+
+
+def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) -> Read:
+    if isinstance(top.values["deepspeed"], dict):
+        block, where = top.inner("deepspeed"), folder
+    else:
+        found = named_file(top, "deepspeed", folder)
+        block, where = found or (top.opened("deepspeed", {}), folder)
+    if _says(top, "fsdp"):
+        top.refused("fsdp", "deepspeed is on, too; leave one of them")
+    top.ignored("fsdp", "nothing is said")
+    _fsdp_block(top, folder).ignored_whole("deepspeed shards")
+    top.ignored("fsdp_version", "deepspeed shards")
+    _groups(top, None)
+    theirs, original = read_deepspeed(block, where)
+    _same(top, block, settings, theirs, word)
+    return settings | theirs, original
+
+
+def _same(top: Block, block: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str) -> None:
+    """`auto` in DeepSpeed's keys is what the Trainer is told; else both have to say the same."""
+    is_open = any(str(_enabled(block, kind)).lower() == AUTO for kind in ("fp16", "bf16", "bfloat16"))
+    if is_open:
+        theirs["precision"] = PRECISIONS[word]
+    for kind in ("bf16", "fp16"):
+        if kind == word and theirs["precision"] != kind:
+            top.refused(kind, f"deepspeed says {theirs['precision']}; leave it to deepspeed, or write auto there")
+    for name in set(settings) & set(theirs):
+        written = next((key for key in NAMES.get(name, (name,)) if top.has(key)), None)
+        if written is not None and settings[name] != theirs[name]:
+            top.refused(written, f"deepspeed says {theirs[name]}; write auto there, or the same")
+
+
+def _enabled(block: Block, kind: str) -> Any:
+    inner = block.values.get(kind)
+    return inner.get("enabled") if isinstance(inner, dict) else None
+
+
+def _says(top: Block, key: str) -> bool:
+    return top.has(key) and str(top.values[key]).lower() not in (*FALSE, "", "none", "[]", "{}")
+
+
+def _rest(top: Block, settings: dict[str, Any]) -> None:
+    """Where runs report to, what they go on from, how samples are made, and on which device."""
+    if top.has("report_to"):
+        asked = [word.lower() for word in top.texts("report_to") if word.lower() != "none"]
+        settings["report_to"] = tuple(word for word in asked if word in REPORTERS)
+        for word in asked:
+            if word not in REPORTERS:
+                top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
+        top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}")
+    resume = top.text("resume_from_checkpoint")
+    if resume.lower() not in (*FALSE, ""):
+        settings["resume_from_checkpoint"] = "latest" if resume.lower() in TRUE else resume
+    top.used("resume_from_checkpoint", f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}")
+    for key in ("packing", "sample_packing"):
+        if top.has(key):
+            settings["packing"] = "packed" if top.flag(key) else "padded"
+            top.used(key, f"packing {settings['packing']}")
+    for key in ("use_cpu", "no_cuda"):
+        if top.flag(key):
+            settings["device"] = "cpu"
+        top.used(key, f"device {settings.get('device', 'cuda, where there is one')}")

@@ -17,3 +17,8 @@ SHARDING_STRATEGIES = {
 NUMBERS = {str(number): name for number, name in enumerate(SHARDING_STRATEGIES, 1)}
 # One process for each device, and nothing split.
 REPLICATED = "ddp"
+
+# Whether parameters are dropped after a forward, by FSDP's name; one that splits nothing has none to drop.
+RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+# The same in groups that hold equal copies.
+IN_COPIES = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}

@@ -1,0 +1,109 @@
+"""`deepspeed_config`: the name of DeepSpeed's own file, or its first few keys under names of their own.
+
+The latter become a DeepSpeed tree that DeepSpeed's reader reads; what it says of a key is told under the name that
+was written.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ..documents import Tree
+from .accelerate_keys import DEEPSPEED
+from .accelerate_precision import PRECISIONS
+from .account import AUTO, Account, Block
+from .deepspeed import read_deepspeed
+from .files import named_file
+from .migrated import Original
+from .rules import settle
+
+FILE = "deepspeed_config_file"
+# Where a key stands in DeepSpeed's tree. The stage is 2 unless it is said.
+PLACES: dict[str, tuple[str, ...]] = {
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+}
+DEFAULT_STAGE = "2"
+Read = tuple[dict[str, Any], Original]
+
+
+def read_deepspeed_block(top: Block, block: Block, folder: Path) -> Read:
+    settle(block, DEEPSPEED)
+    word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "")
+    if block.has(FILE) and block.text(FILE).lower() != "none":
+        return _from_file(top, block, word, folder)
+    block.ignored(FILE, "no file is named")
+    return _from_keys(top, block, word, folder)
+
+
+def _from_file(top: Block, block: Block, word: str, folder: Path) -> Read:
+    for key in PLACES:
+        block.refused(key, f"{FILE} says it; write it there")
+    found = named_file(block, FILE, folder)
+    if found is None:
+        return _nothing()
+    inner, where = found
+    settings, original = read_deepspeed(inner, where)
+    _settle_precision(top, inner, word, settings)
+    return settings, original
+
+
+def _settle_precision(top: Block, inner: Block, word: str, settings: dict[str, Any]) -> None:
+    """`auto` in DeepSpeed's file takes the word of Accelerate's; else both have to say the same."""
+    if not word or word == "fp8":
+        top.refused("mixed_precision", "matrices are not multiplied in fp8 here; write bf16")
+        return
+    asked = PRECISIONS[word]
+    if any(str(_at(inner.values, (kind, "enabled"))).lower() == AUTO for kind in ("fp16", "bf16", "bfloat16")):
+        settings["precision"] = asked
+    elif settings["precision"] != asked:
+        top.refused("mixed_precision", f"DeepSpeed's file says {settings['precision']}; leave it to the file")
+    top.used("mixed_precision", f"precision {asked}")
+
+
+def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
+    tree: dict[str, Tree] = {"zero_optimization": {"stage": DEFAULT_STAGE}}
+    names = {"zero_optimization.stage": "zero_stage"}
+    for key, place in PLACES.items():
+        if not block.has(key):
+            continue
+        if key.endswith("_nvme_path") and block.text(key.replace("_nvme_path", "_device")).lower() != "nvme":
+            block.text(key)
+            block.ignored(key, "nothing rests on a disk")
+            continue
+        names[".".join(place)] = key
+        inner = tree
+        for part in place[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[place[-1]] = block.values[key]
+    if word in ("fp16", "bf16"):
+        tree[word] = {"enabled": "true"}
+    account = Account(top.account.source)
+    settings, original = read_deepspeed(account.block("", tree), folder)
+    for entry in account.entries:
+        # A block may be told as one.
+        for path, key in names.items():
+            if path == entry.key or path.startswith(f"{entry.key}."):
+                block.settle(key, entry.fate, entry.text)
+        if word and entry.fate == "refused" and entry.key.partition(".")[0] == word:
+            top.refused("mixed_precision", entry.text)
+    if word == "fp8":
+        top.refused("mixed_precision", "matrices are not multiplied in fp8 here; write bf16")
+    top.used("mixed_precision", f"precision {settings['precision']}")
+    return settings, original
+
+
+def _at(tree: Tree, place: tuple[str, ...]) -> Tree:
+    for part in place:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _nothing() -> Read:
+    """Of a file that could not be read, which is refused."""
+    return read_deepspeed(Account("").block("", {}), Path())

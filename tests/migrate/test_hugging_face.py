@@ -1,0 +1,226 @@
+"""TrainingArguments in a file, and what LLaMA-Factory, Axolotl and TRL make of its names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise.migrate.api as api
+from shardwise.layout import layout_of
+from shardwise.migrate.files import tree_of
+from shardwise.migrate.migrated import Migrated
+from shardwise.train.settings import Lora, Settings
+from tests.migrate.told import assert_all_told
+
+FIXTURES = Path(__file__).parent / "fixtures" / "hugging_face"
+HOST = "zero3+params=host+grads=host+optimizer=host"
+SUMS_IN_BF16 = {"precision": "bf16", "reduce_dtype": "bf16"}
+# The strategy, settings besides it, units, and keys that are refused.
+EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
+    "llama_factory_full.yaml": (
+        "zero3",
+        {
+            "precision": "bf16", "model": "Qwen/Qwen3-0.6B", "seq_length": 1024, "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4, "learning_rate": 2e-5, "num_train_epochs": 2.0, "warmup_steps": 20,
+            "lr_scheduler_type": "cosine", "min_lr_ratio": 0.0, "timeout": 7200.0, "save_steps": 100,
+        },
+        (),
+        (),
+    ),
+    "llama_factory_lora.yaml": (
+        "ddp",
+        {"precision": "fp16", "lora": Lora(4, 8.0, 0.0, ("q_proj", "k_proj")), "eval_steps": 25, "eval_fraction": 0.1},
+        (),
+        ("warmup_ratio",),
+    ),
+    "llama_factory_qlora.yaml": ("ddp", {}, (), ("quantization_bit", "lora_target", "warmup_steps")),
+    "axolotl_full.yaml": (
+        "ddp",
+        {
+            "precision": "bf16", "seq_length": 2048, "packing": "packed", "optimizer": "adamw8bit",
+            "per_device_train_batch_size": 3, "gradient_checkpointing": "full", "weight_decay": 0.01,
+            "eval_fraction": 0.02, "warmup_steps": 30,
+        },
+        (),
+        (),
+    ),
+    "axolotl_qlora_fsdp.yml": (HOST, SUMS_IN_BF16, ("LlamaDecoderLayer",), ("load_in_4bit", "adapter")),
+    "axolotl_fsdp2.yaml": (
+        "hsdp",
+        SUMS_IN_BF16 | {"node_size": 4, "min_lr_ratio": 0.25, "gradient_checkpointing": "full"},
+        ("LlamaDecoderLayer",),
+        (),
+    ),
+    "fsdp_config.json": ("zero3", {"gradient_checkpointing": "full", "export": False}, ("LlamaDecoderLayer",), ()),
+    "fsdp_config_1.json": ("hybrid_shard_zero2", {}, ("1000000",), ()),
+    "training_arguments.json": (
+        "shard_grad_op",
+        SUMS_IN_BF16 | {
+            "max_steps": 200, "warmup_steps": 10, "save_steps": 50, "min_lr_ratio": 0.2, "adam_beta2": 0.98,
+            "lr_scheduler_type": "cosine", "seed": 7, "report_to": ("tensorboard",),
+        },
+        ("GPT2Block",),
+        (),
+    ),
+    "trl_sft.yaml": (
+        "ddp",
+        {"precision": "pure-bf16", "dataset": "some/chats", "lora": Lora(32, 16.0, 0.0, ("q_proj", "v_proj"))},
+        (),
+        ("push_to_hub",),
+    ),
+}  # fmt: skip
+FILES_OF_OTHERS = {"zero3_auto.json", "fsdp_keys.json"}
+
+
+def read(**keys: Any) -> Migrated:
+    migrated = api.read(keys, "hugging-face")
+    assert_all_told(keys, migrated)
+    return migrated
+
+
+def refused(migrated: Migrated) -> dict[str, str]:
+    return {entry.key: entry.text for entry in migrated.refused}
+
+
+def test_every_fixture_is_expected_something_of() -> None:
+    assert {path.name for path in FIXTURES.iterdir()} == {*EXPECTED, *FILES_OF_OTHERS}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_examples(name: str) -> None:
+    strategy, settings, units, keys = EXPECTED[name]
+    migrated = api.read(FIXTURES / name)
+    assert migrated.kind == "hugging-face"
+    assert tuple(refused(migrated)) == keys, migrated.refused
+    assert layout_of(migrated.strategy) == layout_of(strategy)
+    assert {key: migrated.settings[key] for key in settings} == settings
+    assert migrated.settings.get("units", ()) == units
+    assert_all_told(tree_of(FIXTURES / name), migrated)
+    if not keys:
+        Settings(**migrated.settings)
+
+
+def test_what_a_trainer_does_unsaid_is_taken_where_it_is_told_to_train() -> None:
+    told = read(output_dir="out")
+    assert told.settings["learning_rate"] == 5e-5
+    assert told.settings["weight_decay"] == 0.0
+    assert told.settings["lr_scheduler_type"] == "linear"
+    assert told.settings["num_train_epochs"] == 3.0
+    assert set(read(fsdp=True).settings) == {"strategy", "precision"}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "strategy"),
+    [
+        (True, "zero3"),
+        ("full_shard", "zero3"),
+        ("full_shard auto_wrap", "zero3"),
+        (["full_shard", "auto_wrap"], "zero3"),
+        ("full_shard auto_wrap offload", HOST),
+        ("shard_grad_op", "shard_grad_op"),
+        ("hybrid_shard", "hsdp"),
+        ("hybrid_shard_zero2 auto_wrap", "hybrid_shard_zero2"),
+        ("no_shard", "ddp"),
+        (False, "ddp"),
+        ("", "ddp"),
+    ],
+)
+def test_words_of_fsdp(fsdp: Any, strategy: str) -> None:
+    migrated = read(fsdp=fsdp)
+    assert not migrated.refused
+    assert migrated.strategy == strategy
+
+
+def test_fsdp_and_its_config_say_the_same_or_are_refused() -> None:
+    assert read(fsdp="offload", fsdp_config={"cpu_offload": True}).strategy == HOST
+    migrated = read(fsdp="full_shard", fsdp_config={"reshard_after_forward": "hybrid_shard"})
+    assert migrated.strategy == "zero3"
+    assert set(refused(migrated)) == {"fsdp_config.reshard_after_forward"}
+    assert set(refused(read(fsdp="full_shard shard_grad_op"))) == {"fsdp"}
+    assert set(refused(read(fsdp="full_shrad"))) == {"fsdp"}
+
+
+def test_a_config_without_fsdp_is_refused_as_the_trainer_would_not_read_it() -> None:
+    migrated = read(output_dir="out", fsdp_config={"version": 2})
+    assert refused(migrated) == {"fsdp_config.version": "it is only read with fsdp: true"}
+    assert read(base_model="x", fsdp_config={"version": 2}).strategy == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"lr_scheduler_type": "constant"}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
+        ({"max_steps": 100, "warmup_ratio": 0.101}, {"warmup_steps": 11}),
+        ({"max_steps": 100, "warmup_steps": 0.1}, {"warmup_steps": 10}),
+        ({"max_steps": -1, "num_train_epochs": 2}, {"num_train_epochs": 2.0}),
+        ({"max_steps": 5, "num_train_epochs": 2}, {"max_steps": 5}),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 7, "decay_type": "linear", "min_lr_ratio": 0.3},
+            },
+            {"lr_scheduler_type": "wsd", "decay_steps": 7, "min_lr_ratio": 0.3},
+        ),
+        (
+            {
+                "learning_rate": 1e-4, "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-5},
+            },
+            {"min_lr_ratio": pytest.approx(0.1)},
+        ),
+        ({"optim": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}),
+        ({"save_strategy": "no", "save_steps": 5}, {}),
+        ({"report_to": "none"}, {"report_to": ()}),
+        ({"resume_from_checkpoint": True}, {"resume_from_checkpoint": "latest"}),
+        ({"use_cpu": True, "torch_compile": True}, {"device": "cpu", "compile": True}),
+        ({"bf16": True, "dtype": "bfloat16", "fsdp": True}, SUMS_IN_BF16),
+        ({"bf16": True}, {"precision": "bf16"}),
+        ({"torch_dtype": "bfloat16"}, {"precision": "pure-bf16"}),
+        ({"fp16": True}, {"precision": "fp16"}),
+    ],
+)  # fmt: skip
+def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
+    migrated = read(**keys)
+    assert not migrated.refused
+    assert {key: migrated.settings[key] for key in settings} == settings
+    assert ("warmup_steps" in migrated.settings) == ("warmup_steps" in settings)
+    assert ("save_steps" in migrated.settings) == ("save_steps" in settings)
+    Settings(**migrated.settings)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"learning_rat": 1e-4},
+        {"learning_rate": "fast"},
+        {"learning_rate": -1},
+        {"adam_beta2": 1.0},
+        {"per_device_train_batch_size": 0},
+        {"per_device_train_batch_size": 1.5},
+        {"per_device_train_batch_size": 1e300},
+        {"lr_scheduler_type": "polynomial"},
+        {"optim": "adafactor"},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5},
+        {"report_to": "mlflow"},
+        {"torch_compile_backend": "tvm"},
+        {"load_best_model_at_end": True},
+        {"num_train_epochs": 0},
+        {"stage": "dpo"},
+        {"adapter": "qlora"},
+        {"tensor_parallel_size": 2},
+        {"torch_dtype": "float8"},
+        {"deepspeed": "nowhere.json"},
+    ],
+)
+def test_refused(keys: dict[str, Any]) -> None:
+    assert set(refused(read(**keys))) == set(keys)
+
+
+def test_deepspeed_and_the_trainer_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
+    (tmp_path / "args.yaml").write_text("output_dir: out\nfp16: true\ndeepspeed: ds.json\n")
+    assert set(refused(api.read(tmp_path / "args.yaml"))) == {"fp16"}
+    (tmp_path / "args.yaml").write_text("output_dir: out\nbf16: true\ndeepspeed: ds.json\nfsdp: full_shard\n")
+    assert set(refused(api.read(tmp_path / "args.yaml"))) == {"fsdp"}
