@@ -1,7 +1,9 @@
 """Any file at all: a refusal or a complete account, never a traceback, and a named strategy stays itself."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ import shardwise.migrate.api as api
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.migrate.accelerate_keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
+from shardwise.migrate.account import Account
 from shardwise.migrate.environment import NAMED, PREFIXES, read_environment
 from shardwise.migrate.fsdp_keys import KNOWN
 from shardwise.migrate.hugging_face_keys import KEYS
@@ -82,6 +85,59 @@ HUGGING_FACE = st.dictionaries(
     VALUES,
     max_size=8,
 ).flatmap(lambda tree: st.fixed_dictionaries({}, optional={"fsdp_config": block(FSDP)}).map(lambda more: tree | more))
+
+
+# One at a time, whatever the key is.
+NASTY: list[Any] = [
+    "", " ", "auto", "none", "x", "-1", "0", "1", "2", "0.5", "1e300", "nan", "9" * 30, True, False, [], {}, [[]],
+    ["1", "2"], {"x": "y"}, {"enabled": "auto"}, "a,b", "\x00", "~nobody/x.json", "/", "." * 5000, None,
+]  # fmt: skip
+
+
+# Keys that are all read in the same way; a few of them are enough.
+TABLES = {*KEYS, *PROGRAMS} - {"debug", "label_smoothing_factor", "stage", "tf32", "train_sampling_strategy"}
+
+
+def known_places(kind: Any, tree: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Every key that a reader asks for, in the block that it asks for it in."""
+    account = Account("")
+    api.READERS[kind](account.block("", tree), Path())
+    return [
+        (*filter(None, [path]), key)
+        for path, found in account._blocks.items()
+        for key in sorted(found._known - TABLES)
+        if "." not in path
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        ("accelerate", {"distributed_type": "FSDP"}),
+        ("accelerate", {"distributed_type": "MULTI_GPU", "num_machines": "2"}),
+        ("accelerate", {"distributed_type": "DEEPSPEED"}),
+        ("hugging-face", {"fsdp": "full_shard"}),
+        ("hugging-face", {"output_dir": "x", "finetuning_type": "lora", "max_steps": "10"}),
+        ("hugging-face", {"reshard_after_forward": "true"}),
+        ("hugging-face", {"lr_scheduler_type": "warmup_stable_decay"}),
+        ("hugging-face", {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": "1e-4"}),
+    ],
+)
+def test_every_key_with_every_nasty_value(kind: Any, tree: dict[str, Any]) -> None:
+    places = known_places(kind, tree)
+    assert len(places) > 10
+    for place in places:
+        for value in NASTY:
+            asked = dict(tree)
+            if len(place) == 1:
+                asked[place[0]] = value
+            else:
+                asked[place[0]] = {place[1]: value}
+            try:
+                account_of(asked, kind)
+            except AssertionError as error:
+                raise AssertionError(f"{place} {value!r}") from error
 
 
 def account_of(tree: dict[str, Any], kind: Any) -> Migrated | None:

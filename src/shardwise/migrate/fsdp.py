@@ -98,6 +98,7 @@ def _strategy(block: Block, told: str) -> tuple[str, str]:
 def _with_reshard(block: Block, reshard: str, name: str, key: str) -> tuple[str, str]:
     word = block.text(reshard).lower()
     if not word:
+        block.ignored(reshard, "nothing is said")
         return (name, key) if name else (FULL, "")
     is_flag = word in TRUE + FALSE  # 1 is true and FULL_SHARD, which is the same
     other = (FULL if word in TRUE else KEPT) if is_flag else strategy_name(word)

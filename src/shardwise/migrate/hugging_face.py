@@ -89,7 +89,7 @@ def _fsdp(top: Block, folder: Path) -> Fsdp | None:
     if len(set(names)) > 1:
         top.refused("fsdp", f"{names[0]} and {names[1]} are two strategies; leave one")
     for word in words:
-        if not strategy_name(word) and word not in ("auto_wrap", "offload", *TRUE):
+        if (word.isdigit() or not strategy_name(word)) and word not in ("auto_wrap", "offload", *TRUE):
             known = ", ".join(["true", "auto_wrap", "offload", *map(str.lower, SHARDING_STRATEGIES)])
             top.refused("fsdp", f"{word} is none of {known}")
     asked = read_fsdp(block, 0, names[0] if names else "")

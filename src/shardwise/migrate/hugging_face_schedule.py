@@ -113,14 +113,14 @@ def read_optimizer(top: Block, settings: dict[str, Any]) -> None:
         top.ignored("optimizer", "optim says it")
     word = top.text(key).lower()
     if not word:
-        return
-    if word not in OPTIMIZERS:
+        top.ignored(key, "nothing is said")
+    elif word not in OPTIMIZERS:
         top.refused(key, f"there is no such optimizer here; take one of {', '.join(OPTIMIZERS)}")
-        return
-    settings["optimizer"], more = OPTIMIZERS[word]
-    if settings["optimizer"] == "sgd":
-        settings["momentum"] = 0.0
-    top.used(key, f"optimizer {settings['optimizer']}{more}")
+    else:
+        settings["optimizer"], more = OPTIMIZERS[word]
+        if settings["optimizer"] == "sgd":
+            settings["momentum"] = 0.0
+        top.used(key, f"optimizer {settings['optimizer']}{more}")
 
 
 def read_intervals(top: Block, settings: dict[str, Any]) -> None:
