@@ -152,3 +152,20 @@ def test_what_a_trainer_does_unsaid() -> None:
     assert defaults["num_train_epochs"] == EPOCHS
     for name, value in UNSAID.items():
         assert name in ("min_lr_ratio", "eval_fraction") or defaults[name] == value, name
+
+
+@pytest.mark.parametrize("word", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeeds_keys_are_completed_as_accelerate_does(word: str, keys: dict[str, Any]) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    from shardwise.migrate.accelerate_completed import completed
+
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **copy.deepcopy(keys)})
+    plugin.set_mixed_precision(word)
+    ours = completed(keys, word)
+    for kind in ("bf16", "fp16"):
+        assert str(ours.get(kind, {}).get("enabled", "false")) == str(plugin.deepspeed_config[kind]["enabled"]).lower()

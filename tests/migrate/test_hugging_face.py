@@ -224,3 +224,24 @@ def test_deepspeed_and_the_trainer_say_the_same(tmp_path: Path) -> None:
     assert set(refused(api.read(tmp_path / "args.yaml"))) == {"fp16"}
     (tmp_path / "args.yaml").write_text("output_dir: out\nbf16: true\ndeepspeed: ds.json\nfsdp: full_shard\n")
     assert set(refused(api.read(tmp_path / "args.yaml"))) == {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "keys", "precision"),
+    [
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {"bf16": True}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {"fp16": True}, "fp16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {}, "fp32"),
+        ({}, {"bf16": True}, "bf16"),
+        ({"bf16": {"enabled": True}}, {}, "bf16"),
+    ],
+)
+def test_what_deepspeed_leaves_open_is_completed(
+    deepspeed: dict[str, Any], keys: dict[str, Any], precision: str
+) -> None:
+    migrated = read(**keys, deepspeed={"zero_optimization": {"stage": 2}, **deepspeed})
+    assert not migrated.refused
+    assert migrated.precision == precision
+    assert migrated.settings.get("reduce_dtype") == ("bf16" if precision == "bf16" else None)
+    auto = [entry.value for entry in migrated.entries if entry.key == "deepspeed.bf16.enabled"]
+    assert auto in ([], ["auto"], ["true"])

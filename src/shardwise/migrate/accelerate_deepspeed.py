@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..documents import Tree
-from .accelerate_keys import DEEPSPEED
+from .accelerate_completed import read_completed
+from .accelerate_keys import DEEPSPEED, NO_FP8
 from .accelerate_precision import PRECISIONS
-from .account import AUTO, Account, Block
+from .account import Account, Block
 from .deepspeed import read_deepspeed
 from .files import named_file
 from .migrated import Original
@@ -48,22 +49,17 @@ def _from_file(top: Block, block: Block, word: str, folder: Path) -> Read:
     if found is None:
         return _nothing()
     inner, where = found
-    settings, original = read_deepspeed(inner, where)
-    _settle_precision(top, inner, word, settings)
+    settings, original = read_completed(inner, where, word or "no")
+    if word in PRECISIONS and settings["precision"] != PRECISIONS[word]:
+        top.refused("mixed_precision", f"DeepSpeed's file says {settings['precision']}; leave it to the file")
+    _tell_precision(top, word, settings)
     return settings, original
 
 
-def _settle_precision(top: Block, inner: Block, word: str, settings: dict[str, Any]) -> None:
-    """`auto` in DeepSpeed's file takes the word of Accelerate's; else both have to say the same."""
-    if not word or word == "fp8":
-        top.refused("mixed_precision", "matrices are not multiplied in fp8 here; write bf16")
-        return
-    asked = PRECISIONS[word]
-    if any(str(_at(inner.values, (kind, "enabled"))).lower() == AUTO for kind in ("fp16", "bf16", "bfloat16")):
-        settings["precision"] = asked
-    elif settings["precision"] != asked:
-        top.refused("mixed_precision", f"DeepSpeed's file says {settings['precision']}; leave it to the file")
-    top.used("mixed_precision", f"precision {asked}")
+def _tell_precision(top: Block, word: str, settings: dict[str, Any]) -> None:
+    if word == "fp8":
+        top.refused("mixed_precision", NO_FP8)
+    top.used("mixed_precision", f"precision {settings['precision']}")
 
 
 def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
@@ -92,16 +88,8 @@ def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
                 block.settle(key, entry.fate, entry.text)
         if word and entry.fate == "refused" and entry.key.partition(".")[0] == word:
             top.refused("mixed_precision", entry.text)
-    if word == "fp8":
-        top.refused("mixed_precision", "matrices are not multiplied in fp8 here; write bf16")
-    top.used("mixed_precision", f"precision {settings['precision']}")
+    _tell_precision(top, word, settings)
     return settings, original
-
-
-def _at(tree: Tree, place: tuple[str, ...]) -> Tree:
-    for part in place:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def _nothing() -> Read:

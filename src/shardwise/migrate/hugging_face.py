@@ -7,10 +7,10 @@ nothing does. A file may also be such an `fsdp_config` alone.
 from pathlib import Path
 from typing import Any
 
+from .accelerate_completed import read_completed
 from .accelerate_parallelism import read_parallelism
 from .accelerate_precision import PRECISIONS, precision_settings, told
-from .account import AUTO, FALSE, TRUE, Block
-from .deepspeed import read_deepspeed
+from .account import FALSE, TRUE, Block
 from .files import named_file
 from .fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
 from .fsdp_keys import KNOWN as FSDP_KEYS
@@ -138,28 +138,19 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) ->
     _fsdp_block(top, folder).ignored_whole("deepspeed shards")
     top.ignored("fsdp_version", "deepspeed shards")
     _groups(top, None)
-    theirs, original = read_deepspeed(block, where)
-    _same(top, block, settings, theirs, word)
+    theirs, original = read_completed(block, where, word)
+    _same(top, settings, theirs, word)
     return settings | theirs, original
 
 
-def _same(top: Block, block: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str) -> None:
-    """`auto` in DeepSpeed's keys is what the Trainer is told; else both have to say the same."""
-    is_open = any(str(_enabled(block, kind)).lower() == AUTO for kind in ("fp16", "bf16", "bfloat16"))
-    if is_open:
-        theirs["precision"] = PRECISIONS[word]
-    for kind in ("bf16", "fp16"):
-        if kind == word and theirs["precision"] != kind:
-            top.refused(kind, f"deepspeed says {theirs['precision']}; leave it to deepspeed, or write auto there")
-    for name in set(settings) & set(theirs):
+def _same(top: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str) -> None:
+    """What both say has to be the same; `auto` in DeepSpeed's keys is what the Trainer is told."""
+    if word != "no" and theirs["precision"] != word:
+        top.refused(word, f"deepspeed says {theirs['precision']}; leave it to deepspeed, or write auto there")
+    for name in settings.keys() & theirs.keys():
         written = next((key for key in NAMES.get(name, (name,)) if top.has(key)), None)
         if written is not None and settings[name] != theirs[name]:
             top.refused(written, f"deepspeed says {theirs[name]}; write auto there, or the same")
-
-
-def _enabled(block: Block, kind: str) -> Any:
-    inner = block.values.get(kind)
-    return inner.get("enabled") if isinstance(inner, dict) else None
 
 
 def _says(top: Block, key: str) -> bool:
