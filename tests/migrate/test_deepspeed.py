@@ -288,6 +288,11 @@ def test_steps_that_deepspeed_leaves_out(stage: int, written: dict[str, Any], sk
             "masters are fp32",
         ),
         ("bf16.bf16_master_weights_and_grads", {"bf16": {**ON, "bf16_master_weights_and_grads": True}}, "or neither"),
+        (
+            "bf16.bf16_optimizer_states",
+            {"bf16": {"enabled": "auto", "bf16_optimizer_states": True}},
+            "write enabled: true",
+        ),
         ("bfloat16.enabled", {"bf16": ON, "bfloat16": ON}, "leave one"),
         ("torch_autocast.enabled", {"torch_autocast": {**ON, "dtype": "bfloat16"}}, "under torch.autocast"),
         (
@@ -443,6 +448,16 @@ def test_what_is_off_is_off() -> None:
         datastates_ckpt=False,
     )
     assert not found.refused
+
+
+def test_what_belongs_to_a_precision_that_is_off() -> None:
+    off = {"enabled": False}
+    found = of(
+        fp16={**off, "loss_scale": 128, "fp16_master_weights_and_grads": True},
+        bf16={**off, "bf16_master_weights_and_grads": True},
+    )
+    assert not found.refused
+    assert found.precision == "fp32"
 
 
 def test_null_says_nothing() -> None:

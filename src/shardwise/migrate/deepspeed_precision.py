@@ -44,7 +44,7 @@ def read_precision(top: Block, found: Sharding) -> dict[str, Any]:
     if top.has("bf16") and top.has("bfloat16"):
         old.refused_whole("bf16 says the same under its newer name; leave one")
     computes = _computes(half, brain)
-    _read_half(half)
+    _read_half(half, is_off=computes.model != "fp16" and not computes.is_open)
     _read_autocast(top.inner("torch_autocast"))
     types = top.inner("data_types")
     rests = _format(types, "grad_accum_dtype")
@@ -71,18 +71,8 @@ def _computes(half: Block, brain: Block) -> Computes:
     is_brain = not left_open[1] and brain.flag("enabled")
     if is_half and is_brain:
         half.refused("enabled", "bf16 is enabled, too, and a model computes in one of them")
-    whole = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-    has = [brain.flag(key) for key in whole]
-    for key, is_on in zip(whole, has, strict=True):
-        if not is_on:
-            brain.ignored(key, "masters and moments are fp32")
-        elif not all(has):
-            brain.refused(key, f"masters and moments have one format here: write {' and '.join(whole)}, or neither")
-        elif not is_brain:
-            brain.ignored(key, "bf16 is not enabled")
-        else:
-            brain.used(key, "precision pure-bf16: masters, gradients and moments in bf16")
-    name = "pure-bf16" if is_brain and all(has) else "bf16" if is_brain else "fp16" if is_half else "fp32"
+    is_pure = _is_pure(brain, is_brain, left_open[1])
+    name = "pure-bf16" if is_pure else "bf16" if is_brain else "fp16" if is_half else "fp32"
     if not is_brain and not left_open[1]:
         brain.used("enabled", "precision fp32, unless another is enabled")
     if not is_half and not left_open[0]:
@@ -95,17 +85,34 @@ def _computes(half: Block, brain: Block) -> Computes:
     return Computes(name, name.removeprefix("pure-"))
 
 
-def _read_half(half: Block) -> None:
+def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:
+    """Masters, gradients and moments in bf16: all of them, or none."""
+    keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    asked = [brain.flag(key) for key in keys]
+    for key, is_asked in zip(keys, asked, strict=True):
+        if not is_asked:
+            brain.ignored(key, "masters and moments are fp32")
+        elif is_open:
+            brain.refused(key, "whether bf16 is enabled is not said; write enabled: true with it")
+        elif not is_on:
+            brain.ignored(key, "bf16 is off")
+        elif not all(asked):
+            brain.refused(key, f"masters and moments have one format here: write {' and '.join(keys)}, or neither")
+        else:
+            brain.used(key, "precision pure-bf16: masters, gradients and moments in bf16")
+    return is_on and all(asked)
+
+
+def _read_half(half: Block, is_off: bool) -> None:
     ignore(half, IGNORED["fp16"])
-    scale = half.number("loss_scale", least=0)
-    if scale:
+    if half.number("loss_scale", least=0) and not is_off:
         half.refused("loss_scale", "losses are scaled dynamically here: write 0, or use bf16, which needs no scale")
-    half.ignored("loss_scale", "dynamic, as here")
+    half.ignored("loss_scale", "fp16 is off" if is_off else "dynamic, as here")
     if half.flag("auto_cast"):
         half.refused("auto_cast", "inputs are not cast here: cast floating-point inputs in your loop, and leave it out")
     half.ignored("auto_cast", "it is off")
     key = "fp16_master_weights_and_grads"
-    if half.flag(key):
+    if half.flag(key) and not is_off:
         half.refused(key, "masters are fp32 here, or all is bf16 (bf16 with bf16_master_weights_and_grads)")
     half.ignored(key, "masters are fp32")
 
@@ -135,7 +142,7 @@ def _skips(brain: Block, computes: Computes, found: Sharding, rests: str) -> boo
     if is_asked:
         brain.used(key, f"skip_nonfinite {str(checks).lower()}")
     else:
-        brain.ignored(key, "DeepSpeed asks it for bf16 in stages 1 and 2, and in stage 1 unless sums are fp32")
+        brain.ignored(key, "DeepSpeed asks it for bf16 in stage 2, and in stage 1 unless sums are fp32")
     if computes.model == "fp16":  # leaves them out by itself
         return False
     if is_asked:

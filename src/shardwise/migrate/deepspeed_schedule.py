@@ -14,6 +14,7 @@ REFUSED = {
     "LRRangeTest": "it looks for a learning rate, and does not train with one",
 }
 INSTEAD = "use a scheduler of your own in your loop, or one of the trainer's (--lr-scheduler-type)"
+SAME = "the same learning rate in every step; one that is left out counts here, and not in DeepSpeed"
 WARMUP_STEPS = 1000
 
 
@@ -29,7 +30,7 @@ def read_schedule(top: Block, optimizer: dict[str, Any]) -> dict[str, Any]:
         block.refused("type", f"{REFUSED.get(asked, 'it is unknown')}; {INSTEAD}")
         params.ignored_whole("belongs to a schedule that is refused")
         return {}
-    block.used("type", f"lr_scheduler_type {TYPES[asked]}: the same learning rate in every step")
+    block.used("type", f"lr_scheduler_type {TYPES[asked]}: {SAME}")
     found: dict[str, Any] = {"lr_scheduler_type": TYPES[asked]}
     _read_steps(params, found)
     if asked != "WarmupLR":

@@ -39,11 +39,13 @@ class Sharding:
 
     def change(self, block: Block, key: str, words: str, becomes: str, fix: str = "") -> None:
         """Behind the strategy's name; the key is refused where the table does not know such a row."""
+        strategy = f"{self.strategy}+{words}"
         try:
-            self.strategy = _accepted(f"{self.strategy}+{words}")
+            layout_of(strategy)
         except ConfigurationError as error:
             block.refused(key, str(error).removeprefix("layout: ") + fix)
         else:
+            self.strategy = strategy
             block.used(key, becomes)
 
 
@@ -250,8 +252,3 @@ def _bucket_elems(zero: Block, stage: int) -> int:
 def _size(zero: Block, key: str, default: int) -> int:
     is_auto = str(zero.values.get(key)).lower() == AUTO
     return 0 if is_auto else zero.whole(key, default, least=0)
-
-
-def _accepted(strategy: str) -> str:
-    layout_of(strategy)
-    return strategy
