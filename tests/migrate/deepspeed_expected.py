@@ -16,7 +16,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "accelerate_stage2_offload": (
         {
             "strategy": f"zero2{ON_HOST}", "precision": "fp16", "gradient_accumulation_steps": 3, "optimizer": "adamw",
-            **LEFT_TO_ADAM, "lr_scheduler_type": "warmup_decay_lr", "warmup_type": "log", "logging_steps": 300,
+            **LEFT_TO_ADAM, "lr_scheduler_type": "warmup-decay-lr", "warmup_type": "log", "logging_steps": 300,
         },
         set(),
     ),
@@ -37,7 +37,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "strategy": f"zero2{ON_HOST}", "precision": "fp16", "global_batch_size": 32, "max_grad_norm": 0.5,
             "optimizer": "adamw", "learning_rate": 0.002, "adam_beta1": 0.85, "adam_beta2": 0.99, "adam_epsilon": 1e-7,
-            "weight_decay": 1e-6, "lr_scheduler_type": "warmup_lr", "warmup_type": "log", "warmup_steps": 300,
+            "weight_decay": 1e-6, "lr_scheduler_type": "warmup-lr", "warmup_type": "log", "warmup_steps": 300,
             "warmup_min_ratio": 0.25, "logging_steps": 250,
         },
         set(),
@@ -103,7 +103,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "hugging_face_stage2": (
         {
-            "strategy": "zero2", **OPEN, "optimizer": "adamw", "lr_scheduler_type": "warmup_lr",
+            "strategy": "zero2", **OPEN, "optimizer": "adamw", "lr_scheduler_type": "warmup-lr",
             "warmup_type": "log", "logging_steps": 500,
         },
         set(),
@@ -112,7 +112,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "strategy": f"zero3{ON_HOST}+params=host", "precision": "fp16", "export": True, "max_grad_norm": 1.0,
             "optimizer": "adamw", "learning_rate": 5e-5, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8,
-            "weight_decay": 1e-6, "lr_scheduler_type": "warmup_lr", "warmup_type": "log", "warmup_steps": 200,
+            "weight_decay": 1e-6, "lr_scheduler_type": "warmup-lr", "warmup_type": "log", "warmup_steps": 200,
             "logging_steps": 100,
         },
         set(),
@@ -133,7 +133,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "open_instruct_stage3": (
         {
             "strategy": "zero3", **OPEN, "export": True, "optimizer": "adamw",
-            "lr_scheduler_type": "warmup_decay_lr", "warmup_type": "log", "logging_steps": 50_000,
+            "lr_scheduler_type": "warmup-decay-lr", "warmup_type": "log", "logging_steps": 50_000,
         },
         set(),
     ),
@@ -148,7 +148,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "strategy": "zero3+optimizer=host:0.4+grads=host", **IN_16_BITS, "global_batch_size": 16,
             "max_grad_norm": 1.0, "optimizer": "adamw", "learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.95,
-            "adam_epsilon": 1e-8, "weight_decay": 0.0, "lr_scheduler_type": "warmup_cosine_lr",
+            "adam_epsilon": 1e-8, "weight_decay": 0.0, "lr_scheduler_type": "warmup-cosine-lr",
             "warmup_type": "linear", "warmup_steps": 50, "schedule_steps": 1000, "warmup_min_ratio": 0.01,
             "min_lr_ratio": 0.05,
         },

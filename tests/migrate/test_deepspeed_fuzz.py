@@ -15,8 +15,8 @@ from shardwise.documents import texts_of
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.migrate.api import from_deepspeed, read
-from shardwise.migrate.deepspeed_keys import IGNORED
-from shardwise.migrate.deepspeed_switches import SWITCHED
+from shardwise.migrate.deepspeed.keys import IGNORED
+from shardwise.migrate.deepspeed.switches import SWITCHED
 from shardwise.migrate.names import STAGES
 from tests.migrate.support import require_all_told, require_sound, rows
 

@@ -56,19 +56,19 @@ def test_runs_that_are_all_warm_up_or_one_step_long() -> None:
 
 def test_schedules_of_deepspeed_are_one_step_late() -> None:
     """Against DeepSpeed itself: tests/migrate/test_deepspeed_peers.py."""
-    linear = rates(lr_scheduler_type="warmup_lr", warmup_min_ratio=0.5)
+    linear = rates(lr_scheduler_type="warmup-lr", warmup_min_ratio=0.5)
     assert linear[:3] == pytest.approx([1.0, 1.0, 1.1])
     assert set(linear[11:]) == {2.0}
-    decaying = rates(lr_scheduler_type="warmup_decay_lr", warmup_type="log", schedule_steps=50)
+    decaying = rates(lr_scheduler_type="warmup-decay-lr", warmup_type="log", schedule_steps=50)
     assert decaying[2] == pytest.approx(2.0 * math.log(2) / math.log(10))
     assert decaying[30] == pytest.approx(2.0 * 21 / 40)
     assert set(decaying[51:]) == {0.0}
-    cosine = rates(lr_scheduler_type="warmup_cosine_lr")
+    cosine = rates(lr_scheduler_type="warmup-cosine-lr")
     assert cosine[0] == 0.0
     assert cosine[-1] == pytest.approx(0.2, rel=0.01)
 
 
 @pytest.mark.parametrize("said", [{"warmup_type": "log"}, {"warmup_min_ratio": 0.1}, {"schedule_steps": 5}])
 def test_settings_of_deepspeeds_schedules_belong_to_them(said: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="belongs to lr_scheduler_type warmup_lr"):
+    with pytest.raises(ConfigurationError, match="belongs to lr_scheduler_type warmup-lr"):
         Settings(**said)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..documents import Tree
 from .account import AUTO, Account, Block, Entry
-from .deepspeed import read_deepspeed
+from .deepspeed.reader import read_deepspeed
 from .migrated import Original
 
 FORMATS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}

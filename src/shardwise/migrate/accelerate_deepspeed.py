@@ -12,7 +12,7 @@ from .accelerate_completed import read_completed
 from .accelerate_keys import DEEPSPEED, NO_FP8
 from .accelerate_precision import PRECISIONS
 from .account import Account, Block
-from .deepspeed import read_deepspeed
+from .deepspeed.reader import read_deepspeed
 from .files import named_file
 from .migrated import Original
 from .rules import settle

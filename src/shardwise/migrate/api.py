@@ -12,7 +12,7 @@ from ..documents import Tree, texts_of
 from ..errors import ConfigurationError, did_you_mean
 from .accelerate import read_accelerate
 from .account import Account
-from .deepspeed import read_deepspeed
+from .deepspeed.reader import read_deepspeed
 from .files import tree_of
 from .hugging_face import read_hugging_face
 from .migrated import Kind, Migrated

@@ -32,7 +32,7 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
 
 
 def _as_deepspeed(settings: Settings, step: int, end: int) -> float:
-    is_cosine = settings.lr_scheduler_type == "warmup_cosine_lr"
+    is_cosine = settings.lr_scheduler_type == "warmup-cosine-lr"
     if step == 0 and is_cosine:
         return 0.0
     done = max(step - 1, 0)
@@ -44,6 +44,6 @@ def _as_deepspeed(settings: Settings, step: int, end: int) -> float:
     if is_cosine:
         way = min((done - warmup + 1) / max(end - warmup, 1), 1.0)
         return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * way))
-    if settings.lr_scheduler_type == "warmup_decay_lr":
+    if settings.lr_scheduler_type == "warmup-decay-lr":
         return least + (1 - least) * max((end - done) / max(end - warmup, 1), 0.0)
     return 1.0

@@ -61,7 +61,7 @@ MODEL, DATA, BATCH, TRAINING, SHARDING, RUN, LAUNCH = (
 )
 
 
-DEEPSPEED_SCHEDULES = ("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr")
+DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Settings:
     num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, where max-steps does not say. Default: 1.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
     learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.", least=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup_lr", "warmup_decay_lr", "warmup_cosine_lr"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup_lr, warmup_decay_lr and warmup_cosine_lr are DeepSpeed's, step by step.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are DeepSpeed's, step by step.")
     warmup_steps: int = setting(TRAINING, 0, "Steps in which the learning rate grows from 0.", least=0)
     warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Of DeepSpeed's schedules: how it grows.")
     warmup_min_ratio: float = setting(TRAINING, 0.0, "Of DeepSpeed's schedules: the part of the learning rate that it grows from.", least=0, most=1)

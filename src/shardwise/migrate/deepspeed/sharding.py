@@ -6,12 +6,12 @@ own sentence, and the strategy goes without it: what comes out is always one tha
 
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
-from ..layout import layout_of
-from ..train.offload import offload_of
-from .account import AUTO, Block
-from .deepspeed_keys import IGNORED, SHORT_NAMES, ignore
-from .names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
+from ...errors import ConfigurationError
+from ...layout import layout_of
+from ...train.offload import offload_of
+from ..account import AUTO, Block
+from ..names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
+from .keys import IGNORED, SHORT_NAMES, ignore
 
 LAST = len(STAGES) - 1
 DEVICES = ("none", "cpu", "nvme")

@@ -4,7 +4,7 @@ on, and ignored while they are off.
 
 from dataclasses import dataclass
 
-from .account import Block
+from ..account import Block
 
 
 @dataclass(frozen=True, slots=True)

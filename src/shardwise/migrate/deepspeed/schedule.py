@@ -5,10 +5,10 @@ They give the same learning rate in every step (train/learning_rate.py says how 
 
 from typing import Any
 
-from .account import Block
-from .deepspeed_optimizer import LEARNING_RATE
+from ..account import Block
+from .optimizer import LEARNING_RATE
 
-TYPES = {"WarmupLR": "warmup_lr", "WarmupDecayLR": "warmup_decay_lr", "WarmupCosineLR": "warmup_cosine_lr"}
+TYPES = {"WarmupLR": "warmup-lr", "WarmupDecayLR": "warmup-decay-lr", "WarmupCosineLR": "warmup-cosine-lr"}
 REFUSED = {
     "OneCycle": "it moves Adam's momentum with the learning rate, which the trainer does not",
     "LRRangeTest": "it looks for a learning rate, and does not train with one",

@@ -8,13 +8,13 @@ that are "auto") is what the trainer has.
 from pathlib import Path
 from typing import Any
 
-from .account import Block
-from .deepspeed_keys import IGNORED, ignore, ignore_blocks
-from .deepspeed_precision import read_precision
-from .deepspeed_sharding import read_sharding
-from .deepspeed_switches import refuse_switches
-from .deepspeed_training import read_training
-from .migrated import Original
+from ..account import Block
+from ..migrated import Original
+from .keys import IGNORED, ignore, ignore_blocks
+from .precision import read_precision
+from .sharding import read_sharding
+from .switches import refuse_switches
+from .training import read_training
 
 
 def read_deepspeed(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:

@@ -7,7 +7,7 @@ takes has: its own Adam decays nothing, torch's AdamW a hundredth.
 
 from typing import Any
 
-from .account import Block
+from ..account import Block
 
 # What the trainer has.
 TYPES = {"Adam": "adamw", "AdamW": "adamw", "SGD": "sgd"}

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .account import Block
-from .deepspeed_keys import IGNORED, ignore
-from .deepspeed_optimizer import read_optimizer
-from .deepspeed_schedule import read_schedule
+from ..account import Block
+from .keys import IGNORED, ignore
+from .optimizer import read_optimizer
+from .schedule import read_schedule
 
 # DeepSpeed's key, and ours.
 BATCH = (

@@ -9,9 +9,9 @@ narrower one was asked for.
 from dataclasses import dataclass
 from typing import Any
 
-from .account import Block
-from .deepspeed_keys import IGNORED, ignore
-from .deepspeed_sharding import Sharding
+from ..account import Block
+from .keys import IGNORED, ignore
+from .sharding import Sharding
 
 FORMATS = {
     "fp32": ("fp32", "float32", "float", "torch.float32"),

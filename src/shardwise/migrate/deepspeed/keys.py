@@ -6,7 +6,7 @@ What is used stands in the readers beside this file, and what cannot be followed
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from .account import Block
+from ..account import Block
 
 # Refuses a value of the wrong type.
 Check = Callable[[Block, str], object]

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON: what every key becomes."""
