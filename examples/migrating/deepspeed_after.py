@@ -1,10 +1,10 @@
-"""The loop of deepspeed_before.py. What the engine did by itself is written out."""
+"""The loop of deepspeed_before.py, with its configuration. What the engine did by itself is written out."""
 
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from common import DEVICE, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
+from common import BATCH, DEVICE, NUM_MICRO, NUM_STEPS, Model, arguments, eval_data, loss_of, report, train_data
 
 import shardwise as sw
 
@@ -13,7 +13,15 @@ sw.init()
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
-model, optimizer = sw.shard(model, optimizer, strategy="zero3", precision=args.precision)
+config = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_accumulation_steps": NUM_MICRO,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": args.precision == "bf16"},
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+}
+model, optimizer = sw.shard(model, optimizer, **sw.from_deepspeed(config).words)
 
 first_step = 0
 if args.checkpoint.exists():
