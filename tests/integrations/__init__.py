@@ -1,0 +1,1 @@
+"""The integrations with other libraries, beside those libraries alone."""
