@@ -1,45 +1,52 @@
-"""Hugging Face's Trainer: what it logs, saves and goes on from under every strategy is what it does alone."""
+"""Hugging Face's Trainer: what it logs, saves and goes on from under every strategy is what it does without us."""
 
-from collections.abc import Callable, Iterator
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
+import shardwise as sw
 from shardwise.integrations.transformers import sharded
 from tests.harness import Pool
 from tests.integrations.scripts import NUM_STEPS, Sentences, arguments, forget_accelerate, logged, tiny_llama
 
 TOLERANCE = 1e-5
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "zero1": {},
-    "zero2": {},
-    "zero3": {},
-    "hsdp": {"node_size": 1},
-    "zero3_offload": {},
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "hsdp": {"strategy": "hsdp", "node_size": 1},
+    "zero3_offload": {"strategy": "zero3_offload"},
 }
+HALF = NUM_STEPS // 2
+Logs = dict[str, list[float]]
+
+
+def plain(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    return model
 
 
 def lora(model: LlamaForCausalLM) -> PeftModel:
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+    """Adapters, drawn at random on each rank."""
+    torch.seed()
+    targets = ["q_proj", "up_proj"]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"))
 
 
-def train(folder: Path, words: dict[str, Any] | None, change: Callable[..., Any] | None = None, **changes: Any) -> Any:
+def train(
+    folder: Path, words: dict[str, Any] | None, num_ranks: int, kind: Any = plain, resume: Any = None, **changes: Any
+) -> Any:
     """The script. `words` is what is asked of the engine: None where there is none."""
     forget_accelerate()
-    resume = changes.pop("resume", None)
-    num_ranks = dist.get_world_size() if dist.is_initialized() and words is not None else 1
-    model = tiny_llama()
-    model = model if change is None else change(model)
-    trainer_class = Trainer if words is None else sharded(Trainer, **words)
-    trainer = trainer_class(
-        model=model,
+    trainer = (Trainer if words is None else sharded(Trainer, **words))(
+        model=kind(tiny_llama()),
         args=arguments(folder, num_ranks, **changes),
         train_dataset=Sentences(),
         eval_dataset=Sentences(24),
@@ -48,33 +55,163 @@ def train(folder: Path, words: dict[str, Any] | None, change: Callable[..., Any]
     return trainer
 
 
-def seen(trainer: Trainer) -> dict[str, list[float]]:
-    return {key: logged(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")}
+def train_and_tell(*args: Any, **kwargs: Any) -> Logs:
+    trainer = train(*args, **kwargs)
+    found = {key: logged(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")}
+    return {**found, "flos": [trainer.state.total_flos]}
 
 
-def train_and_tell(*args: Any, **kwargs: Any) -> dict[str, list[float]]:
-    return seen(train(*args, **kwargs))
+def assert_equal(found: Logs, expected: Logs, keys: tuple[str, ...] = ("loss", "grad_norm", "learning_rate")) -> None:
+    for key in keys:
+        assert found[key] == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """One process without shardwise."""
-    return train_and_tell(tmp_path_factory.mktemp("alone"), None, eval_strategy="steps", eval_steps=10)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    """One process without us."""
+    return train_and_tell(tmp_path_factory.mktemp("alone"), None, 1)
 
 
-def assert_equal(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    for key, values in expected.items():
-        assert found[key] == pytest.approx(values, abs=TOLERANCE, rel=TOLERANCE), key
+@pytest.fixture(scope="module")
+def beside(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    """Two processes without us: the Trainer's evaluation is not quite the same on more of them."""
+    folder = tmp_path_factory.mktemp("beside")
+    return run_ranks(
+        2, train_and_tell, folder, None, 2, eval_strategy="steps", eval_steps=HALF, ddp_find_unused_parameters=False
+    )[0]
 
 
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in STRATEGIES]
 )
-def test_losses_norms_and_evaluations_are_those_of_one_process(
-    run_ranks: Pool, tmp_path: Path, alone: dict[str, list[float]], strategy: str
+def test_losses_and_norms_are_those_of_one_process(
+    run_ranks: Pool, tmp_path: Path, alone: Logs, beside: Logs, strategy: str
 ) -> None:
-    words = {"strategy": strategy, **STRATEGIES[strategy]}
-    found = run_ranks(2, train_and_tell, tmp_path, words, eval_strategy="steps", eval_steps=10)
-    assert len(found[0]["loss"]) == NUM_STEPS
-    assert_equal(found[0], alone)
-    assert found[1]["grad_norm"] == found[0]["grad_norm"]
+    words = STRATEGIES[strategy]
+    first, second = run_ranks(2, train_and_tell, tmp_path, words, 2, eval_strategy="steps", eval_steps=HALF)
+    assert len(first["loss"]) == NUM_STEPS
+    assert_equal(first, alone, ("loss", "grad_norm", "learning_rate", "flos"))
+    assert_equal(first, beside, ("eval_loss",))
+    assert second["grad_norm"] == first["grad_norm"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# saving, and going on
+
+
+def train_and_save(folder: Path, *args: Any, **kwargs: Any) -> tuple[Logs, Tensor]:
+    """What was logged, and the logits of the model that was trained."""
+    trainer = train(folder, *args, **kwargs)
+    trainer.save_model(str(folder / "final"))
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=Sentences().tokens[:2]).logits
+    return {key: logged(trainer, key) for key in ("loss", "grad_norm", "learning_rate")}, logits
+
+
+def test_a_checkpoint_goes_on_elsewhere_and_opens_as_a_model(run_ranks: Pool, tmp_path: Path, alone: Logs) -> None:
+    """Ten steps on two ranks, ten under another strategy in one process; what is saved is what was trained."""
+    first = run_ranks(
+        2, train_and_tell, tmp_path, {"strategy": "zero3"}, 2, max_steps=NUM_STEPS, save_strategy="steps",
+        save_steps=HALF, save_total_limit=2,
+    )[0]  # fmt: skip
+    assert_equal(first, alone)
+    shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
+    second, logits = train_and_save(tmp_path, {"strategy": "ddp+optimizer=host"}, 1, resume=True)
+    assert_equal(second, alone)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    with torch.no_grad():
+        assert torch.equal(opened(input_ids=Sentences().tokens[:2]).logits, logits)
+
+
+def test_a_checkpoint_of_the_plain_trainer_goes_on(run_ranks: Pool, tmp_path: Path, alone: Logs) -> None:
+    train(tmp_path, None, 1, save_strategy="steps", save_steps=HALF)
+    shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
+    assert_equal(run_ranks(2, train_and_tell, tmp_path, {"strategy": "zero2"}, 2, resume=True)[0], alone)
+
+
+def best_of(folder: Path) -> tuple[float, float]:
+    """The best evaluation, which is the first here, and that of the model after the training."""
+    trainer = train(
+        folder, {"strategy": "zero3"}, 2, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+    assert trainer.state.best_global_step == 5
+    return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_model_comes_back(run_ranks: Pool, tmp_path: Path) -> None:
+    best, after = run_ranks(2, best_of, tmp_path)[0]
+    assert after == best
+
+
+def test_adapters_begin_alike_and_are_saved_as_adapters(run_ranks: Pool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_llama().save_pretrained(base)
+    (first, logits), (_, again) = run_ranks(
+        2, train_and_save, tmp_path, {"strategy": "zero3"}, 2, lora, save_strategy="steps", save_steps=HALF,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    assert torch.equal(logits, again)
+    assert first["loss"][-1] < first["loss"][0]
+    names = {path.name for path in (tmp_path / "final").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert "model.safetensors" not in names
+    config = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
+    (tmp_path / "final" / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": str(base)})
+    )
+    opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(input_ids=Sentences().tokens[:2]).logits, logits)
+    shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
+    resumed = train_and_tell(tmp_path, {"strategy": "zero1"}, 1, lora, resume=True)
+    assert_equal(resumed, first)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# precision, evaluation, generation
+
+
+def precisions(folder: Path) -> list[str]:
+    """What computes and what is updated, by what was said and how the model was given."""
+    found = []
+    for words, changes, dtype in (
+        ({}, {"bf16": True}, torch.float32),
+        ({}, {"bf16": True}, torch.bfloat16),
+        ({}, {}, torch.bfloat16),
+        ({"precision": "bf16"}, {}, torch.float32),
+        ({"precision": "bf16"}, {"bf16": True}, torch.float32),
+    ):
+        trainer = train(
+            folder, {"strategy": "zero3", **words}, 2, lambda model, dtype=dtype: model.to(dtype), max_steps=2, **changes
+        )
+        found.append(sw.describe(trainer.model).splitlines()[1])
+        trainer.save_model(str(folder / "saved"))
+        saved = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        assert saved.dtype == saved.config.dtype == dtype
+    return found
+
+
+def test_the_precision_is_what_the_arguments_or_the_model_say(run_ranks: Pool, tmp_path: Path) -> None:
+    mixed = "computes in bfloat16, updates in float32, reduces in float32"
+    pure = "computes in bfloat16, updates in bfloat16, reduces in bfloat16"
+    assert run_ranks(2, precisions, tmp_path)[0] == [mixed, mixed, pure, mixed, mixed]
+
+
+def predict_and_generate(folder: Path) -> tuple[Any, ...]:
+    trainer = train(folder, {"strategy": "zero3"}, 2, max_steps=2)
+    predictions = trainer.predict(Sentences(6)).predictions
+    rank = trainer.args.process_index
+    prompt = Sentences().tokens[rank : rank + 1, :3]
+    # Ranks that come to their ends at different times.
+    lengths = [trainer.model.generate(prompt, max_new_tokens=2 + 6 * rank, do_sample=False).tolist() for _ in range(2)]
+    whole = tiny_llama()
+    whole.load_state_dict(sw.full_state_dict(trainer.model))
+    expected = whole.eval().generate(prompt, max_new_tokens=2 + 6 * rank, do_sample=False).tolist()
+    assert lengths == [expected, expected]
+    return predictions.shape, predictions.dtype.name
+
+
+def test_prediction_and_generation(run_ranks: Pool, tmp_path: Path) -> None:
+    assert run_ranks(2, predict_and_generate, tmp_path) == [((6, 12, 61), "float32")] * 2

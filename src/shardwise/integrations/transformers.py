@@ -50,6 +50,7 @@ class _ShardedTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
     _given_dtype: torch.dtype | None = None
+    _whole_state: dict[str, Any] | None = None
 
     # preparing
 
@@ -78,8 +79,8 @@ class _ShardedTrainer(Trainer):
             place = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
             if place is not None and not _is_ours(place) and (place / OPTIMIZER_NAME).is_file():
                 # Of a Trainer that did not shard: it is cut with the optimizer.
-                state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-                self.create_optimizer().load_state_dict(state)
+                self._whole_state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+                self.create_optimizer().load_state_dict(self._whole_state)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # saving and going on
@@ -119,6 +120,11 @@ class _ShardedTrainer(Trainer):
         place = Path(checkpoint)
         if _is_ours(place):
             load(place / CHECKPOINT, self.model, self.optimizer.optimizer)
+        elif self._whole_state is not None:
+            # A new schedule has begun to set the learning rates since it was loaded.
+            for group, saved in zip(self.optimizer.param_groups, self._whole_state["param_groups"], strict=True):
+                group |= {key: value for key, value in saved.items() if key != "params"}
+            self._whole_state = None
         if (place / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER_NAME, weights_only=True))
 
