@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -63,6 +63,7 @@ def arguments(folder: Path | str, num_ranks: int, **changes: Any) -> TrainingArg
 def forget_accelerate() -> None:
     """What one Accelerator has set up would be another one's."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def logged(trainer: Trainer, key: str = "loss") -> list[float]:

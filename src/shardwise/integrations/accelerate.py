@@ -20,7 +20,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     AutocastKwargs,
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
     DummyOptim,
@@ -64,7 +63,8 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelera
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.num_skipped_steps
         super().step(closure)
-        self._is_overflow = self.optimizer.num_skipped_steps > before
+        if self.gradient_state.sync_gradients:
+            self._is_overflow = self.optimizer.num_skipped_steps > before
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no annotations
@@ -278,8 +278,10 @@ def _refuse_keywords(keywords: dict[str, Any]) -> None:
                 f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself; say precision= "
                 "(a name, or a sw.Precision) instead"
             )
-        if isinstance(handler, DistributedDataParallelKwargs) and handler.comm_hook != DDPCommunicationHookType.NO:
-            raise ConfigurationError(
-                f"comm_hook={handler.comm_hook.value}: gradients travel as strategy='...+grads_as=bf16' says, or fp16, "
-                "int8, int4"
-            )
+        if isinstance(handler, DistributedDataParallelKwargs):
+            hook = str(handler.comm_hook).rpartition(".")[2].lower()
+            if hook != "no":
+                raise ConfigurationError(
+                    f"comm_hook={hook!r}: gradients travel as strategy='...+grads_as=bf16' says (or fp16, int8, int4); "
+                    "leave it out"
+                )
