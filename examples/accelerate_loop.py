@@ -21,9 +21,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/accelerate-loop")
     asked = parser.parse_args()
 
-    accelerator = Accelerator(
-        strategy=asked.strategy, gradient_accumulation_steps=2, cpu=not torch.cuda.is_available()
-    )
+    accelerator = Accelerator(strategy=asked.strategy, gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     inputs = torch.randn(512, 16)
     data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))

@@ -184,7 +184,12 @@ def precisions(folder: Path) -> list[str]:
         ({"precision": "bf16"}, {"bf16": True}, torch.float32),
     ):
         trainer = train(
-            folder, {"strategy": "zero3", **words}, 2, lambda model, dtype=dtype: model.to(dtype), max_steps=2, **changes
+            folder,
+            {"strategy": "zero3", **words},
+            2,
+            lambda model, dtype=dtype: model.to(dtype),
+            max_steps=2,
+            **changes,
         )
         found.append(sw.describe(trainer.model).splitlines()[1])
         trainer.save_model(str(folder / "saved"))
