@@ -18,16 +18,7 @@ from typing import Any, NoReturn
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    DummyOptim,
-    DummyScheduler,
-    DynamoBackend,
-    GradScalerKwargs,
-    convert_to_fp32,
-)
+from accelerate.utils import DummyOptim, DummyScheduler, convert_to_fp32
 from torch import Tensor, nn
 
 from ..checkpoint.load import load
@@ -38,20 +29,8 @@ from ..engine.whole import full_state_dict
 from ..errors import ConfigurationError, StateError
 from ..mesh import everyone, init
 from ..optim.sharded import ShardedOptimizer
+from .arguments import refuse_keywords, refuse_surroundings
 from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_as_asked
-
-# What Accelerate calls a process alone, and processes that each have a device of their own.
-_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
-# Keywords of Accelerate's that choose another engine, and what to write instead.
-_OTHER_ENGINES = {
-    "deepspeed_plugin": "**sw.from_deepspeed(FILE).words",
-    "deepspeed_plugins": "**sw.from_deepspeed(FILE).words",
-    "fsdp_plugin": "**sw.from_accelerate(FILE).words, or strategy='full_shard', 'shard_grad_op', 'hybrid_shard' ...",
-    "megatron_lm_plugin": "strategy='zero3'; tensor and pipeline parallelism are not here",
-    "torch_tp_plugin": "strategy='zero3'; tensor parallelism is not here",
-    "parallelism_config": "strategy='hsdp' and node_size= for dp_shard_size; other parallelisms are not here",
-}
 
 # The folder of our checkpoint in one of theirs.
 CHECKPOINT = "shardwise"
@@ -76,9 +55,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         own = inspect.signature(accelerate.Accelerator.__init__).parameters
         refuse_unknown("Accelerator", keywords, {*WORDS, *own} - {"self"})
         self._words = {word: keywords.pop(word) for word in sorted(WORDS & keywords.keys())}
-        _refuse_keywords(keywords)
+        refuse_keywords(keywords)
         super().__init__(*args, **keywords)
-        self._refuse_surroundings()
+        refuse_surroundings(self.distributed_type, self.state.dynamo_plugin)
         refuse_contradiction(self._words, self.state.mixed_precision)
         timeout = None if self.init_handler is None else self.init_handler.timeout.total_seconds()
         init(device=self.device, timeout_s=timeout)
@@ -89,22 +68,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             )
         # The engine casts and scales.
         self.native_amp, self.scaler = False, None
-
-    def _refuse_surroundings(self) -> None:
-        """What `accelerate launch` has said, or an earlier Accelerator."""
-        kind = self.distributed_type
-        if kind not in _KINDS:
-            raise ConfigurationError(
-                f"Accelerate was set up for {kind.value}: start with torchrun, or with a configuration whose "
-                f"distributed_type is MULTI_GPU, and say what {kind.value} did as strategy=... or "
-                "**sw.from_accelerate(FILE).words"
-            )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ConfigurationError(
-                f"torch.compile of the whole model (dynamo backend {self.state.dynamo_plugin.backend.value}, or "
-                "torch_compile=True): gathers lie inside it; compile its blocks, as in `for layer in "
-                "model.model.layers: layer.compile()`, and leave it out"
-            )
 
     # preparing
 
@@ -261,27 +224,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
 def _folder(place: str | Path, number: int) -> Path:
     return Path(place) / (CHECKPOINT if number == 0 else f"{CHECKPOINT}_{number}")
-
-
-def _refuse_keywords(keywords: dict[str, Any]) -> None:
-    for name, instead in _OTHER_ENGINES.items():
-        if keywords.get(name) is not None:
-            raise ConfigurationError(f"Accelerator({name}=...) chooses another engine: write {instead}")
-    if str(keywords.get("mixed_precision")) == "fp8":
-        raise ConfigurationError(
-            "mixed_precision='fp8': matrices are not multiplied in fp8 here; use 'bf16', and strategy="
-            "'zero3+params_as=fp8' for parameters that travel in fp8"
-        )
-    for handler in keywords.get("kwargs_handlers") or ():
-        if isinstance(handler, (AutocastKwargs, GradScalerKwargs)) or "RecipeKwargs" in type(handler).__name__:
-            raise ConfigurationError(
-                f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself; say precision= "
-                "(a name, or a sw.Precision) instead"
-            )
-        if isinstance(handler, DistributedDataParallelKwargs):
-            hook = str(handler.comm_hook).rpartition(".")[2].lower()
-            if hook != "no":
-                raise ConfigurationError(
-                    f"comm_hook={hook!r}: gradients travel as strategy='...+grads_as=bf16' says (or fp16, int8, int4); "
-                    "leave it out"
-                )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning_fabric.plugins.precision import Precision
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from lightning_fabric.utilities.types import _Stateful
 from torch import Tensor, nn
@@ -74,12 +74,7 @@ class ShardwiseStrategy(DDPStrategy):
     # the step
 
     def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
+        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
     ) -> Tensor:
         if norm_type != 2:
             raise ConfigurationError(f"clip_gradients(norm_type={norm_type}): sharded gradients have the 2-norm; use 2")
@@ -149,4 +144,4 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer |
         )
     kinds = (nn.Module, torch.optim.Optimizer)
     others = {key: value for key, value in state.items() if not isinstance(value, kinds)}
-    return models[0], (optimizers or [None])[0], others
+    return models[0], next(iter(optimizers), None), others

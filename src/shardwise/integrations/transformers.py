@@ -170,12 +170,12 @@ def _keep_what_shards_do_not_tell(model: nn.Module) -> None:
             }
             vars(module)["num_parameters"] = functools.partial(_count, counts)
         if isinstance(module, GenerationMixin):
-            vars(module)["generate"] = functools.partial(_generate_together, module.generate)
+            vars(module)["generate"] = functools.partial(_generate_together, module)
 
 
 def _count(counts: dict[tuple[bool, bool], int], only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     return counts[only_trainable, exclude_embeddings]
 
 
-def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return generate(*args, **{**kwargs, "synced_gpus": True})
+def _generate_together(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
