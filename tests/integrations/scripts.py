@@ -1,5 +1,7 @@
 """Scripts of the libraries, as people have them: the same code runs plain in one process and sharded on ranks."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 20
 GLOBAL_BATCH = 8
 
@@ -68,3 +71,11 @@ def forget_accelerate() -> None:
 
 def logged(trainer: Trainer, key: str = "loss") -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def torchrun(*command: str, cwd: Path) -> str:
+    """What a script on two processes prints."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout

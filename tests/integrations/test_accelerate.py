@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import ConfigurationError
 from shardwise.integrations.accelerate import Accelerator
 from tests.harness import Pool
-from tests.integrations.scripts import forget_accelerate
+from tests.integrations.scripts import ROOT, forget_accelerate, torchrun
 
 TOLERANCE = 1e-6
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -98,9 +98,7 @@ def flat(rows: list[tuple[float, ...]]) -> list[float]:
     return [value for row in rows for value in row]
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_trains_as_it_did(
     run_ranks: Pool, tmp_path: Path, beside: list[tuple[float, ...]], strategy: str
 ) -> None:
@@ -129,6 +127,16 @@ def test_its_state_goes_on_under_another_strategy(run_ranks: Pool, tmp_path: Pat
     expected = run_ranks(2, loop, {"strategy": "zero3"}, tmp_path, shuffle=False)[0]
     found = run_ranks(2, loop, {"strategy": "zero1"}, tmp_path, epochs=(1,), shuffle=False)[0]
     assert flat(found) == pytest.approx(flat(expected[-len(found) :]), abs=TOLERANCE, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_example_runs(tmp_path: Path) -> None:
+    printed = torchrun(str(ROOT / "examples" / "accelerate_loop.py"), "--output_dir", "run", cwd=tmp_path)
+    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "epoch-2" / "shardwise" / "complete").is_file()
 
 
 def mixed() -> tuple[str, torch.dtype, bool]:

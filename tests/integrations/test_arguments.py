@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
+import shardwise as sw
 from shardwise.errors import ConfigurationError
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.transformers import sharded
@@ -62,6 +63,13 @@ def test_a_real_deepspeed_file_is_refused_by_the_trainer(tmp_path: Path) -> None
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 2}}))
     with pytest.raises(ConfigurationError, match="from_deepspeed"):
         new_trainer(tmp_path, {}, deepspeed=str(tmp_path / "ds.json"))
+
+
+def test_words_of_a_deepspeed_file_are_taken(tmp_path: Path) -> None:
+    words = sw.from_deepspeed({"zero_optimization": {"stage": 3}}).words
+    trainer = new_trainer(tmp_path, words, max_steps=1)
+    trainer.train()
+    assert "zero3" in sw.describe(trainer.model)
 
 
 def test_a_contradiction_and_a_misspelt_word_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import shardwise as sw
@@ -167,6 +167,52 @@ def test_adapters_begin_alike_and_are_saved_as_adapters(run_ranks: Pool, tmp_pat
     shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
     resumed = train_and_tell(tmp_path, {"strategy": "zero1"}, 1, lora, resume=True)
     assert_equal(resumed, first)
+
+
+class Regression(nn.Module):
+    """A model that is not one of Hugging Face's, with a statistic that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(61, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        self.register_buffer("offset", torch.tensor(0.5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.layers(self.table(input_ids)).squeeze(-1) + self.offset
+        return {"loss": (found - labels.clamp(min=0) / 61).square().mean(), "logits": found}
+
+
+def every_verb(folder: Path, words: dict[str, Any] | None, is_hugging_face: bool) -> tuple[list[float], list[str]]:
+    """Evaluated before there is anything sharded, trained, saved without its optimizer, evaluated and trained again."""
+
+    def new_trainer() -> Trainer:
+        forget_accelerate()
+        return (Trainer if words is None else sharded(Trainer, **words))(
+            model=tiny_llama() if is_hugging_face else Regression(),
+            args=arguments(folder, 2, max_steps=4, save_strategy="steps", save_steps=4, save_only_model=True),
+            train_dataset=Sentences(),
+            eval_dataset=Sentences(24),
+        )
+
+    trainer = new_trainer()
+    seen = [trainer.evaluate()["eval_loss"]]
+    # A plain Trainer that has evaluated its model does not wrap it any more: its ranks would train apart.
+    trainer = new_trainer() if words is None else trainer
+    for _ in range(2):
+        trainer.train()
+        seen += logged(trainer)
+        seen.append(trainer.evaluate()["eval_loss"])
+    return seen, sorted(path.name for path in (folder / "checkpoint-4").iterdir())
+
+
+@pytest.mark.parametrize("is_hugging_face", [True, False], ids=["llama", "any module"])
+def test_evaluated_first_saved_alone_and_trained_again(run_ranks: Pool, tmp_path: Path, is_hugging_face: bool) -> None:
+    expected, files = run_ranks(2, every_verb, tmp_path / "plain", None, is_hugging_face)[0]
+    found, our_files = run_ranks(2, every_verb, tmp_path / "ours", {"strategy": "zero3"}, is_hugging_face)[0]
+    assert found == pytest.approx(expected, abs=TOLERANCE, rel=TOLERANCE)
+    assert our_files == files
 
 
 # ---------------------------------------------------------------------------------------------------------

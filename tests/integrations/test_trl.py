@@ -1,8 +1,6 @@
 """TRL's supervised fine-tuning: the example that ships, and its losses beside those of one process without us."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from trl import SFTConfig, SFTTrainer
 from shardwise.integrations.transformers import sharded
 from shardwise.train.data.byte_files import write_byte_tokenizer
 from tests.harness import Pool
-from tests.integrations.scripts import arguments, forget_accelerate, logged, tiny_llama
+from tests.integrations.scripts import ROOT, arguments, forget_accelerate, logged, tiny_llama, torchrun
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
 
 
@@ -55,13 +52,6 @@ def test_losses_are_those_of_one_process(run_ranks: Pool, tmp_path: Path, adapte
         assert found["num_tokens"] == expected["num_tokens"]
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key
-
-
-def torchrun(*command: str, cwd: Path) -> str:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def losses_of(printed: str) -> list[float]:
