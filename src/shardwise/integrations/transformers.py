@@ -81,7 +81,9 @@ class _ShardedTrainer(Trainer):
                 # Of a Trainer that did not shard: it is cut with the optimizer.
                 self._whole_state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
                 self.create_optimizer().load_state_dict(self._whole_state)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        return super()._prepare_for_training(  # type: ignore[no-untyped-call]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
 
     # saving and going on
 
