@@ -228,6 +228,7 @@ def precisions(folder: Path) -> list[str]:
         ({}, {}, torch.bfloat16),
         ({"precision": "bf16"}, {}, torch.float32),
         ({"precision": "bf16"}, {"bf16": True}, torch.float32),
+        ({}, {"fp16": True}, torch.float32),
     ):
         trainer = train(
             folder,
@@ -247,7 +248,26 @@ def precisions(folder: Path) -> list[str]:
 def test_the_precision_is_what_the_arguments_or_the_model_say(run_ranks: Pool, tmp_path: Path) -> None:
     mixed = "computes in bfloat16, updates in float32, reduces in float32"
     pure = "computes in bfloat16, updates in bfloat16, reduces in bfloat16"
-    assert run_ranks(2, precisions, tmp_path)[0] == [mixed, mixed, pure, mixed, mixed]
+    half = "computes in float16, updates in float32, reduces in float32"
+    assert run_ranks(2, precisions, tmp_path)[0] == [mixed, mixed, pure, mixed, mixed, half]
+
+
+def test_tied_weights_and_early_updates_in_one_process(tmp_path: Path) -> None:
+    """Weights that are one stay one; without clipping, updates inside the backward are the same."""
+
+    def tied(model: LlamaForCausalLM) -> LlamaForCausalLM:
+        return tiny_llama(tie_word_embeddings=True)
+
+    changes = {"max_steps": 4, "max_grad_norm": 0.0}
+    expected = train_and_tell(tmp_path, None, 1, tied, **changes)
+    trainer = train(tmp_path, {"strategy": "zero3", "early_update": True}, 1, tied, **changes)
+    assert logged(trainer) == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert not logged(trainer, "grad_norm")
+    trainer.save_model(str(tmp_path / "final"))
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    weights = sw.full_state_dict(trainer.model)
+    assert all(torch.equal(value, weights[name]) for name, value in opened.state_dict().items())
 
 
 def predict_and_generate(folder: Path) -> tuple[Any, ...]:

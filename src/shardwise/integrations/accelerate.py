@@ -52,10 +52,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         """Takes the keywords of `accelerate.Accelerator` and those of `sw.shard`."""
-        own = inspect.signature(accelerate.Accelerator.__init__).parameters
-        refuse_unknown("Accelerator", keywords, {*WORDS, *own} - {"self"})
+        own = inspect.signature(accelerate.Accelerator)
+        refuse_unknown("Accelerator", keywords, {*WORDS, *own.parameters})
         self._words = {word: keywords.pop(word) for word in sorted(WORDS & keywords.keys())}
-        refuse_keywords(keywords)
+        refuse_keywords(own.bind(*args, **keywords).arguments)
         super().__init__(*args, **keywords)
         refuse_surroundings(self.distributed_type, self.state.dynamo_plugin)
         refuse_contradiction(self._words, self.state.mixed_precision)

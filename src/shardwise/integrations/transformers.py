@@ -26,7 +26,7 @@ from ..checkpoint.together import patient_hosts, together
 from ..engine.guards import find_engine
 from ..engine.whole import whole_parts
 from ..errors import SaveError
-from ..mesh import is_first
+from ..mesh import init, is_first
 from .accelerate import CHECKPOINT, Accelerator
 from .arguments import refuse_arguments, without_effect
 from .prepare import refuse_unknown
@@ -61,6 +61,7 @@ class _ShardedTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
+        init(device=self.args.device, timeout_s=self.args.ddp_timeout)
         self.accelerator = Accelerator(**self._accelerator_args, **self._words)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
@@ -84,6 +85,12 @@ class _ShardedTrainer(Trainer):
         return super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Asked for in every step. With early updates there is none: weights are updated before all gradients are."""
+        if grad_norm is None and self._words.get("early_update"):
+            return None
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
     # saving and going on
 
