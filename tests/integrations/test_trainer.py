@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import shardwise as sw
@@ -128,6 +131,27 @@ def test_a_checkpoint_of_the_plain_trainer_goes_on(run_ranks: Pool, tmp_path: Pa
     train(tmp_path, None, 1, save_strategy="steps", save_steps=HALF)
     shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
     assert_equal(run_ranks(2, train_and_tell, tmp_path, {"strategy": "zero2"}, 2, resume=True)[0], alone)
+
+
+def as_fsdp_has_it(place: Path) -> None:
+    """A checkpoint of a plain Trainer in the form that FSDP's has: torch's DCP, with the names of parameters."""
+    forget_accelerate()
+    trainer = Trainer(model=tiny_llama(), args=arguments(place.parent, 1))
+    trainer.model.load_state_dict(load_file(place / "model.safetensors"))
+    trainer.create_optimizer().load_state_dict(torch.load(place / "optimizer.pt", weights_only=True))
+    state = get_optimizer_state_dict(trainer.model, trainer.optimizer)
+    dcp.save({"model": trainer.model.state_dict()}, checkpoint_id=place / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": state}, checkpoint_id=place / "optimizer_0")
+
+
+def test_a_checkpoint_of_fsdps_trainer_goes_on(run_ranks: Pool, tmp_path: Path, alone: Logs) -> None:
+    train(tmp_path, None, 1, save_strategy="steps", save_steps=HALF)
+    shutil.rmtree(tmp_path / f"checkpoint-{NUM_STEPS}")
+    place = tmp_path / f"checkpoint-{HALF}"
+    run_ranks(2, as_fsdp_has_it, place)
+    for name in ("model.safetensors", "optimizer.pt"):
+        (place / name).unlink()
+    assert_equal(run_ranks(2, train_and_tell, tmp_path, {"strategy": "zero3"}, 2, resume=True)[0], alone)
 
 
 def best_of(folder: Path) -> tuple[float, float]:

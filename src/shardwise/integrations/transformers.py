@@ -21,6 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..checkpoint.load import load
+from ..checkpoint.others import dcp, deepspeed
 from ..checkpoint.save import save
 from ..checkpoint.together import patient_hosts, together
 from ..engine.guards import find_engine
@@ -50,7 +51,6 @@ class _ShardedTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
     _given_dtype: torch.dtype | None = None
-    _whole_state: dict[str, Any] | None = None
 
     # preparing
 
@@ -78,10 +78,10 @@ class _ShardedTrainer(Trainer):
             _keep_what_shards_do_not_tell(self.model)
             self._given_dtype = self.model.dtype if isinstance(self.model, PreTrainedModel) else None
             place = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-            if place is not None and not _is_ours(place) and (place / OPTIMIZER_NAME).is_file():
+            if place is not None and _sharded_in(place) is None and (place / OPTIMIZER_NAME).is_file():
                 # Of a Trainer that did not shard: it is cut with the optimizer.
-                self._whole_state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-                self.create_optimizer().load_state_dict(self._whole_state)
+                state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+                self.create_optimizer().load_state_dict(state)
         return super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
@@ -119,31 +119,34 @@ class _ShardedTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Whole weights, into a model that is not sharded yet; ours are loaded when it is."""
-        if not _is_ours(Path(resume_from_checkpoint)):
+        """Whole weights, into a model that is not sharded yet; others are loaded when it is."""
+        if _sharded_in(Path(resume_from_checkpoint)) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         place = Path(checkpoint)
-        if _is_ours(place):
-            load(place / CHECKPOINT, self.model, self.optimizer.optimizer)
-        elif self._whole_state is not None:
-            # A new schedule has begun to set the learning rates since it was loaded.
-            for group, saved in zip(self.optimizer.param_groups, self._whole_state["param_groups"], strict=True):
-                group |= {key: value for key, value in saved.items() if key != "params"}
-            self._whole_state = None
+        source = _sharded_in(place)
+        if source is not None:
+            load(source, self.model, self.optimizer.optimizer, keep_groups=source == place)
         if (place / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER_NAME, weights_only=True))
+            # A new schedule has set the first learning rates of its own.
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
-        load(best / CHECKPOINT if _is_ours(best) else best, self.model)
+        load(_sharded_in(best) or best, self.model)
 
 
-def _is_ours(place: Path) -> bool:
-    return (place / CHECKPOINT).is_dir()
+def _sharded_in(place: Path) -> Path | None:
+    """What a sharded model is loaded from: our part of a Trainer's checkpoint, or all of DeepSpeed's or FSDP's."""
+    if (place / CHECKPOINT).is_dir():
+        return place / CHECKPOINT
+    marks = (deepspeed.LATEST, dcp.MODEL_PART)
+    return place if any((place / mark).exists() for mark in marks) else None
 
 
 def _wanted(model: Any) -> Callable[[str], bool]:
