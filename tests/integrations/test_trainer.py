@@ -12,12 +12,13 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback
 
 import shardwise as sw
 from shardwise.integrations.transformers import sharded
 from tests.harness import Pool
 from tests.integrations.scripts import NUM_STEPS, Sentences, arguments, forget_accelerate, logged, tiny_llama
+from tests.support.deepspeed import DeepSpeed
 
 TOLERANCE = 1e-5
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -152,6 +153,59 @@ def test_a_checkpoint_of_fsdps_trainer_goes_on(run_ranks: Pool, tmp_path: Path, 
     for name in ("model.safetensors", "optimizer.pt"):
         (place / name).unlink()
     assert_equal(run_ranks(2, train_and_tell, tmp_path, {"strategy": "zero3"}, 2, resume=True)[0], alone)
+
+
+def train_with_deepspeed(place: Path) -> dict[str, Tensor]:
+    """Three steps under DeepSpeed, with the optimizer that a Trainer would give it; the weights."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    forget_accelerate()
+    trainer = Trainer(model=tiny_llama(), args=arguments(place.parent, 1))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    optimizer = trainer.create_optimizer()
+    allowed = {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=trainer.model, optimizer=optimizer, config={**config, **allowed})
+    for step in range(3):
+        tokens = Sentences().tokens[2 * step : 2 * step + 2]
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(str(place))
+    return {name: safe_get_full_fp32_param(param) for name, param in trainer.model.named_parameters()}
+
+
+class Begun(TrainerCallback):
+    """What a training begins with: weights, and whether there are moments of all of them."""
+
+    def __init__(self) -> None:
+        self.found: tuple[dict[str, Tensor], bool] = ({}, False)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"].optimizer
+        moments = [optimizer.kept(param, "exp_avg") for param in model.parameters()]
+        self.found = sw.full_state_dict(model), all(moment.any() for moment in moments)
+
+
+def begin_from(folder: Path, words: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    forget_accelerate()
+    begun = Begun()
+    args = arguments(folder, 2, max_steps=HALF + 1)
+    sharded(Trainer, **words)(model=tiny_llama(4), args=args, train_dataset=Sentences(), callbacks=[begun]).train(True)
+    return begun.found
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's import alone warns of a dozen deprecations
+def test_a_checkpoint_of_deepspeeds_trainer_goes_on(run_ranks: Pool, on_deepspeed: DeepSpeed, tmp_path: Path) -> None:
+    train(tmp_path, None, 1, save_strategy="steps", save_steps=HALF, max_steps=HALF)
+    place = tmp_path / f"checkpoint-{HALF}"
+    for name in ("model.safetensors", "optimizer.pt"):
+        (place / name).unlink()
+    expected = on_deepspeed(train_with_deepspeed, place)
+    found, has_moments = run_ranks(2, begin_from, tmp_path, {"strategy": "ddp"})[0]
+    assert has_moments
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def best_of(folder: Path) -> tuple[float, float]:
