@@ -2,5 +2,5 @@
 
 import os
 
-# Before those libraries are imported: nothing is looked up, or told to anybody.
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+# Before TRL is imported, which would tell its makers.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
