@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "migrate": 8,
     "bench": 9,
     "doctor": 9,
+    "integrations": 9,
     "cli": 10,
     "__main__": 11,
 }

@@ -17,6 +17,8 @@ EXTRAS = {
     "tokenizers": ("tokenizers of Hugging Face models", "hf"),
     "peft": ("LoRA", "hf"),
     "datasets": ("Hugging Face data sets", "hf"),
+    "accelerate": ("Hugging Face's Trainer and Accelerate on top of us", "hf"),
+    "lightning-fabric": ("Lightning Fabric on top of us", "fabric"),
     "torchao": ("8-bit optimizers", "eight-bit"),
     "tensorboard": ("--report-to tensorboard", "tensorboard"),
     "wandb": ("--report-to wandb", "wandb"),

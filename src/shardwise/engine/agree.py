@@ -83,7 +83,7 @@ def facts_about(model: nn.Module, found: list[FoundUnit], plans: list[UnitPlan],
             facts.append((f"unit {unit.name!r}, parameter {param.name!r}", shape))
         for param in unit.params:
             name = f"the weights of unit {unit.name!r}, {param.name!r} (seed the ranks alike, or load the same weights)"
-            facts.append((name, f"checksum {_checksum(params[param.name])}"))
+            facts.append((name, f"checksum {checksum(params[param.name])}"))
     return facts
 
 
@@ -102,7 +102,7 @@ def facts_about_optimizer(optimizer: torch.optim.Optimizer | None, names: dict[T
     return facts
 
 
-def _checksum(param: nn.Parameter) -> str:
+def checksum(param: Tensor) -> str:
     """A sum of the bits that knows where they are: rows and columns are weighed by their number."""
     if param.is_meta:
         return "meta"

@@ -57,7 +57,8 @@ class _ScaleGradient(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
         ctx.dtype = tensor.dtype
         ctx.engine = engine
-        return tensor.float()
+        # Never the same memory: a loss that is fp32 already may be changed in place by who gets it.
+        return tensor.to(torch.float32, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -180,6 +180,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update_part(part, early=False)
         states = self._stepper.trainable_states
         self._update_on_host([] if self._is_at_once else [state for state in states if state not in self._given])
+        # Asked by schedulers that were built on the inner optimizer, which may have had nothing to update itself.
+        vars(self._inner)["_opt_called"] = True
         self._arrived.clear()
         self._updated.clear()
         self._given.clear()

@@ -1,0 +1,147 @@
+"""Lightning Fabric: a strategy that takes the keywords of `sw.shard`.
+
+    from shardwise.integrations.fabric import ShardwiseStrategy
+
+    fabric = Fabric(strategy=ShardwiseStrategy(strategy="zero3", precision="bf16"), devices=8)
+    model, optimizer = fabric.setup(model, optimizer)
+
+Launching, the process group and collectives of the user's are Fabric's own, as for its DistributedDataParallel.
+`fabric.save` and `fabric.load` write and read a checkpoint of `sw.save`: any strategy and world goes on from it.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning_fabric.plugins.precision import Precision
+from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from lightning_fabric.utilities.types import _Stateful
+from torch import Tensor, nn
+
+from ..checkpoint.load import load
+from ..checkpoint.save import save
+from ..engine.api import accumulate
+from ..engine.whole import full_state_dict, load_full_state_dict
+from ..errors import ConfigurationError, StateError
+from ..mesh import init
+from .prepare import refuse_unknown, shard_as_asked
+
+
+class ShardwiseStrategy(DDPStrategy):
+    def __init__(self, **words: Any) -> None:
+        """Takes the keywords of `sw.shard`. `precision` is the model's own unless it is given."""
+        refuse_unknown("ShardwiseStrategy", words)
+        super().__init__()
+        self._words = words
+        self._backward_sync_control = _SyncControl()
+
+    def setup_environment(self) -> None:
+        if type(self.precision) is not Precision:
+            raise ConfigurationError(
+                f"Fabric(precision={self.precision.precision!r}) casts around the engine: leave it out, and write "
+                "ShardwiseStrategy(precision='bf16') (or 'fp16', 'pure-bf16')"
+            )
+        super().setup_environment()
+        init(device=self.root_device)
+
+    # setting up
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """It goes there in shards: whole it may not fit."""
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> Any:
+        if len(optimizers) != 1:
+            raise ConfigurationError(
+                f"fabric.setup with {len(optimizers)} optimizers: a model has one; give it all groups of parameters"
+            )
+        return module, [shard_as_asked(module, optimizers[0], self._words, "no")], scheduler
+
+    def setup_module(self, module: nn.Module) -> Any:
+        shard_as_asked(module, None, self._words, "no")
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        raise ConfigurationError(
+            "fabric.setup_optimizers: an optimizer is sharded with its model; write model, optimizer = "
+            "fabric.setup(model, optimizer)"
+        )
+
+    # the step
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        if norm_type != 2:
+            raise ConfigurationError(f"clip_gradients(norm_type={norm_type}): sharded gradients have the 2-norm; use 2")
+        norm: Tensor = optimizer.clip_grad_norm(max_norm)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise StateError(
+                f"the gradients' norm is {float(norm)}: error_if_nonfinite=False goes on, and "
+                "ShardwiseStrategy(skip_nonfinite=True) leaves such steps out"
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> NoReturn:
+        raise ConfigurationError("clip_gradients(clip_val=...): gradients live in flat shards; use max_norm=")
+
+    # the state
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return full_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
+        load_full_state_dict(module, state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002
+    ) -> None:
+        """The model, its optimizer, and beside them what JSON can hold, also as state dicts of what has them."""
+        if storage_options is not None or filter:
+            raise ConfigurationError(
+                "fabric.save(storage_options=, filter=): checkpoints are whole folders; leave them"
+            )
+        model, optimizer, others = _parts(state)
+        extra = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in others.items()}
+        save(path, model, optimizer, extra=extra)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        model, optimizer, others = _parts({"model": state} if isinstance(state, nn.Module) else state or {})
+        extra = load(path, model, optimizer)
+        missing = sorted(others.keys() - extra.keys())
+        if missing and strict:
+            raise ConfigurationError(f"fabric.load: {path} has no {missing[0]!r}; leave it out, or say strict=False")
+        for key in others.keys() & extra.keys():
+            if isinstance(others[key], _Stateful):
+                others[key].load_state_dict(extra.pop(key))
+            else:
+                state[key] = extra.pop(key)
+        return extra
+
+
+class _SyncControl(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return accumulate(module) if enabled else nullcontext()
+
+
+def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer | None, dict[str, Any]]:
+    models = [value for value in state.values() if isinstance(value, nn.Module)]
+    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    if len(models) != 1 or len(optimizers) > 1:
+        raise ConfigurationError(
+            f"a state of {len(models)} models and {len(optimizers)} optimizers: a checkpoint is of one model and its "
+            "optimizer; write one for each"
+        )
+    kinds = (nn.Module, torch.optim.Optimizer)
+    others = {key: value for key, value in state.items() if not isinstance(value, kinds)}
+    return models[0], next(iter(optimizers), None), others

@@ -1,0 +1,193 @@
+"""Hugging Face's Trainer, and everything that is made of it (TRL's SFTTrainer, ...), under any strategy.
+
+    from shardwise.integrations.transformers import sharded
+
+    trainer = sharded(SFTTrainer, strategy="zero3")(model=model, args=args, train_dataset=dataset)
+
+What comes back is a subclass whose accelerator is ours. The loop, its logs, schedules, callbacks and evaluation stay
+the Trainer's. A checkpoint is the Trainer's folder with one of `sw.save` in it, so that it goes on under another
+strategy and with other ranks; `save_model` writes what `from_pretrained` opens.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ..checkpoint.load import load
+from ..checkpoint.others import dcp, deepspeed
+from ..checkpoint.save import save
+from ..checkpoint.together import patient_hosts, together
+from ..engine.guards import find_engine
+from ..engine.whole import whole_parts
+from ..errors import SaveError
+from ..mesh import init, is_first
+from .accelerate import CHECKPOINT, Accelerator
+from .arguments import refuse_arguments, without_effect
+from .prepare import refuse_unknown
+
+logger = logging.getLogger("shardwise")
+
+
+def sharded(trainer: type[Trainer], /, **words: Any) -> type[Any]:
+    """A Trainer class that shards its model and optimizer as `sw.shard(model, optimizer, **words)` would.
+
+    `precision` may be left out: it is what bf16= and fp16= of the arguments say, else the model's own.
+    """
+    refuse_unknown(f"sharded({trainer.__name__}, ...)", words)
+    return type(f"Sharded{trainer.__name__}", (_ShardedTrainer, trainer), {"_words": words})
+
+
+class _ShardedTrainer(Trainer):
+    _words: dict[str, Any]
+    # Each may be None before the Trainer is complete, which it is when these methods run.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _given_dtype: torch.dtype | None = None
+
+    # preparing
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        refuse_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        init(device=self.args.device, timeout_s=self.args.ddp_timeout)
+        self.accelerator = Accelerator(**self._accelerator_args, **self._words)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        idle = without_effect(self.args)
+        if idle and is_first():
+            logger.warning("%s: for DistributedDataParallel, without effect here", ", ".join(idle))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It goes there in shards: whole it may not fit."""
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if find_engine(self.model) is None:
+            _keep_what_shards_do_not_tell(self.model)
+            self._given_dtype = self.model.dtype if isinstance(self.model, PreTrainedModel) else None
+            place = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+            if place is not None and _sharded_in(place) is None and (place / OPTIMIZER_NAME).is_file():
+                # Of a Trainer that did not shard: it is cut with the optimizer.
+                state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+                self.create_optimizer().load_state_dict(state)
+        return super()._prepare_for_training(  # type: ignore[no-untyped-call]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Asked for in every step. With early updates there is none: weights are updated before all gradients are."""
+        if grad_norm is None and self._words.get("early_update"):
+            return None
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+
+    # saving and going on
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A whole Hugging Face folder, or the adapter of a PEFT model; every rank calls it, the first one writes."""
+        if find_engine(self.model) is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        place = output_dir or self.args.output_dir or "."
+        parts = whole_parts(self.model, rank0_only=True, wants=_wanted(self.model))
+        weights = {name: value for part in parts for name, value in part.items()}
+        together(patient_hosts(), lambda: self._write(place, weights) if self.args.should_save else None, SaveError)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write(self, place: str, weights: dict[str, Tensor]) -> None:
+        self._save(place, state_dict=weights)
+        if self._given_dtype is not None:
+            # `save_pretrained` asked the masters.
+            self.model.config.dtype = self._given_dtype
+            self.model.config.save_pretrained(place)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / CHECKPOINT, self.model, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Whole weights, into a model that is not sharded yet; others are loaded when it is."""
+        if _sharded_in(Path(resume_from_checkpoint)) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        place = Path(checkpoint)
+        source = _sharded_in(place)
+        if source is not None:
+            load(source, self.model, self.optimizer.optimizer, keep_groups=source == place)
+        if (place / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER_NAME, weights_only=True))
+            # A new schedule has set the first learning rates of its own.
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint or "")
+        load(_sharded_in(best) or best, self.model)
+
+
+def _sharded_in(place: Path) -> Path | None:
+    """What a sharded model is loaded from: our part of a Trainer's checkpoint, or all of DeepSpeed's or FSDP's."""
+    if (place / CHECKPOINT).is_dir():
+        return place / CHECKPOINT
+    marks = (deepspeed.LATEST, dcp.MODEL_PART)
+    return place if any((place / mark).exists() for mark in marks) else None
+
+
+def _wanted(model: Any) -> Callable[[str], bool]:
+    """What of a model is written: of one that PEFT wraps, its adapters, and embeddings, which may belong to them."""
+    adapters = None if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", None)
+    if adapters is None:
+        return lambda name: True
+    embeddings = {
+        id(param)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for param in module.parameters()
+    }
+    left_out = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if not param.requires_grad
+        and id(param) not in embeddings
+        and not any(f".{adapter}." in f"{name}." for adapter in adapters)
+    }
+    return lambda name: name not in left_out
+
+
+def _keep_what_shards_do_not_tell(model: nn.Module) -> None:
+    """How many parameters there are, and that all ranks generate as long as one of them does."""
+    module: Any
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            counts = {
+                (trainable, inner): module.num_parameters(only_trainable=trainable, exclude_embeddings=inner)
+                for trainable in (False, True)
+                for inner in (False, True)
+            }
+            vars(module)["num_parameters"] = functools.partial(_count, counts)
+        if isinstance(module, GenerationMixin):
+            vars(module)["generate"] = functools.partial(_generate_together, module)
+
+
+def _count(counts: dict[tuple[bool, bool], int], only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    return counts[only_trainable, exclude_embeddings]
+
+
+def _generate_together(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
