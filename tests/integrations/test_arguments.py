@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,9 @@ def test_hints_for_ddp_are_told_to_have_no_effect(tmp_path: Path, caplog: pytest
     assert [record.getMessage() for record in caplog.records if record.name == "shardwise"] == [
         "ddp_find_unused_parameters=False: for DistributedDataParallel, without effect here"
     ]
+
+
+def test_deepspeed_need_not_be_there() -> None:
+    """Accelerate shows some of its names only where it is."""
+    code = "import sys; sys.modules['deepspeed'] = None; import shardwise.integrations.transformers"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DummyOptim, DummyScheduler, convert_to_fp32
+from accelerate.utils import convert_to_fp32
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
 from ..checkpoint.load import load
