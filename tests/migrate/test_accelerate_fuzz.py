@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardwise.migrate.api as api
+from shardwise.config import resolve
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.migrate.accelerate_keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
@@ -20,7 +21,7 @@ from shardwise.migrate.hugging_face_keys import KEYS
 from shardwise.migrate.hugging_face_programs import PROGRAMS
 from shardwise.migrate.hugging_face_training import NAMES
 from shardwise.migrate.migrated import Migrated
-from shardwise.train.settings import Settings
+from shardwise.migrate.write import yaml_of
 from tests.migrate.test_fsdp import MEANS
 from tests.migrate.told import assert_all_told
 
@@ -150,7 +151,8 @@ def account_of(tree: dict[str, Any], kind: Any) -> Migrated | None:
     assert_all_told(api.texts_of(tree), migrated)
     layout_of(migrated.strategy)
     if not migrated.refused:
-        Settings(**migrated.settings)
+        used = resolve([], {}, {}, others={"file": migrated.settings})
+        assert resolve([], {}, {}, ("written", yaml_of(migrated))).settings == used.settings
     return migrated
 
 
