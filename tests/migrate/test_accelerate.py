@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
+from shardwise.config import resolve
 from shardwise.documents import yaml_tree
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.migrate.migrated import Migrated
-from shardwise.train.settings import Settings
 from tests.migrate.told import assert_all_told
 
 FIXTURES = Path(__file__).parent / "fixtures" / "accelerate"
@@ -96,7 +96,7 @@ def test_examples(name: str) -> None:
     assert migrated.settings.get("units", ()) == units
     assert_all_told(yaml_tree(path.read_text(), name, 12), migrated)
     if not refused:
-        Settings(**migrated.settings)
+        resolve([], {}, {}, others={"file": migrated.settings})
         assert api.from_accelerate(path).words["strategy"] == migrated.strategy
 
 

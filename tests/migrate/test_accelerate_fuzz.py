@@ -1,5 +1,7 @@
 """Any file at all: a refusal or a complete account, never a traceback, and a named strategy stays itself."""
 
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardwise.migrate.api as api
+from shardwise.config import resolve
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
 from shardwise.migrate.accelerate_keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
@@ -18,7 +21,7 @@ from shardwise.migrate.hugging_face_keys import KEYS
 from shardwise.migrate.hugging_face_programs import PROGRAMS
 from shardwise.migrate.hugging_face_training import NAMES
 from shardwise.migrate.migrated import Migrated
-from shardwise.train.settings import Settings
+from shardwise.migrate.write import yaml_of
 from tests.migrate.test_fsdp import MEANS
 from tests.migrate.told import assert_all_told
 
@@ -148,7 +151,8 @@ def account_of(tree: dict[str, Any], kind: Any) -> Migrated | None:
     assert_all_told(api.texts_of(tree), migrated)
     layout_of(migrated.strategy)
     if not migrated.refused:
-        Settings(**migrated.settings)
+        used = resolve([], {}, {}, others={"file": migrated.settings})
+        assert resolve([], {}, {}, ("written", yaml_of(migrated))).settings == used.settings
     return migrated
 
 
@@ -201,3 +205,34 @@ def test_the_environment(environ: dict[str, str]) -> None:
     told = {entry.key for entry in migrated.entries}
     assert len(told) == len(migrated.entries)
     assert all(any(name == key or key.startswith(f"{name}.") for key in told) for name in environ)
+
+
+FILES = [
+    path
+    for path in sorted(Path(__file__).parent.glob("fixtures/*/*"))
+    if path.parent.name in ("accelerate", "hugging_face")
+]
+
+
+@FEW
+@given(
+    st.sampled_from(FILES),
+    st.integers(0, 60),
+    st.integers(0, 60),
+    st.sampled_from(["twice", "away", "cut", "text"]),
+    st.text(max_size=5),
+)
+def test_files_that_somebody_spoilt(path: Path, first: int, second: int, how: str, text: str) -> None:
+    lines = path.read_text().splitlines()
+    at = first % len(lines)
+    spoilt = {
+        "twice": [*lines[:at], lines[at], *lines[at:]],
+        "away": lines[:at] + lines[at + 1 :],
+        "cut": [*lines[:at], lines[at][: second % (len(lines[at]) + 1)]],
+        "text": [*lines[:at], lines[at] + text, *lines[at + 1 :]],
+    }[how]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, path.name)
+        file.write_text("\n".join(spoilt), encoding="utf-8", errors="ignore")
+        with suppress(ConfigurationError):
+            api.read(file)

@@ -6,15 +6,21 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
+from shardwise.config import resolve
 from shardwise.layout import layout_of
 from shardwise.migrate.files import tree_of
 from shardwise.migrate.migrated import Migrated
-from shardwise.train.settings import Lora, Settings
 from tests.migrate.told import assert_all_told
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hugging_face"
 HOST = "zero3+params=host+grads=host+optimizer=host"
 SUMS_IN_BF16 = {"precision": "bf16", "reduce_dtype": "bf16"}
+
+
+def lora(r: int, alpha: float, *targets: str) -> dict[str, Any]:
+    return {"r": r, "alpha": alpha, "dropout": 0.0, "targets": list(targets)}
+
+
 # The strategy, settings besides it, units, and keys that are refused.
 EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
     "llama_factory_full.yaml": (
@@ -29,7 +35,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
     ),
     "llama_factory_lora.yaml": (
         "ddp",
-        {"precision": "fp16", "lora": Lora(4, 8.0, 0.0, ("q_proj", "k_proj")), "eval_steps": 25, "eval_fraction": 0.1},
+        {"precision": "fp16", "lora": lora(4, 8.0, "q_proj", "k_proj"), "eval_steps": 25, "eval_fraction": 0.1},
         (),
         ("warmup_ratio",),
     ),
@@ -64,7 +70,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
     ),
     "trl_sft.yaml": (
         "ddp",
-        {"precision": "pure-bf16", "dataset": "some/chats", "lora": Lora(32, 16.0, 0.0, ("q_proj", "v_proj"))},
+        {"precision": "pure-bf16", "dataset": "some/chats", "lora": lora(32, 16.0, "q_proj", "v_proj")},
         (),
         ("push_to_hub",),
     ),
@@ -97,7 +103,7 @@ def test_examples(name: str) -> None:
     assert migrated.settings.get("units", ()) == units
     assert_all_told(tree_of(FIXTURES / name), migrated)
     if not keys:
-        Settings(**migrated.settings)
+        resolve([], {}, {}, others={name: migrated.settings})
 
 
 def test_what_a_trainer_does_unsaid_is_taken_where_it_is_told_to_train() -> None:
@@ -186,7 +192,7 @@ def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
     assert {key: migrated.settings[key] for key in settings} == settings
     assert ("warmup_steps" in migrated.settings) == ("warmup_steps" in settings)
     assert ("save_steps" in migrated.settings) == ("save_steps" in settings)
-    Settings(**migrated.settings)
+    resolve([], {}, {}, others={"file": migrated.settings})
 
 
 @pytest.mark.parametrize(

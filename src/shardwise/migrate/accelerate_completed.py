@@ -1,4 +1,4 @@
-"""DeepSpeed's keys as Accelerate and the Trainer complete them: 16 bits that are left open are those of mixed precision.
+"""DeepSpeed's keys as Accelerate and the Trainer complete them: 16 bits left open are those of mixed precision.
 
 A completed copy is read; what becomes of a key is told under the key as it was written.
 """

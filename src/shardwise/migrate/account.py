@@ -114,7 +114,7 @@ class Block:
     def text(self, key: str, default: str = "") -> str:
         if not self._is_scalar(key):
             return default
-        return str(self.values[key])
+        return str(self.values[key]).strip()
 
     def word(self, key: str, choices: Iterable[str], default: str) -> str:
         """One of the choices, in any capitals; the choice as it stands there."""
@@ -164,9 +164,12 @@ class Block:
             return default
         value = self.values[key]
         if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
+            value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
             self.refused(key, "it is not a list of names")
+            return default
+        if not all(part.isprintable() for part in value):
+            self.refused(key, "it has characters that cannot be printed")
             return default
         return value
 
@@ -241,6 +244,9 @@ class Block:
         if str(value).lower() == AUTO:
             self.refused(key, "nobody chooses it; write a value, or leave it out")
             return False
+        if not str(value).strip().isprintable():
+            self.refused(key, "it has characters that cannot be printed")
+            return False
         return True
 
     def _within(self, key: str, value: float | None, default: float, least: float, most: float, what: str) -> float:
@@ -285,5 +291,5 @@ def shown(value: Tree) -> str:
         text = "[" + ", ".join(map(shown, value)) + "]"
     else:
         text = "null" if value is None else str(value)
-    text = " ".join(text.split())
+    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in " ".join(text.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

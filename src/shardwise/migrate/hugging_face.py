@@ -167,7 +167,7 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
                 top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
         top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}")
     resume = top.text("resume_from_checkpoint")
-    if resume.lower() not in (*FALSE, ""):
+    if resume.lower() not in (*FALSE, "", "none", "null"):
         settings["resume_from_checkpoint"] = "latest" if resume.lower() in TRUE else resume
     top.used("resume_from_checkpoint", f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}")
     for key in ("packing", "sample_packing"):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..train.settings import Lora
 from .account import Block
 
 HALF = ("bfloat16", "bf16")
@@ -104,7 +103,7 @@ def _adapters(top: Block, settings: dict[str, Any]) -> None:
         if key not in told and top.has(key):
             top.refused(key, f"{rank_key if key in RANKS else targets_key} says it, too; leave one of them")
     if is_lora:
-        settings["lora"] = Lora(rank, alpha or 1.0, dropout, targets)
+        settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
 
 
 def _wants_lora(top: Block) -> bool:

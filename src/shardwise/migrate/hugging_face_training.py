@@ -80,7 +80,7 @@ def _value(top: Block, key: str, name: str) -> Any:
             top.refused(key, f"it must be below {limits['below']:g}")
         return None if found < 0 else found
     top.ignored(key, "nothing is said")
-    return top.text(key) or None
+    return None if top.text(key).lower() in ("", "none", "null") else top.text(key)
 
 
 def _length(top: Block) -> dict[str, Any]:
