@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning: the example that ships, and its losses beside those of one process without us."""
+"""TRL: the example that ships, and losses of fine-tuning and of preferences beside those of one process without us."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from shardwise.integrations.transformers import sharded
 from shardwise.train.data.byte_files import write_byte_tokenizer
@@ -52,6 +52,37 @@ def test_losses_are_those_of_one_process(run_ranks: Pool, tmp_path: Path, adapte
         assert found["num_tokens"] == expected["num_tokens"]
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key
+
+
+def prefer(folder: Path, words: dict[str, Any] | None, num_ranks: int) -> dict[str, list[float]]:
+    """Preferences, beside a reference model that is not trained."""
+    forget_accelerate()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    columns = {"prompt": "{} plus", "chosen": " one is {}1", "rejected": " no"}
+    dataset = Dataset.from_dict({key: [text.format(number) for number in range(32)] for key, text in columns.items()})
+    args = DPOConfig(
+        output_dir=str(folder), max_steps=6, per_device_train_batch_size=4 // num_ranks, learning_rate=1e-3,
+        logging_steps=1, bf16=False, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = (DPOTrainer if words is None else sharded(DPOTrainer, **words))(
+        model=tiny_llama(vocab_size=257),
+        ref_model=tiny_llama(vocab_size=257),
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return {key: logged(trainer, key) for key in ("loss", "grad_norm")}
+
+
+def test_preferences_are_learnt_as_by_one_process(run_ranks: Pool, tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, 64)
+    expected = prefer(tmp_path, None, 1)
+    found = run_ranks(2, prefer, tmp_path, {"strategy": "zero3"}, 2)[0]
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, abs=TOLERANCE, rel=TOLERANCE), key
 
 
 def losses_of(printed: str) -> list[float]:
