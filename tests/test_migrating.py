@@ -33,7 +33,7 @@ from tests.harness import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples/migrating"
-PAGE = ROOT / "docs/migrating-loops.md"
+PAGE = ROOT / "docs/migrating.md"
 LIBRARIES = ["ddp", "fsdp1", "fsdp2", "deepspeed"]
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3}
 

@@ -80,10 +80,10 @@ def resolve(
 
     `words` are at most one file and any number of key=value; of `flags`, None is one that was not given. Relative
     paths mean the working directory, also those in a file. `file` is the name and the YAML of a file that nobody named.
-    `others` are settings from configurations of other libraries, by their names; our own file is stronger.
+    `others` are settings from configurations of other libraries, by where they were said; our own file is stronger.
     """
     text = [] if file is None else _from_yaml(file[1], file[0])
-    foreign = [Said(key, value, f"file {name}") for name, found in others.items() for key, value in found.items()]
+    foreign = [Said(key, value, name) for name, found in others.items() for key, value in found.items()]
     said = [*_from_flags(flags), *_from_words(words), *foreign, *text, *_from_environment(environment)]
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])

@@ -1,6 +1,7 @@
 """`shardwise check`, `convert` and `train` with configurations of other libraries, from the outside."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,12 @@ def test_a_file_that_could_be_anything(ask: Asker, tmp_path: Path) -> None:
     seen = ask("check", tmp_path / "it.yaml")
     assert seen.code == 2
     assert "--kind" in seen.err
+
+
+def test_what_the_page_shows_is_what_is_printed(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    [(words, shown)] = re.findall(r"^\$ shardwise (check .*)\n((?:.*\n)*?)```$", page, re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "118")
+    printed = ask(*words.split()).out.splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == ["...", "..."]

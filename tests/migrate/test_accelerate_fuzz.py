@@ -13,13 +13,13 @@ import shardwise.migrate.api as api
 from shardwise.config import resolve
 from shardwise.errors import ConfigurationError
 from shardwise.layout import layout_of
-from shardwise.migrate.accelerate_keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
+from shardwise.migrate.accelerate.environment import NAMED, PREFIXES, read_environment
+from shardwise.migrate.accelerate.fsdp_keys import KNOWN
+from shardwise.migrate.accelerate.keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
 from shardwise.migrate.account import Account
-from shardwise.migrate.environment import NAMED, PREFIXES, read_environment
-from shardwise.migrate.fsdp_keys import KNOWN
-from shardwise.migrate.hugging_face_keys import KEYS
-from shardwise.migrate.hugging_face_programs import PROGRAMS
-from shardwise.migrate.hugging_face_training import NAMES
+from shardwise.migrate.hugging_face.keys import KEYS
+from shardwise.migrate.hugging_face.programs import PROGRAMS
+from shardwise.migrate.hugging_face.training import NAMES
 from shardwise.migrate.migrated import Migrated
 from shardwise.migrate.write import yaml_of
 from tests.migrate.test_fsdp import MEANS

@@ -221,7 +221,7 @@ ON = {"enabled": True}
         ({}, {"precision": "fp32"}),
         ({"bfloat16": ON}, {"precision": "bf16", "reduce_dtype": "bf16", "skip_nonfinite": True}),
         ({"fp16": ON}, {"precision": "fp16"}),
-        ({"fp16": {"enabled": "auto"}}, {"precision": "bf16"}),
+        ({"fp16": {"enabled": "auto"}}, {}),
         ({"fp16": ON, "bf16": {"enabled": "auto"}}, {"precision": "fp16"}),
         (
             {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.migrate.environment import read_environment
+from shardwise.migrate.accelerate.environment import read_environment
 
 FIXTURES = Path(__file__).parent / "fixtures" / "accelerate"
 
@@ -40,7 +40,7 @@ def test_a_rank_finds_what_the_file_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"PATH": "/bin"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"ACCELERATE_USE_FSDP": "false"}]
+    "environ", [{}, {"PATH": "/bin"}, {"ACCELERATE_MIXED_PRECISION": "no"}, {"ACCELERATE_USE_FSDP": "false"}]
 )
 def test_nothing_about_sharding_is_nothing(environ: dict[str, str]) -> None:
     assert read_environment(environ) is None
@@ -87,3 +87,14 @@ def test_megatron_is_refused() -> None:
     migrated = read_environment({"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"})
     assert migrated is not None
     assert next(entry.key for entry in migrated.refused) == "ACCELERATE_USE_MEGATRON_LM"
+
+
+def test_plain_ranks_have_a_precision_and_no_strategy() -> None:
+    found = read_environment({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "false"})
+    assert found is not None
+    assert found.settings == {"strategy": "auto", "precision": "bf16"}
+    assert [entry.key for entry in found.entries] == ["ACCELERATE_MIXED_PRECISION"]
+    assert read_environment({"ACCELERATE_MIXED_PRECISION": "no"}) is None
+    refused = read_environment({"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert refused is not None
+    assert refused.refused

@@ -72,3 +72,11 @@ def test_schedules_of_deepspeed_are_one_step_late() -> None:
 def test_settings_of_deepspeeds_schedules_belong_to_them(said: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="belongs to lr_scheduler_type warmup-lr"):
         Settings(**said)
+
+
+def test_a_warm_up_below_one_is_a_part_of_all_steps() -> None:
+    part, steps = (Settings(warmup_steps=asked, lr_scheduler_type="linear") for asked in (0.101, 11))
+    for step in range(100):
+        assert learning_rate(part, step, 100) == learning_rate(steps, step, 100)
+    with pytest.raises(ConfigurationError, match=r"warmup_steps: 1\.5 is no number of steps"):
+        Settings(warmup_steps=1.5)

@@ -134,7 +134,7 @@ def train(
 
 
 def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:
-    """By file. One of them says how to shard."""
+    """By where it was said: one of two files, or the launcher that started this rank."""
     if deepspeed is not None and accelerate_config is not None:
         raise ConfigurationError(
             f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both say how to shard: leave one out"
@@ -142,7 +142,16 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
     from ..migrate.api import from_accelerate, from_deepspeed
 
     found = [(from_deepspeed, deepspeed), (from_accelerate, accelerate_config)]
-    return {file: read(file).settings for read, file in found if file is not None}
+    said = {f"file {file}": read(file).settings for read, file in found if file is not None}
+    if said or "RANK" not in os.environ:
+        return said
+    from ..migrate.accelerate.environment import read_environment
+
+    launched = read_environment(os.environ)
+    if launched is None:
+        return {}
+    launched.require_accepted()
+    return {launched.source: launched.settings}
 
 
 def _parameters() -> list[inspect.Parameter]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..documents import Tree, texts_of
 from ..errors import ConfigurationError, did_you_mean
-from .accelerate import read_accelerate
+from .accelerate.reader import read_accelerate
 from .account import Account
 from .deepspeed.reader import read_deepspeed
 from .files import tree_of
-from .hugging_face import read_hugging_face
+from .hugging_face.reader import read_hugging_face
 from .migrated import Kind, Migrated
 
 Source = str | os.PathLike[str] | Mapping[str, Any]

@@ -53,7 +53,8 @@ class Migrated:
 
     @property
     def precision(self) -> str:
-        return str(self.settings["precision"])
+        """What the file leaves open is bf16, as it is for `sw.shard`."""
+        return str(self.settings.get("precision") or "bf16")
 
     @property
     def words(self) -> dict[str, Any]:

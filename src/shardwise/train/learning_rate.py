@@ -12,12 +12,13 @@ from .settings import DEEPSPEED_SCHEDULES, Settings
 
 def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
     """Of step `step` (from 0) of `num_steps`: warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    warmup = num_warmup_steps(settings, num_steps)
     if settings.lr_scheduler_type in DEEPSPEED_SCHEDULES:
-        return settings.learning_rate * _as_deepspeed(settings, step, settings.schedule_steps or num_steps)
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+        return settings.learning_rate * _as_deepspeed(settings, step, warmup, settings.schedule_steps or num_steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
     least = settings.min_lr_ratio
-    first = settings.warmup_steps
+    first = warmup
     if settings.lr_scheduler_type == "wsd":
         first = max(first, num_steps - (settings.decay_steps or max(num_steps // 5, 1)))
     # From 0 at the first step that decays to 1 at the last one.
@@ -31,12 +32,17 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
     return settings.learning_rate * factor
 
 
-def _as_deepspeed(settings: Settings, step: int, end: int) -> float:
+def num_warmup_steps(settings: Settings, num_steps: int) -> int:
+    part = settings.warmup_steps
+    return math.ceil(part * num_steps) if part < 1 else int(part)
+
+
+def _as_deepspeed(settings: Settings, step: int, warmup: int, end: int) -> float:
     is_cosine = settings.lr_scheduler_type == "warmup-cosine-lr"
     if step == 0 and is_cosine:
         return 0.0
     done = max(step - 1, 0)
-    warmup = max(settings.warmup_steps, 2)
+    warmup = max(warmup, 2)
     least = settings.warmup_min_ratio
     if done < warmup:
         grown = math.log(done + 1) / math.log(warmup) if settings.warmup_type == "log" else done / warmup

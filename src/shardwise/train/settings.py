@@ -97,7 +97,7 @@ class Settings:
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
     learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are DeepSpeed's, step by step.")
-    warmup_steps: int = setting(TRAINING, 0, "Steps in which the learning rate grows from 0.", least=0)
+    warmup_steps: float = setting(TRAINING, 0, "Steps in which the learning rate grows from 0; below 1: a part of all steps.", least=0)
     warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Of DeepSpeed's schedules: how it grows.")
     warmup_min_ratio: float = setting(TRAINING, 0.0, "Of DeepSpeed's schedules: the part of the learning rate that it grows from.", least=0, most=1)
     schedule_steps: int | None = setting(TRAINING, None, "Of DeepSpeed's schedules: steps until their end. Default: all.", least=1)
@@ -161,6 +161,10 @@ class Settings:
             )
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to go on")
+        if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
+            raise ConfigurationError(
+                f"warmup_steps: {self.warmup_steps:g} is no number of steps; below 1 it is a part of all of them"
+            )
         if self.decay_steps is not None and self.lr_scheduler_type != "wsd":
             raise ConfigurationError(
                 f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"

@@ -35,6 +35,7 @@ from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
 from .folder import DATA, choose, claim, forget_oom, run_folder, to_try
+from .learning_rate import num_warmup_steps
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
@@ -84,8 +85,8 @@ def set_up(settings: Settings, scene: Scene) -> Run:
     num_steps = _num_steps(settings, checked.batching, samples, begun, first_sample)
     if num_steps == first_step:
         tell(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
-    elif settings.warmup_steps >= num_steps:
-        tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps}, steps {num_steps}")
+    elif num_warmup_steps(settings, num_steps) >= num_steps:
+        tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
     job = Job(
         settings, model, optimizer, samples, checked.batching, rank, device, num_steps, updates_early(settings),
         first_step, first_sample,

@@ -13,6 +13,7 @@ from ..wire.collectives import exchange
 from .banner import End, Start
 from .beside import Run
 from .data.samples import unigram_entropy
+from .learning_rate import num_warmup_steps
 from .loop import Ending
 from .saves import expected_s
 from .settings import Settings
@@ -28,7 +29,8 @@ def start_of(run: Run) -> Start:
     asked = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
     asked += f" with {','.join(settings.offload)}" if settings.offload else ""
     asked += f", on the wire {','.join(settings.wire)}" if settings.wire else ""
-    warmup = f", {settings.warmup_steps} warm-up steps" if settings.warmup_steps else ""
+    num_warmup = num_warmup_steps(settings, job.num_steps)
+    warmup = f", {num_warmup} warm-up steps" if num_warmup else ""
     num_samples = job.num_samples_before(job.num_steps)
     return Start(
         folder=str(run.folder),

@@ -24,7 +24,7 @@ TOLD = {
     False: "gradients are summed in what the file says",
 }
 AT_THE_START = "; DeepSpeed's stage 0 steps once with zeros before the first step, which is not done here"
-OPEN = "precision bf16, unless --precision says otherwise"
+OPEN = "the precision that is said elsewhere, --precision or precision=, else bf16 on GPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read_precision(top: Block, found: Sharding) -> dict[str, Any]:
     elif computes.model == "fp16":
         half.used("enabled", f"precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16{also}")
     return {
-        "precision": computes.name,
+        **({} if computes.is_open else {"precision": computes.name}),
         **({} if reduce is None else {"reduce_dtype": reduce}),
         **({"skip_nonfinite": True} if skips else {}),
     }

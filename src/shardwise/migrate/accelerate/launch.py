@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .account import Block
+from ..account import Block
 
 DEFAULT_PORT = 29500
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2")

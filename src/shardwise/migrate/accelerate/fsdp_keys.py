@@ -3,8 +3,8 @@
 Accelerate's begin with `fsdp_` or do not, TrainingArguments' do not, and the plugin of a program has names of its own.
 """
 
-from .account import Block
-from .rules import Rule, ignored, refused
+from ..account import Block
+from ..rules import Rule, ignored, refused
 
 PREFIX = "fsdp_"
 # What is read: the name here, and the names elsewhere.

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .account import Block
+from ..account import Block
 
 # Schedules that are ours under another name. All of the Trainer's end at 0 unless they say where.
 SCHEDULES = {
@@ -87,7 +87,7 @@ def _stable_words(top: Block, words: Block, settings: dict[str, Any]) -> None:
 
 
 def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
-    """A number of steps; below 1 it is a part of all steps, and these are known only where max_steps says them."""
+    """A number of steps; below 1 it is a part of all steps."""
     for key, most in (("warmup_ratio", 1.0), ("warmup_steps", 2.0**53)):
         asked = top.number(key, 0.0, least=0, most=most)
         if not top.has(key):
@@ -95,16 +95,15 @@ def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
         is_part = 0 < asked < 1 or (key == "warmup_ratio" and asked > 0)
         if word == "constant":
             top.ignored(key, "constant has no warm-up; constant_with_warmup has one")
-        elif is_part and "max_steps" not in settings:
-            top.refused(key, "it is a part of all steps, which only max_steps says beforehand; write warmup_steps")
+        elif is_part and asked == 1:
+            top.refused(key, "nothing is left after a warm-up of all steps; write a part below 1")
         elif not is_part and asked != int(asked):
             top.refused(key, "it is not a whole number of steps")
         elif key == "warmup_ratio" and settings.get("warmup_steps"):
             top.ignored(key, "warmup_steps says it")
         else:
-            steps = math.ceil(asked * settings["max_steps"]) if is_part else int(asked)
-            settings["warmup_steps"] = steps or settings.get("warmup_steps", 0)
-            top.used(key, f"warmup_steps {steps}")
+            settings["warmup_steps"] = asked or settings.get("warmup_steps", 0)
+            top.used(key, f"warmup_steps {asked:g}{': that part of all steps' if is_part else ''}")
 
 
 def read_optimizer(top: Block, settings: dict[str, Any]) -> None:

@@ -7,21 +7,21 @@ nothing does. A file may also be such an `fsdp_config` alone.
 from pathlib import Path
 from typing import Any
 
-from .accelerate_completed import read_completed
-from .accelerate_parallelism import read_parallelism
-from .accelerate_precision import PRECISIONS, precision_settings, told
-from .account import FALSE, TRUE, Block
-from .files import named_file
-from .fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
-from .fsdp_keys import KNOWN as FSDP_KEYS
-from .hugging_face_keys import KEYS
-from .hugging_face_model import read_model, read_precision
-from .hugging_face_programs import PROGRAMS
-from .hugging_face_schedule import read_intervals, read_optimizer, read_schedule
-from .hugging_face_training import NAMES, read_names
-from .migrated import Original
-from .names import REPLICATED, SHARDING_STRATEGIES
-from .rules import settle
+from ..accelerate.completed import read_completed
+from ..accelerate.fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
+from ..accelerate.fsdp_keys import KNOWN as FSDP_KEYS
+from ..accelerate.parallelism import read_parallelism
+from ..accelerate.precision import PRECISIONS, precision_settings, told
+from ..account import FALSE, TRUE, Block
+from ..files import named_file
+from ..migrated import Original
+from ..names import REPLICATED, SHARDING_STRATEGIES
+from ..rules import settle
+from .keys import KEYS
+from .model import read_model, read_precision
+from .programs import PROGRAMS
+from .schedule import read_intervals, read_optimizer, read_schedule
+from .training import NAMES, read_names
 
 REPORTERS = ("tensorboard", "wandb")
 # Axolotl's name of the model, whose fsdp_config needs no word beside it.

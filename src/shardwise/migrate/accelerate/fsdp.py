@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigurationError
-from ..layout import layout_of
-from .account import FALSE, TRUE, Block
+from ...errors import ConfigurationError
+from ...layout import layout_of
+from ..account import FALSE, TRUE, Block
+from ..names import NUMBERS, RESHARDS, SHARDING_STRATEGIES
+from ..rules import settle
 from .fsdp_keys import UNREAD, spelled
-from .names import NUMBERS, RESHARDS, SHARDING_STRATEGIES
-from .rules import settle
 
 FULL, KEPT = "FULL_SHARD", "SHARD_GRAD_OP"  # by default, and without resharding
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")

@@ -7,15 +7,15 @@ was written.
 from pathlib import Path
 from typing import Any
 
-from ..documents import Tree
-from .accelerate_completed import read_completed
-from .accelerate_keys import DEEPSPEED, NO_FP8
-from .accelerate_precision import PRECISIONS
-from .account import Account, Block
-from .deepspeed.reader import read_deepspeed
-from .files import named_file
-from .migrated import Original
-from .rules import settle
+from ...documents import Tree
+from ..account import Account, Block
+from ..deepspeed.reader import read_deepspeed
+from ..files import named_file
+from ..migrated import Original
+from ..rules import settle
+from .completed import read_completed
+from .keys import DEEPSPEED, NO_FP8
+from .precision import PRECISIONS
 
 FILE = "deepspeed_config_file"
 # Where a key stands in DeepSpeed's tree. The stage is 2 unless it is said.

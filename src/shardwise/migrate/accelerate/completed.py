@@ -6,10 +6,10 @@ A completed copy is read; what becomes of a key is told under the key as it was 
 from pathlib import Path
 from typing import Any
 
-from ..documents import Tree
-from .account import AUTO, Account, Block, Entry
-from .deepspeed.reader import read_deepspeed
-from .migrated import Original
+from ...documents import Tree
+from ..account import AUTO, Account, Block, Entry
+from ..deepspeed.reader import read_deepspeed
+from ..migrated import Original
 
 FORMATS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 

@@ -4,11 +4,11 @@
 import math
 from collections.abc import Mapping
 
-from .accelerate_keys import PARALLELISM, prefixed
-from .account import Block
+from ..account import Block
+from ..names import IN_COPIES, SHARDING_STRATEGIES
+from ..rules import settle
 from .fsdp import FULL, Fsdp
-from .names import IN_COPIES, SHARDING_STRATEGIES
-from .rules import settle
+from .keys import PARALLELISM, prefixed
 
 PREFIX = "parallelism_config_"
 

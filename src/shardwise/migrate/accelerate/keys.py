@@ -1,6 +1,6 @@
 """Keys at the top of Accelerate's YAML that need no thought, and those in the blocks that are refused altogether."""
 
-from .rules import OFF, Rule, ignored, refused
+from ..rules import OFF, Rule, ignored, refused
 
 NO_TPU = "there are no TPUs here, only CUDA GPUs and CPUs"
 IN_THE_CLOUD = "nothing is started on SageMaker here; give a configuration of LOCAL_MACHINE"

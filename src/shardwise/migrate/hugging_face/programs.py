@@ -1,7 +1,7 @@
 """Keys that only TRL, LLaMA-Factory or Axolotl have, and that are no settings of ours. A hint, not a promise: what they
 do with data and templates is theirs, and is said to be."""
 
-from .rules import Rule, ignored, refused
+from ..rules import Rule, ignored, refused
 
 NOT_OURS = "it belongs to TRL, LLaMA-Factory or Axolotl, and is not read here"
 NOT_PLAIN = "weights are not quantised for training here"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .account import Block
+from ..account import Block
 
 HALF = ("bfloat16", "bf16")
 WHOLE = ("float32", "fp32", "auto")

@@ -7,17 +7,17 @@ Blocks of other kinds are not read by Accelerate either; they are told as ignore
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
-from .accelerate_deepspeed import read_deepspeed_block
-from .accelerate_keys import DYNAMO, FP8, MPIRUN, NO_FP8, NO_TPU, TOP, prefixed
-from .accelerate_launch import read_launch
-from .accelerate_parallelism import read_parallelism
-from .accelerate_precision import read_mixed_precision
-from .account import Block
+from ...errors import ConfigurationError
+from ..account import Block
+from ..migrated import Original
+from ..names import REPLICATED, SHARDING_STRATEGIES
+from ..rules import settle
+from .deepspeed import read_deepspeed_block
 from .fsdp import Change, Fsdp, changed_strategy, read_fsdp
-from .migrated import Original
-from .names import REPLICATED, SHARDING_STRATEGIES
-from .rules import settle
+from .keys import DYNAMO, FP8, MPIRUN, NO_FP8, NO_TPU, TOP, prefixed
+from .launch import read_launch
+from .parallelism import read_parallelism
+from .precision import read_mixed_precision
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
 REPLICATES = ("NO", "MULTI_CPU", "MULTI_GPU")

@@ -1,6 +1,6 @@
 """Keys of TrainingArguments that need no thought: why each changes nothing here, or why it cannot be had."""
 
-from .rules import Rule, ignored, refused
+from ..rules import Rule, ignored, refused
 
 LINES = "lines, metrics.jsonl and the run folder are always written"
 LOADER = "batches are made by this trainer's own reader, whose order depends on the seed alone"

@@ -6,7 +6,7 @@ it sums in 16 bits: there `reduce_dtype` says so. Masters are fp32 in all of the
 
 from typing import Any
 
-from .account import Block
+from ..account import Block
 
 PRECISIONS = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 

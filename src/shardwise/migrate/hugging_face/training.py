@@ -4,8 +4,8 @@ name, and what the Trainer does where a file says nothing."""
 from dataclasses import fields
 from typing import Any
 
-from ..train.settings import Settings
-from .account import Block
+from ...train.settings import Settings
+from ..account import Block
 
 # Our setting, and who else calls it what; the first that is written counts.
 NAMES: dict[str, tuple[str, ...]] = {

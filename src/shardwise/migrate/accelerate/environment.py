@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..documents import Tree
-from .accelerate import read_accelerate
-from .account import FALSE, TRUE, Account, Entry, shown
+from ...documents import Tree
+from ...layout import AUTO
+from ..account import FALSE, TRUE, Account, Entry, shown
+from ..migrated import Migrated
 from .fsdp import FULL, strategy_name
 from .fsdp_keys import KNOWN as FSDP_KEYS
-from .migrated import Migrated
+from .reader import read_accelerate
 
 SOURCE = "the environment of accelerate launch"
 # What shards, by the variable that turns it on.
@@ -49,10 +50,13 @@ RESHARD, STRATEGY, PRECISION = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRA
 
 
 def read_environment(environ: Mapping[str, str]) -> Migrated | None:
-    """What became of every variable; None where they say nothing about sharding."""
+    """What became of every variable; None where they say nothing about sharding and precision.
+
+    A launch without a plugin is one of plain ranks, which the trainer shards as it likes.
+    """
     switch = next((name for name in KINDS if environ.get(name, "").lower() in TRUE), None)
     if switch is None:
-        return None
+        return _plain_ranks(environ)
     unread = _unread(environ)
     tree: dict[str, Tree] = {"distributed_type": KINDS[switch]}
     names = {"distributed_type": switch}
@@ -68,6 +72,18 @@ def read_environment(environ: Mapping[str, str]) -> Migrated | None:
     told = [row for entry in account.entries for row in _rows(entry, names, environ)]
     told += [Entry(name, environ[name], "ignored", why) for name, why in unread.items()]
     return Migrated(SOURCE, "accelerate", settings, original, tuple(told))
+
+
+def _plain_ranks(environ: Mapping[str, str]) -> Migrated | None:
+    word = environ.get(PRECISION, "no")
+    if word.lower() == "no":
+        return None
+    account = Account(SOURCE)
+    settings, original = read_accelerate(
+        account.block("", {"distributed_type": "MULTI_GPU", "mixed_precision": word}), Path()
+    )
+    told = [replace(entry, key=PRECISION) for entry in account.entries if entry.key == "mixed_precision"]
+    return Migrated(SOURCE, "accelerate", settings | {"strategy": AUTO}, original, tuple(told))
 
 
 def _place(name: str) -> tuple[str, ...] | None:

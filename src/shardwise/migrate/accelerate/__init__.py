@@ -1,0 +1,1 @@
+"""Accelerate's YAML, and what its launcher says in the environment: what every key becomes."""
