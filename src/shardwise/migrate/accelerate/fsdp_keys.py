@@ -4,7 +4,7 @@ Accelerate's begin with `fsdp_` or do not, TrainingArguments' do not, and the pl
 """
 
 from ..account import Block
-from ..rules import Rule, ignored, refused
+from ..rules import ANY, FLAG, MAPPING, TEXT, Rule, ignored, refused
 
 PREFIX = "fsdp_"
 # What is read: the name here, and the names elsewhere.
@@ -26,25 +26,25 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 # What is not: they change when something travels, or how a model is made, and never what is trained.
 UNREAD: dict[str, Rule] = {
     "cpu_ram_efficient_loading": ignored(
-        "flag", "every rank loads the weights; sw.load_full_state_dict takes those of rank 0"
+        FLAG, "every rank loads the weights; sw.load_full_state_dict takes those of rank 0"
     ),
-    "sync_module_states": ignored("flag", "that all ranks have the same weights is checked before anything is sharded"),
-    "use_orig_params": ignored("flag", "parameters are always the model's own"),
-    "backward_prefetch": ignored("text", "what the backward gathers next is always gathered ahead"),
-    "backward_prefetch_policy": ignored("text", "what the backward gathers next is always gathered ahead"),
-    "forward_prefetch": ignored("flag", "what the forward gathers next is always gathered ahead"),
-    "limit_all_gathers": ignored("flag", "one unit is gathered ahead; memory_budget of sw.shard allows more"),
-    "final_state_dict_type": ignored("text", "what is written at the end follows from state_dict_type"),
-    "ignored_modules": refused("any", "every parameter of a model is sharded; leave it out"),
-    "ignored_parameters": refused("any", "every parameter of a model is sharded; leave it out"),
-    "mixed_precision_policy": refused("any", "it is never read from a file; mixed_precision says it"),
-    "state_dict_config": refused("any", "only a program can make one; state_dict_type says which kind"),
-    "optim_state_dict_config": refused("any", "only a program can make one; state_dict_type says which kind"),
-    "param_init_fn": refused("any", "only a program can name a function"),
-    "xla": refused("flag", "there are no TPUs here, only CUDA GPUs and CPUs"),
-    "xla_fsdp_v2": refused("flag", "there are no TPUs here, only CUDA GPUs and CPUs"),
-    "xla_fsdp_settings": refused("mapping", "there are no TPUs here, only CUDA GPUs and CPUs"),
-    "xla_fsdp_grad_ckpt": refused("flag", "there are no TPUs here, only CUDA GPUs and CPUs"),
+    "sync_module_states": ignored(FLAG, "that all ranks have the same weights is checked before anything is sharded"),
+    "use_orig_params": ignored(FLAG, "parameters are always the model's own"),
+    "backward_prefetch": ignored(TEXT, "what the backward gathers next is always gathered ahead"),
+    "backward_prefetch_policy": ignored(TEXT, "what the backward gathers next is always gathered ahead"),
+    "forward_prefetch": ignored(FLAG, "what the forward gathers next is always gathered ahead"),
+    "limit_all_gathers": ignored(FLAG, "one unit is gathered ahead; memory_budget of sw.shard allows more"),
+    "final_state_dict_type": ignored(TEXT, "what is written at the end follows from state_dict_type"),
+    "ignored_modules": refused(ANY, "every parameter of a model is sharded; leave it out"),
+    "ignored_parameters": refused(ANY, "every parameter of a model is sharded; leave it out"),
+    "mixed_precision_policy": refused(ANY, "it is never read from a file; mixed_precision says it"),
+    "state_dict_config": refused(ANY, "only a program can make one; state_dict_type says which kind"),
+    "optim_state_dict_config": refused(ANY, "only a program can make one; state_dict_type says which kind"),
+    "param_init_fn": refused(ANY, "only a program can name a function"),
+    "xla": refused(FLAG, "there are no TPUs here, only CUDA GPUs and CPUs"),
+    "xla_fsdp_v2": refused(FLAG, "there are no TPUs here, only CUDA GPUs and CPUs"),
+    "xla_fsdp_settings": refused(MAPPING, "there are no TPUs here, only CUDA GPUs and CPUs"),
+    "xla_fsdp_grad_ckpt": refused(FLAG, "there are no TPUs here, only CUDA GPUs and CPUs"),
 }
 UNREAD |= {f"{PREFIX}{key}": rule for key, rule in UNREAD.items()}
 

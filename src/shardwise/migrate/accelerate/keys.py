@@ -1,6 +1,6 @@
 """Keys at the top of Accelerate's YAML that need no thought, and those in the blocks that are refused altogether."""
 
-from ..rules import OFF, Rule, ignored, refused
+from ..rules import ANY, FLAG, OFF, TEXT, TEXTS, WHOLE, Rule, ignored, refused
 
 NO_TPU = "there are no TPUs here, only CUDA GPUs and CPUs"
 IN_THE_CLOUD = "nothing is started on SageMaker here; give a configuration of LOCAL_MACHINE"
@@ -11,23 +11,23 @@ NO_FP8 = (
 )
 
 TOP: dict[str, Rule] = {
-    "debug": ignored("flag", "that ranks agree is checked with it or without"),
-    "main_training_function": ignored("text", "a script is started as it is"),
-    "same_network": ignored("flag", "machines meet at rdzv_endpoint either way"),
-    "enable_cpu_affinity": ignored("flag", "ranks are not bound to cores"),
-    "downcast_bf16": ignored("any", "only TPUs read it"),
-    "gpu_ids": refused("text", DEVICES, ("all", "none", "")),
-    "tpu_name": refused("text", NO_TPU),
-    "tpu_zone": refused("text", NO_TPU),
-    "tpu_use_cluster": refused("flag", NO_TPU),
-    "tpu_use_sudo": refused("flag", NO_TPU),
-    "tpu_vm": refused("any", NO_TPU),
-    "tpu_env": refused("any", NO_TPU),
-    "command_file": refused("text", f"it is run on a pod of TPUs; {NO_TPU}"),
-    "commands": refused("any", f"they are run on a pod of TPUs; {NO_TPU}"),
-    "megatron_lm_config": refused("any", "Megatron-LM splits layers and sequences, and only state is split here"),
+    "debug": ignored(FLAG, "that ranks agree is checked with it or without"),
+    "main_training_function": ignored(TEXT, "a script is started as it is"),
+    "same_network": ignored(FLAG, "machines meet at rdzv_endpoint either way"),
+    "enable_cpu_affinity": ignored(FLAG, "ranks are not bound to cores"),
+    "downcast_bf16": ignored(ANY, "only TPUs read it"),
+    "gpu_ids": refused(TEXT, DEVICES, ("all", "none", "")),
+    "tpu_name": refused(TEXT, NO_TPU),
+    "tpu_zone": refused(TEXT, NO_TPU),
+    "tpu_use_cluster": refused(FLAG, NO_TPU),
+    "tpu_use_sudo": refused(FLAG, NO_TPU),
+    "tpu_vm": refused(ANY, NO_TPU),
+    "tpu_env": refused(ANY, NO_TPU),
+    "command_file": refused(TEXT, f"it is run on a pod of TPUs; {NO_TPU}"),
+    "commands": refused(ANY, f"they are run on a pod of TPUs; {NO_TPU}"),
+    "megatron_lm_config": refused(ANY, "Megatron-LM splits layers and sequences, and only state is split here"),
     **{
-        key: refused("any", IN_THE_CLOUD)
+        key: refused(ANY, IN_THE_CLOUD)
         for key in (
             "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
             "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
@@ -36,19 +36,19 @@ TOP: dict[str, Rule] = {
 }  # fmt: skip
 
 MPIRUN: dict[str, Rule] = {
-    "mpirun_hostfile": refused("text", "ranks are not started by MPI; every machine starts its own with --nnodes"),
-    "mpirun_ccl": refused("text", "ranks are not started by MPI", OFF),
+    "mpirun_hostfile": refused(TEXT, "ranks are not started by MPI; every machine starts its own with --nnodes"),
+    "mpirun_ccl": refused(TEXT, "ranks are not started by MPI", OFF),
 }
 
 DYNAMO: dict[str, Rule] = {
-    "mode": ignored("text", "blocks are compiled in the default mode"),
-    "use_fullgraph": ignored("flag", "blocks are compiled as they are, with breaks where they must be"),
-    "use_dynamic": ignored("flag", "torch decides whether shapes are dynamic"),
-    "use_regional_compilation": ignored("flag", "blocks are always compiled one by one"),
+    "mode": ignored(TEXT, "blocks are compiled in the default mode"),
+    "use_fullgraph": ignored(FLAG, "blocks are compiled as they are, with breaks where they must be"),
+    "use_dynamic": ignored(FLAG, "torch decides whether shapes are dynamic"),
+    "use_regional_compilation": ignored(FLAG, "blocks are always compiled one by one"),
 }
 
 FP8: dict[str, Rule] = {
-    key: ignored("any", "only products in fp8 read it")
+    key: ignored(ANY, "only products in fp8 read it")
     for key in (
         "backend", "use_autocast_during_eval", "margin", "interval", "format", "amax_history_len", "amax_compute_algo",
         "amax_history_length", "amax_compute_algorithm",
@@ -58,31 +58,31 @@ FP8: dict[str, Rule] = {
 
 SEQUENCES = "sequences are not split over ranks here; only training state is"
 PARALLELISM: dict[str, Rule] = {
-    "tp_size": refused("whole", "matrices are not split over ranks here; only training state is", ("1", "0")),
-    "cp_size": refused("whole", SEQUENCES, ("1", "0")),
-    "sp_size": refused("whole", SEQUENCES, ("1", "0")),
-    "cp_backend": ignored("text", SEQUENCES),
-    "cp_comm_strategy": ignored("text", SEQUENCES),
-    "cp_handler": refused("any", SEQUENCES),
-    "cp_seq_length": ignored("any", SEQUENCES),
-    "cp_seq_length_is_variable": ignored("any", SEQUENCES),
-    "cp_attn_implementation": ignored("any", SEQUENCES),
-    "sp_backend": ignored("text", SEQUENCES),
-    "sp_seq_length": ignored("any", SEQUENCES),
-    "sp_seq_length_is_variable": ignored("any", SEQUENCES),
-    "sp_attn_implementation": ignored("any", SEQUENCES),
-    "sp_handler": refused("any", SEQUENCES),
-    "tp_handler": refused("any", "matrices are not split over ranks here; only training state is"),
+    "tp_size": refused(WHOLE, "matrices are not split over ranks here; only training state is", ("1", "0")),
+    "cp_size": refused(WHOLE, SEQUENCES, ("1", "0")),
+    "sp_size": refused(WHOLE, SEQUENCES, ("1", "0")),
+    "cp_backend": ignored(TEXT, SEQUENCES),
+    "cp_comm_strategy": ignored(TEXT, SEQUENCES),
+    "cp_handler": refused(ANY, SEQUENCES),
+    "cp_seq_length": ignored(ANY, SEQUENCES),
+    "cp_seq_length_is_variable": ignored(ANY, SEQUENCES),
+    "cp_attn_implementation": ignored(ANY, SEQUENCES),
+    "sp_backend": ignored(TEXT, SEQUENCES),
+    "sp_seq_length": ignored(ANY, SEQUENCES),
+    "sp_seq_length_is_variable": ignored(ANY, SEQUENCES),
+    "sp_attn_implementation": ignored(ANY, SEQUENCES),
+    "sp_handler": refused(ANY, SEQUENCES),
+    "tp_handler": refused(ANY, "matrices are not split over ranks here; only training state is"),
 }
 
 DEEPSPEED: dict[str, Rule] = {
-    "zero3_init_flag": ignored("flag", "it changes how a model is made, not how it is trained"),
-    "seq_parallel_communication_data_type": ignored("text", SEQUENCES),
-    "deepspeed_hostfile": ignored("text", "every machine starts its own ranks; --nnodes and --rdzv-endpoint join them"),
-    "deepspeed_multinode_launcher": ignored("text", "every machine starts its own ranks; --rdzv-endpoint joins them"),
-    "deepspeed_inclusion_filter": refused("text", DEVICES),
-    "deepspeed_exclusion_filter": refused("text", DEVICES),
-    "deepspeed_moe_layer_cls_names": ignored("texts", "units are whole blocks: nothing inside one is gathered alone"),
+    "zero3_init_flag": ignored(FLAG, "it changes how a model is made, not how it is trained"),
+    "seq_parallel_communication_data_type": ignored(TEXT, SEQUENCES),
+    "deepspeed_hostfile": ignored(TEXT, "every machine starts its own ranks; --nnodes and --rdzv-endpoint join them"),
+    "deepspeed_multinode_launcher": ignored(TEXT, "every machine starts its own ranks; --rdzv-endpoint joins them"),
+    "deepspeed_inclusion_filter": refused(TEXT, DEVICES),
+    "deepspeed_exclusion_filter": refused(TEXT, DEVICES),
+    "deepspeed_moe_layer_cls_names": ignored(TEXTS, "units are whole blocks: nothing inside one is gathered alone"),
 }
 
 

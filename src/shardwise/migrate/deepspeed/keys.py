@@ -1,24 +1,12 @@
 """Keys of DeepSpeed's JSON that change nothing here: their types, and why. A table for each block, by its path.
 
-What is used stands in the readers beside this file, and what cannot be followed in `deepspeed_switches.py`.
+What is used stands in the readers beside this file, and what cannot be followed in `switches.py`.
 """
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from ..account import Block
-
-# Refuses a value of the wrong type.
-Check = Callable[[Block, str], object]
-Table = Mapping[str, tuple[Check, str]]
-
-FLAG: Check = Block.flag
-TEXT: Check = Block.text
-NAMES: Check = Block.texts
-NUMBER: Check = Block.number
-WHOLE: Check = partial(Block.whole, least=0)
-FROM_ONE: Check = partial(Block.whole, least=1)
-ANY_WHOLE: Check = Block.whole
+from ..rules import FLAG, FROM_ONE, NOT_NEGATIVE, NUMBER, TEXT, TEXTS, WHOLE, Check, Rule, ignored, settle
 
 UNITS = "what travels together is a unit, a block of the model, whatever its size"
 AHEAD = "one unit is gathered ahead of the one that computes; memory_budget= of sw.shard allows more"
@@ -38,7 +26,7 @@ SCALED = (
     "is at least 1: which steps are left out can differ, and nothing else"
 )
 
-IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
+_TABLE: dict[str, dict[str, tuple[Check, str]]] = {
     "": {
         "zero_allow_untested_optimizer": (FLAG, "every optimizer that works element by element is sharded, once tried"),
         "zero_force_ds_cpu_optimizer": (FLAG, "the host updates with any optimizer; AdamW has one pass in C"),
@@ -65,22 +53,22 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
         "reduce_scatter": (FLAG, f"{ALWAYS}, where gradients are split; the sums are the same"),
         "use_multi_rank_bucket_allreduce": (FLAG, UNITS),
         "allgather_partitions": (FLAG, f"{ALWAYS}: parameters are gathered in one collective for each unit"),
-        "allgather_bucket_size": (WHOLE, UNITS),
+        "allgather_bucket_size": (NOT_NEGATIVE, UNITS),
         "reduce_bucket_size": (FROM_ONE, UNITS),
         "overlap_comm": (FLAG, f"{ALWAYS}: what travels does so beside the computation"),
         "load_from_fp32_weights": (FLAG, "checkpoints hold the fp32 masters, and a run goes on from those"),
         "elastic_checkpoint": (FLAG, CHECKPOINTS),
-        "sub_group_size": (WHOLE, "updates go unit by unit, and on disk in chunks of 8 million parameters"),
+        "sub_group_size": (NOT_NEGATIVE, "updates go unit by unit, and on disk in chunks of 8 million parameters"),
         "cpu_offload_use_pin_memory": (FLAG, PINNED),
-        "stage3_prefetch_bucket_size": (WHOLE, AHEAD),
+        "stage3_prefetch_bucket_size": (NOT_NEGATIVE, AHEAD),
         "stage3_param_persistence_threshold": (
-            WHOLE,
+            NOT_NEGATIVE,
             "small parameters travel with their unit, at no message of their own, and are split as the others",
         ),
-        "stage3_model_persistence_threshold": (WHOLE, "no parameters stay whole for being small"),
-        "stage3_max_live_parameters": (WHOLE, AHEAD),
-        "stage3_max_reuse_distance": (WHOLE, "a unit is dropped after its forward, but for the last, which come next"),
-        "stage3_module_granularity_threshold": (WHOLE, UNITS),
+        "stage3_model_persistence_threshold": (NOT_NEGATIVE, "no parameters stay whole for being small"),
+        "stage3_max_live_parameters": (NOT_NEGATIVE, AHEAD),
+        "stage3_max_reuse_distance": (NOT_NEGATIVE, "units are dropped after their forward, but for the last"),
+        "stage3_module_granularity_threshold": (NOT_NEGATIVE, UNITS),
         "stage3_use_all_reduce_for_fetch_params": (FLAG, "gathers are all-gathers in place, which copy nothing"),
         "stage3_allgather_sequential": (FLAG, UNITS),
         "ignore_unused_parameters": (FLAG, "a parameter without a gradient is never an error, and is not updated"),
@@ -95,16 +83,16 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
         "mics_hierarchical_params_gather": (FLAG, "gathers stay inside the group"),
     },
     "zero_optimization.leaf_module": dict.fromkeys(
-        ("classes", "names", "name_suffixes"), (NAMES, "a block is gathered as a whole, experts and all")
+        ("classes", "names", "name_suffixes"), (TEXTS, "a block is gathered as a whole, experts and all")
     ),
     "zero_optimization.offload_param": {
-        "buffer_count": (WHOLE, "two places on the device and three on the host take units in turn"),
-        "buffer_size": (WHOLE, "places are as large as the largest unit"),
-        "max_in_cpu": (WHOLE, "what rests on disk has three places on the host, and no more"),
+        "buffer_count": (NOT_NEGATIVE, "two places on the device and three on the host take units in turn"),
+        "buffer_size": (NOT_NEGATIVE, "places are as large as the largest unit"),
+        "max_in_cpu": (NOT_NEGATIVE, "what rests on disk has three places on the host, and no more"),
         "pin_memory": (FLAG, PINNED),
     },
     "zero_optimization.offload_optimizer": {
-        "buffer_count": (WHOLE, "four windows of 8 million parameters take turns between disk and host"),
+        "buffer_count": (NOT_NEGATIVE, "four windows of 8 million parameters take turns between disk and host"),
         "pin_memory": (FLAG, PINNED),
         "pipeline_read": (FLAG, f"{ALWAYS}: the next chunk is read while one is updated"),
         "pipeline_write": (FLAG, f"{ALWAYS}: the last chunk is written while one is updated"),
@@ -113,9 +101,9 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
         "cpuadam_cores_perc": (NUMBER, "ranks of a machine share its cores equally"),
     },
     "fp16": {
-        "initial_scale_power": (ANY_WHOLE, SCALED),
+        "initial_scale_power": (WHOLE, SCALED),
         "loss_scale_window": (FROM_ONE, SCALED),
-        "hysteresis": (ANY_WHOLE, SCALED),
+        "hysteresis": (WHOLE, SCALED),
         "consecutive_hysteresis": (FLAG, SCALED),
         "min_loss_scale": (FROM_ONE, SCALED),
     },
@@ -123,7 +111,7 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
         "partition_activations": (FLAG, RECOMPUTED),
         "cpu_checkpointing": (FLAG, RECOMPUTED),
         "contiguous_memory_optimization": (FLAG, RECOMPUTED),
-        "number_checkpoints": (WHOLE, RECOMPUTED),
+        "number_checkpoints": (NOT_NEGATIVE, RECOMPUTED),
         "synchronize_checkpoint_boundary": (FLAG, RECOMPUTED),
         "profile": (FLAG, RECOMPUTED),
     },
@@ -155,16 +143,16 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
     "flops_profiler": {
         "enabled": (FLAG, f"{LOGGED}; {TRACED}"),
         "recompute_fwd_factor": (NUMBER, TRACED),
-        "profile_step": (WHOLE, TRACED),
-        "module_depth": (ANY_WHOLE, TRACED),
-        "top_modules": (WHOLE, TRACED),
+        "profile_step": (NOT_NEGATIVE, TRACED),
+        "module_depth": (WHOLE, TRACED),
+        "top_modules": (NOT_NEGATIVE, TRACED),
         "detailed": (FLAG, TRACED),
         "output_file": (TEXT, TRACED),
     },
     "comms_logger": {
         "enabled": (FLAG, "traffic.json in the run folder has the bytes of every collective"),
         "prof_all": (FLAG, TRACED),
-        "prof_ops": (NAMES, TRACED),
+        "prof_ops": (TEXTS, TRACED),
         "verbose": (FLAG, TRACED),
         "debug": (FLAG, TRACED),
     },
@@ -202,8 +190,8 @@ IGNORED: dict[str, dict[str, tuple[Check, str]]] = {
                     "sync_after_reduce", "sync_before_allgather", "sync_after_allgather", "keep_int_input_tensors",
                     "keep_all_input_tensors",
                 ),
-                WHOLE: ("free_activation_threshold",),
-                NAMES: ("passes",),
+                NOT_NEGATIVE: ("free_activation_threshold",),
+                TEXTS: ("passes",),
             }.items()
             for key in keys
         },
@@ -216,26 +204,32 @@ AUTO_SIZES = {
     "stage3_prefetch_bucket_size": "0.9 times the hidden size, squared",
     "stage3_param_persistence_threshold": "10 times the hidden size",
 }
+
+
+def _or_auto(key: str, check: Check, why: str) -> Rule:
+    """One of these, as a number or left to Hugging Face."""
+
+    def checked(block: Block, name: str) -> object:
+        return block.auto(name, "") or check(block, name)
+
+    return ignored(checked, f'{why} (of "auto" Hugging Face makes {AUTO_SIZES[key]})')
+
+
+IGNORED: dict[str, dict[str, Rule]] = {
+    path: {key: (_or_auto(key, *row) if key in AUTO_SIZES else ignored(*row)) for key, row in rows.items()}
+    for path, rows in _TABLE.items()
+}
 # Fields that have an alias are read by their own name, too.
 SHORT_NAMES = {key.removeprefix("stage3_"): key for key in IGNORED["zero_optimization"] if key.startswith("stage3_")}
 IGNORED["zero_optimization"] |= {short: IGNORED["zero_optimization"][key] for short, key in SHORT_NAMES.items()}
 
 
-def ignore(block: Block, table: Table) -> None:
-    for key, (check, why) in table.items():
-        if key in AUTO_SIZES and block.auto(key, ""):
-            why = f"Hugging Face makes it {AUTO_SIZES[key]}; {why}"
-        else:
-            check(block, key)
-        block.ignored(key, why)
-
-
 def ignore_blocks(top: Block) -> None:
     """Those that no reader asks for anything."""
     for path in ("activation_checkpointing", "aio", "flops_profiler", "comms_logger", "csv_monitor"):
-        ignore(top.inner(path), IGNORED[path])
-    ignore(top.inner("timers").inner("throughput"), IGNORED["timers.throughput"])
+        settle(top.inner(path), IGNORED[path])
+    settle(top.inner("timers").inner("throughput"), IGNORED["timers.throughput"])
     checkpoint = top.inner("checkpoint")
-    ignore(checkpoint, IGNORED["checkpoint"])
+    settle(checkpoint, IGNORED["checkpoint"])
     for name in ("parallel_write", "writer"):
-        ignore(checkpoint.inner(name), IGNORED[f"checkpoint.{name}"])
+        settle(checkpoint.inner(name), IGNORED[f"checkpoint.{name}"])

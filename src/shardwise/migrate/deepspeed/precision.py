@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..account import Block
-from .keys import IGNORED, ignore
+from ..rules import settle
+from .keys import IGNORED
 from .sharding import Sharding
 
 FORMATS = {
@@ -104,7 +105,7 @@ def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:
 
 
 def _read_half(half: Block, is_off: bool) -> None:
-    ignore(half, IGNORED["fp16"])
+    settle(half, IGNORED["fp16"])
     if half.number("loss_scale", least=0) and not is_off:
         half.refused("loss_scale", "losses are scaled dynamically here: write 0, or use bf16, which needs no scale")
     half.ignored("loss_scale", "fp16 is off" if is_off else "dynamic, as here")

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..account import Block
 from ..migrated import Original
-from .keys import IGNORED, ignore, ignore_blocks
+from ..rules import settle
+from .keys import IGNORED, ignore_blocks
 from .precision import read_precision
 from .sharding import read_sharding
 from .switches import refuse_switches
@@ -21,7 +22,7 @@ def read_deepspeed(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:
     """Settings of the trainer, and what DeepSpeed would run."""
     found = read_sharding(top)
     precision = read_precision(top, found)
-    ignore(top, IGNORED[""])
+    settle(top, IGNORED[""])
     ignore_blocks(top)
     refuse_switches(top)
     training = read_training(top)

@@ -11,7 +11,8 @@ from ...layout import layout_of
 from ...train.offload import offload_of
 from ..account import AUTO, Block
 from ..names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
-from .keys import IGNORED, SHORT_NAMES, ignore
+from ..rules import settle
+from .keys import IGNORED, SHORT_NAMES
 
 LAST = len(STAGES) - 1
 DEVICES = ("none", "cpu", "nvme")
@@ -56,8 +57,8 @@ def read_sharding(top: Block) -> Sharding:
     stage = zero.whole("stage", 0, least=0, most=LAST)
     found = Sharding(stage, STAGES[stage], zero, bucket_elems=_bucket_elems(zero, stage))
     _refuse_both_names(zero)
-    ignore(zero, IGNORED["zero_optimization"])
-    ignore(zero.inner("leaf_module"), IGNORED["zero_optimization.leaf_module"])
+    settle(zero, IGNORED["zero_optimization"])
+    settle(zero.inner("leaf_module"), IGNORED["zero_optimization.leaf_module"])
     _read_groups(zero, found)
     _read_optimizer(zero, found)
     _read_params(zero, found)
@@ -111,7 +112,7 @@ def _read_groups(zero: Block, found: Sharding) -> None:
 
 def _read_optimizer(zero: Block, found: Sharding) -> None:
     block = zero.inner("offload_optimizer")
-    ignore(block, IGNORED["zero_optimization.offload_optimizer"])
+    settle(block, IGNORED["zero_optimization.offload_optimizer"])
     device = _device(zero, block, "cpu_offload")
     ratio = block.number("ratio", 1.0, least=0, most=1)
     if device == "none":
@@ -138,7 +139,7 @@ def _read_optimizer(zero: Block, found: Sharding) -> None:
 
 def _read_params(zero: Block, found: Sharding) -> None:
     block = zero.inner("offload_param")
-    ignore(block, IGNORED["zero_optimization.offload_param"])
+    settle(block, IGNORED["zero_optimization.offload_param"])
     device = _device(zero, block, "cpu_offload_param")
     if device == "none":
         return

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..account import Block
-from .keys import IGNORED, ignore
+from ..rules import settle
+from .keys import IGNORED
 from .optimizer import read_optimizer
 from .schedule import read_schedule
 
@@ -77,7 +78,7 @@ def _read_reports(top: Block) -> dict[str, Any]:
     sinks = []
     for name in ("tensorboard", "wandb"):
         block = top.inner(name)
-        ignore(block, IGNORED[name])
+        settle(block, IGNORED[name])
         if block.flag("enabled"):
             sinks.append(name)
             block.used("enabled", f"report_to {name}")
@@ -86,7 +87,7 @@ def _read_reports(top: Block) -> dict[str, Any]:
     comet = top.inner("comet")
     if comet.flag("enabled"):
         comet.refused("enabled", "nothing is sent to Comet; tensorboard and wandb are what there is")
-    ignore(comet, IGNORED["comet"])
+    settle(comet, IGNORED["comet"])
     if top.has("steps_per_print"):
         steps = top.whole("steps_per_print", least=1)
         top.used("steps_per_print", f"logging_steps {steps}")
@@ -111,7 +112,7 @@ def _read_compiler(top: Block) -> dict[str, Any]:
     if compile_.flag("deepcompile"):
         compile_.refused("deepcompile", "there is no such compiler here; --compile is torch.compile, block by block")
     compile_.ignored("deepcompile", "it is off")
-    ignore(compile_, IGNORED["compile"])
+    settle(compile_, IGNORED["compile"])
     compiles = compile_.has("disable") and not compile_.flag("disable")
     compile_.word("backend", ("inductor",), "inductor")
     for key in ("disable", "backend"):

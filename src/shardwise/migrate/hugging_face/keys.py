@@ -1,6 +1,6 @@
 """Keys of TrainingArguments that need no thought: why each changes nothing here, or why it cannot be had."""
 
-from ..rules import Rule, ignored, refused
+from ..rules import ANY, FLAG, NUMBER, TEXT, WHOLE, Rule, ignored, refused
 
 LINES = "lines, metrics.jsonl and the run folder are always written"
 LOADER = "batches are made by this trainer's own reader, whose order depends on the seed alone"
@@ -10,7 +10,7 @@ METRICS = "an evaluation is a loss over tokens"
 NO_DDP = "it is a detail of torch's DDP, which does not run here"
 
 KEYS: dict[str, Rule] = {
-    **{key: ignored("any", why) for key, why in (
+    **{key: ignored(ANY, why) for key, why in (
         ("average_tokens_across_devices", "the loss of a batch is always weighted by its tokens over all ranks"),
         ("do_train", "shardwise train trains"),
         ("do_eval", "evaluations follow from eval_steps"),
@@ -51,19 +51,19 @@ KEYS: dict[str, Rule] = {
         ("skip_memory_metrics", "memory is always measured"), ("jit_mode_eval", METRICS),
         ("accelerator_config", "batches and their order are this trainer's own"),
     )},
-    "push_to_hub": refused("flag", HUB),
-    "load_best_model_at_end": refused("flag", BEST),
-    "label_smoothing_factor": refused("number", "the loss is the cross-entropy as it is"),
-    "neftune_noise_alpha": refused("number", "no noise is added to embeddings here"),
-    "auto_find_batch_size": refused("flag", "the batch is the contract; `shardwise plan` says which one fits"),
-    "optim_args": refused("text", "optimizers have no further arguments here"),
-    "optim_target_modules": refused("any", "an optimizer is for all of a model here"),
-    "parallelism_config": refused("any", "only a program can make one; Accelerate's file has a block for it"),
-    "debug": refused("any", "there is no such check here"),
-    "train_sampling_strategy": refused("text", "samples are shuffled by the seed", ("random", "none", "")),
-    "group_by_length": refused("flag", "samples are shuffled by the seed; packing leaves no gaps"),
-    "half_precision_backend": refused("text", "there is one", ("auto", "none", "", "cuda_amp", "cpu_amp")),
-    "use_mps_device": refused("flag", "there are no Apple GPUs here, only CUDA GPUs and CPUs"),
-    "tpu_num_cores": refused("whole", "there are no TPUs here, only CUDA GPUs and CPUs"),
-    "tp_size": refused("whole", "matrices are not split over ranks here; only training state is", ("0", "1")),
+    "push_to_hub": refused(FLAG, HUB),
+    "load_best_model_at_end": refused(FLAG, BEST),
+    "label_smoothing_factor": refused(NUMBER, "the loss is the cross-entropy as it is"),
+    "neftune_noise_alpha": refused(NUMBER, "no noise is added to embeddings here"),
+    "auto_find_batch_size": refused(FLAG, "the batch is the contract; `shardwise plan` says which one fits"),
+    "optim_args": refused(TEXT, "optimizers have no further arguments here"),
+    "optim_target_modules": refused(ANY, "an optimizer is for all of a model here"),
+    "parallelism_config": refused(ANY, "only a program can make one; Accelerate's file has a block for it"),
+    "debug": refused(ANY, "there is no such check here"),
+    "train_sampling_strategy": refused(TEXT, "samples are shuffled by the seed", ("random", "none", "")),
+    "group_by_length": refused(FLAG, "samples are shuffled by the seed; packing leaves no gaps"),
+    "half_precision_backend": refused(TEXT, "there is one", ("auto", "none", "", "cuda_amp", "cpu_amp")),
+    "use_mps_device": refused(FLAG, "there are no Apple GPUs here, only CUDA GPUs and CPUs"),
+    "tpu_num_cores": refused(WHOLE, "there are no TPUs here, only CUDA GPUs and CPUs"),
+    "tp_size": refused(WHOLE, "matrices are not split over ranks here; only training state is", ("0", "1")),
 }  # fmt: skip

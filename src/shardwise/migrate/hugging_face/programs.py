@@ -1,7 +1,7 @@
 """Keys that only TRL, LLaMA-Factory or Axolotl have, and that are no settings of ours. A hint, not a promise: what they
 do with data and templates is theirs, and is said to be."""
 
-from ..rules import Rule, ignored, refused
+from ..rules import ANY, FLAG, NUMBER, TEXT, WHOLE, Rule, ignored, refused
 
 NOT_OURS = "it belongs to TRL, LLaMA-Factory or Axolotl, and is not read here"
 NOT_PLAIN = "weights are not quantised for training here"
@@ -11,7 +11,7 @@ SEQUENCES = "neither matrices nor sequences are split over ranks here; only trai
 
 
 def _of(keys: str) -> dict[str, Rule]:
-    return {key: ignored("any", NOT_OURS) for key in keys.split()}
+    return {key: ignored(ANY, NOT_OURS) for key in keys.split()}
 
 
 TRL: dict[str, Rule] = {
@@ -23,8 +23,8 @@ TRL: dict[str, Rule] = {
         bnb_4bit_quant_storage ignore_bias_buffers streaming gradient_checkpointing_use_reentrant attn_implementation
         dataset_mixer dataset_splits num_proc model_init_kwargs shuffle_dataset
     """),
-    "load_in_4bit": refused("flag", NOT_PLAIN),
-    "load_in_8bit": refused("flag", NOT_PLAIN),
+    "load_in_4bit": refused(FLAG, NOT_PLAIN),
+    "load_in_8bit": refused(FLAG, NOT_PLAIN),
 }  # fmt: skip
 LLAMA_FACTORY: dict[str, Rule] = {
     **_of("""
@@ -37,19 +37,19 @@ LLAMA_FACTORY: dict[str, Rule] = {
         freeze_vision_tower freeze_multi_modal_projector neat_packing low_cpu_mem_usage
         create_new_adapter predict_dataset
     """),
-    "dataset": ignored("any", ITS_DATA),
-    "stage": refused("text", OTHER_TRAINING, ("sft", "pt", "")),
-    "quantization_bit": refused("any", NOT_PLAIN),
-    "quantization_method": ignored("any", "quantization_bit says whether there is any"),
-    "use_galore": refused("flag", "there is no such optimizer here"),
-    "use_apollo": refused("flag", "there is no such optimizer here"),
-    "use_badam": refused("flag", "there is no such optimizer here"),
-    "use_adam_mini": refused("flag", "there is no such optimizer here"),
-    "use_muon": refused("flag", "there is no such optimizer here"),
-    "use_llama_pro": refused("flag", "no blocks are added here"),
-    "loraplus_lr_ratio": refused("number", "adapters have one learning rate here"),
-    "pissa_init": refused("flag", "adapters begin with zeros here"),
-    "fp8": refused("flag", "matrices are not multiplied in fp8 here"),
+    "dataset": ignored(ANY, ITS_DATA),
+    "stage": refused(TEXT, OTHER_TRAINING, ("sft", "pt", "")),
+    "quantization_bit": refused(ANY, NOT_PLAIN),
+    "quantization_method": ignored(ANY, "quantization_bit says whether there is any"),
+    "use_galore": refused(FLAG, "there is no such optimizer here"),
+    "use_apollo": refused(FLAG, "there is no such optimizer here"),
+    "use_badam": refused(FLAG, "there is no such optimizer here"),
+    "use_adam_mini": refused(FLAG, "there is no such optimizer here"),
+    "use_muon": refused(FLAG, "there is no such optimizer here"),
+    "use_llama_pro": refused(FLAG, "no blocks are added here"),
+    "loraplus_lr_ratio": refused(NUMBER, "adapters have one learning rate here"),
+    "pissa_init": refused(FLAG, "adapters begin with zeros here"),
+    "fp8": refused(FLAG, "matrices are not multiplied in fp8 here"),
 }  # fmt: skip
 AXOLOTL: dict[str, Rule] = {
     **_of("""
@@ -67,40 +67,40 @@ AXOLOTL: dict[str, Rule] = {
         auto_resume_from_checkpoints hf_use_auth_token dataset_keep_in_memory
         experimental_skip_move_to_device
     """),
-    "datasets": ignored("any", ITS_DATA),
-    "pretraining_dataset": ignored("any", ITS_DATA),
-    "plugins": refused("any", "plugins of Axolotl run in Axolotl only"),
-    "rl": refused("text", OTHER_TRAINING),
-    "rl_beta": refused("any", OTHER_TRAINING),
-    "qat": refused("any", NOT_PLAIN),
-    "quantization": refused("any", NOT_PLAIN),
-    "gptq": refused("flag", NOT_PLAIN),
-    "fp8": refused("flag", "matrices are not multiplied in fp8 here"),
-    "unfrozen_parameters": refused("any", "all weights are trained here, or LoRA adapters"),
-    "relora_steps": refused("any", "adapters are not merged in between"),
-    "jagged_restart_steps": refused("any", "adapters are not merged in between"),
-    "loss_watchdog_threshold": ignored("any", "divergence_ratio stops a run that goes nowhere"),
-    "loss_watchdog_patience": ignored("any", "divergence_ratio stops a run that goes nowhere"),
-    "sequence_parallel_degree": refused("whole", SEQUENCES, ("0", "1")),
-    "context_parallel_size": refused("whole", SEQUENCES, ("0", "1")),
-    "tensor_parallel_size": refused("whole", SEQUENCES, ("0", "1")),
+    "datasets": ignored(ANY, ITS_DATA),
+    "pretraining_dataset": ignored(ANY, ITS_DATA),
+    "plugins": refused(ANY, "plugins of Axolotl run in Axolotl only"),
+    "rl": refused(TEXT, OTHER_TRAINING),
+    "rl_beta": refused(ANY, OTHER_TRAINING),
+    "qat": refused(ANY, NOT_PLAIN),
+    "quantization": refused(ANY, NOT_PLAIN),
+    "gptq": refused(FLAG, NOT_PLAIN),
+    "fp8": refused(FLAG, "matrices are not multiplied in fp8 here"),
+    "unfrozen_parameters": refused(ANY, "all weights are trained here, or LoRA adapters"),
+    "relora_steps": refused(ANY, "adapters are not merged in between"),
+    "jagged_restart_steps": refused(ANY, "adapters are not merged in between"),
+    "loss_watchdog_threshold": ignored(ANY, "divergence_ratio stops a run that goes nowhere"),
+    "loss_watchdog_patience": ignored(ANY, "divergence_ratio stops a run that goes nowhere"),
+    "sequence_parallel_degree": refused(WHOLE, SEQUENCES, ("0", "1")),
+    "context_parallel_size": refused(WHOLE, SEQUENCES, ("0", "1")),
+    "tensor_parallel_size": refused(WHOLE, SEQUENCES, ("0", "1")),
 }  # fmt: skip
 PLAIN_LORA = "adapters are plain LoRA here: new ones, on the modules that are named"
 LOSS = "a row's prompt is never trained on, and all of its answers are"
 # What changes a training, whoever has it.
 CHANGES: dict[str, Rule] = {
-    **{key: refused("any", PLAIN_LORA) for key in (
+    **{key: refused(ANY, PLAIN_LORA) for key in (
         "use_rslora", "use_dora", "peft_use_dora", "lora_modules_to_save", "additional_target", "adapter_name_or_path",
         "lora_model_dir",
     )},
-    "train_on_inputs": refused("flag", LOSS),
-    "train_on_prompt": refused("flag", LOSS),
-    "mask_history": refused("flag", LOSS),
-    "completion_only_loss": refused("flag", LOSS, ("true",)),
-    "loss_type": refused("text", "the loss is the cross-entropy as it is", ("nll", "none", "")),
-    "resize_vocab": refused("flag", "a model's vocabulary stays as it is"),
-    "rope_scaling": refused("any", "a model's own configuration says it"),
-    "cosine_constant_lr_ratio": refused("number", "the learning rate falls until the end"),
-    "early_stopping_patience": refused("any", "a run stops when its steps are done, or when it diverges"),
+    "train_on_inputs": refused(FLAG, LOSS),
+    "train_on_prompt": refused(FLAG, LOSS),
+    "mask_history": refused(FLAG, LOSS),
+    "completion_only_loss": refused(FLAG, LOSS, ("true",)),
+    "loss_type": refused(TEXT, "the loss is the cross-entropy as it is", ("nll", "none", "")),
+    "resize_vocab": refused(FLAG, "a model's vocabulary stays as it is"),
+    "rope_scaling": refused(ANY, "a model's own configuration says it"),
+    "cosine_constant_lr_ratio": refused(NUMBER, "the learning rate falls until the end"),
+    "early_stopping_patience": refused(ANY, "a run stops when its steps are done, or when it diverges"),
 }  # fmt: skip
 PROGRAMS = CHANGES | TRL | LLAMA_FACTORY | AXOLOTL
