@@ -108,6 +108,31 @@ def test_nothing_is_replaced_unless_asked_for(ask: Asker, ds: Path, tmp_path: Pa
     assert "strategy: zero2" in made.read_text()
 
 
+def test_what_cannot_be_planned_is_told(ask: Asker, tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    large.write_text('{"train_micro_batch_size_per_gpu": 1e12, "zero_optimization": {"stage": 1}}')
+    assert "memory is not planned: " in ask("check", large).out
+    seen = ask("check", large, "--json")
+    assert "1,000,000" in json.loads(seen.out)["memory"]["why_not"]
+
+
+FILES = sorted(path for path in (ROOT / "tests/migrate/fixtures").rglob("*") if path.suffix in (".json", ".yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_of_others(ask: Asker, path: Path, tmp_path: Path) -> None:
+    """Each is told whole, and what is not refused is planned, written as ours, and understood again."""
+    found = json.loads(ask("check", path, "--json").out)
+    is_refused = any(entry["fate"] == "refused" for entry in found["keys"])
+    seen = ask("check", path)
+    assert seen.code == (2 if is_refused else 0)
+    assert ("memory of a rank" in seen.out) == (not is_refused)
+    made = tmp_path / "made.yaml"
+    assert ask("convert", path, "-o", made).code == (2 if is_refused else 0)
+    if not is_refused:
+        assert ask("train", made, "--show-config").code == 0
+
+
 def test_a_file_that_could_be_anything(ask: Asker, tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text("colour: red\n")
     seen = ask("check", tmp_path / "it.yaml")

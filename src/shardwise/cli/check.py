@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConfigurationError
+
 if TYPE_CHECKING:
     from ..migrate.account import Entry
     from ..migrate.memory import Beside
@@ -57,10 +59,17 @@ def check(
         shardwise train --deepspeed ds_config.json --train-file mine.jsonl
     """
     from ..migrate.api import known_kind, read
-    from ..migrate.memory import beside
+    from ..migrate.memory import Beside, beside
 
     migrated = read(file, None if kind is None else known_kind(kind))
-    memory = None if migrated.refused else beside(migrated, model, gpus, nodes)
+    memory: Beside | str = "something is refused"
+    if not migrated.refused:
+        try:
+            memory = beside(migrated, model, gpus, nodes)
+        except ConfigurationError as error:
+            if model is not None or gpus is not None:
+                raise
+            memory = str(error)  # sizes in the file that no plan is made for
     if as_json:
         print(json.dumps(_as_json(migrated, memory), indent=1))
     else:
@@ -70,18 +79,18 @@ def check(
         raise typer.Exit(2)
 
 
-def _as_json(migrated: "Migrated", memory: "Beside | None") -> dict[str, Any]:
+def _as_json(migrated: "Migrated", memory: "Beside | str") -> dict[str, Any]:
     return {
         "file": migrated.source,
         "kind": migrated.kind,
         "keys": [asdict(entry) for entry in migrated.entries],
         "settings": dict(migrated.settings),
         "shard": migrated.words,
-        "memory": None if memory is None else asdict(memory),
+        "memory": {"why_not": memory} if isinstance(memory, str) else asdict(memory),
     }
 
 
-def _told(migrated: "Migrated", memory: "Beside | None", width: int) -> Iterator[str]:
+def _told(migrated: "Migrated", memory: "Beside | str", width: int) -> Iterator[str]:
     from ..layout import layout_of
     from ..migrate.migrated import TITLES
 
@@ -96,8 +105,10 @@ def _told(migrated: "Migrated", memory: "Beside | None", width: int) -> Iterator
         return
     for name, value in {"layout": layout_of(migrated.strategy), **migrated.settings}.items():
         yield f"  {name:<{NAMES}}{_plain(value)}"
-    if memory is not None:
-        yield ""
+    yield ""
+    if isinstance(memory, str):
+        yield from textwrap.wrap(f"memory is not planned: {memory}", width, initial_indent="  ", subsequent_indent="  ")
+    else:
         yield from _memory(memory, width)
 
 

@@ -128,10 +128,11 @@ def _bytes(engine: str, half: int, layout: Layout) -> tuple[int, int, int]:
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:
-    """What was said here, else in the file, else eight ranks. Groups of its own are nodes of the plan."""
+    """What was said here, else in the file, else eight ranks, or two groups. Such groups are nodes of the plan."""
     settings = migrated.settings
     if gpus is None:
-        per_node = settings.get("nproc_per_node") or NUM_RANKS
+        group = settings.get("node_size") or 1
+        per_node = settings.get("nproc_per_node") or (NUM_RANKS if NUM_RANKS % group == 0 else 2 * group)
         gpus, nodes = f"{per_node}x{A_GPU}", nodes or num_nodes(str(settings.get("nnodes", 1)))[1]
     cluster = make_cluster(gpus, nodes or 1)
     group = settings.get("node_size")
