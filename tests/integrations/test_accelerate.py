@@ -265,7 +265,9 @@ def two_dtypes() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        (alone_on_cpu, "say cpu=True"),
+        pytest.param(
+            alone_on_cpu, "say cpu=True", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="each has a GPU")
+        ),
         (clip_too_early, "if accelerator.sync_gradients:"),
         (clip_others, "model.parameters() of what `prepare` gave back"),
         (optimizer_later, "model, optimizer = accelerator.prepare(model, optimizer)"),
