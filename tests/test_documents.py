@@ -55,13 +55,20 @@ def test_yaml_means_what_is_written() -> None:
     }
 
 
+BOMB = "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("a: 1\na: 2\n", "a is said twice, in line 1 and line 2"),
         ("a: !!python/object/apply:os.system [ls]\n", "the tag .* is not understood"),
         ("a: {b: {c: {d: 1}}}\n", "nested too deep"),
-        ("a: &loop\n  b: *loop\n", "nested too deep"),
+        ("a: &loop\n  b: *loop\n", "refers to itself"),
+        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + BOMB, "aliases stand for too much"),
+        ("a: &a {b: 1}\nc:\n  <<: *a\n", "merging"),
         ("a: [1\n", "is not YAML"),
         ("? [1, 2]\n: 3\n", "a key must be a plain word"),
     ],

@@ -83,8 +83,13 @@ def resolve(
     `others` are settings from configurations of other libraries, by where they were said; our own file is stronger.
     """
     text = [] if file is None else _from_yaml(file[1], file[0])
-    foreign = [Said(key, value, name) for name, found in others.items() for key, value in found.items()]
-    said = [*_from_flags(flags), *_from_words(words), *foreign, *text, *_from_environment(environment)]
+    own = [*_from_flags(flags), *_from_words(words)]
+    # What another library's file sums in belongs to its precision.
+    left_out = {"reduce_dtype"} if any(entry.key == "precision" for entry in own) else set()
+    foreign = [
+        Said(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
+    ]
+    said = [*own, *foreign, *text, *_from_environment(environment)]
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])
     return Resolved(_typed(values, origins), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Tree = Any
 
 MOST_BYTES = 4_000_000
+MOST_NODES = 100_000
 YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
 # Strings as they are, comments away, and commas before a closing bracket.
 JSON_PARTS = re.compile(
@@ -31,6 +32,8 @@ JSON_PARTS = re.compile(
 def read_text(path: Path) -> str:
     """Of a file that somebody named: it is there, it is not huge, and it is text."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(f"{path} is a directory, or no file that can be read to its end; give a file")
         if path.stat().st_size > MOST_BYTES:
             raise ConfigurationError(f"{path} has {path.stat().st_size:,} bytes, too many for a configuration")
         return path.read_text("utf-8-sig")
@@ -45,11 +48,24 @@ def yaml_tree(text: str, where: str, most_depth: int) -> Tree:
     return None if node is None else yaml_texts(node, where, most_depth)
 
 
+def _num_nodes(node: "yaml.Node", known: dict[int, int]) -> int:
+    """With what aliases stand for, each time; what refers to itself is without end."""
+    if id(node) not in known:
+        known[id(node)] = MOST_NODES + 1  # while its own parts are counted
+        parts = node.value if isinstance(node.value, list) else []
+        flat = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_num_nodes(part, known) for part in flat)
+    return known[id(node)]
+
+
 def yaml_node(text: str, where: str) -> "yaml.Node | None":
     import yaml
 
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None and _num_nodes(node, {}) > MOST_NODES:
+            raise ConfigurationError(f"{where} refers to itself, or its aliases stand for too much; write it out")
+        return node
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigurationError(f"{where}{line} is not YAML: {error.problem}") from None
@@ -67,6 +83,8 @@ def yaml_pairs(node: "yaml.Node", where: str) -> Iterator[tuple[str, "yaml.Node"
     seen: dict[str, int] = {}
     for name, value in node.value:
         line = name.start_mark.line + 1
+        if name.tag.endswith(":merge"):
+            raise ConfigurationError(f"{where} line {line}: merging (<<) is not understood; write the keys out")
         if not isinstance(name, yaml.ScalarNode) or name.tag not in YAML_TAGS:
             raise ConfigurationError(f"{where} line {line}: a key must be a plain word")
         if name.value in seen:

@@ -147,3 +147,38 @@ def test_what_the_page_shows_is_what_is_printed(ask: Asker, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "118")
     printed = ask(*words.split()).out.splitlines()
     assert [line for line in shown.splitlines() if line not in printed] == ["...", "..."]
+
+
+def test_no_key_becomes_a_setting_and_all_can_be_printed(ask: Asker, tmp_path: Path) -> None:
+    path, made = tmp_path / "ds.json", tmp_path / "made.yaml"
+    keys = {"_comment\x85max_steps: 77\x85#": 1, "_comment\u2028seed: 5": 1, "_comment\n\x1b[31m": 1, "fp16": {}}
+    path.write_text(json.dumps({**keys, "zero_optimization": {"stage": 1, "_comment": "why"}}))
+    seen = ask("check", path)
+    assert seen.code == 0
+    assert all(letter.isprintable() or letter == "\n" for letter in seen.out)
+    assert ask("convert", path, "-o", made).code == 0
+    settings = yaml.safe_load(ask("train", made, "--show-config").out)
+    assert settings["strategy"] == "zero1"
+    assert (settings["max_steps"], settings["seed"]) != (77, 5)
+
+
+def test_a_precision_of_ones_own_has_its_own_sums(ask: Asker, ds: Path) -> None:
+    settings = yaml.safe_load(ask("train", "--deepspeed", ds, "precision=fp32", "--show-config").out)
+    assert (settings["precision"], settings["reduce_dtype"]) == ("fp32", None)
+    assert yaml.safe_load(ask("train", "--deepspeed", ds, "--show-config").out)["reduce_dtype"] == "bf16"
+
+
+def test_what_a_launcher_says(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert yaml.safe_load(ask("train", "--show-config").out)["precision"] == "bf16"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD")
+    seen = ask("train", "--show-config").out
+    assert yaml.safe_load(seen)["strategy"] == "hsdp"
+    assert "# the environment of accelerate launch" in seen
+
+
+def test_a_file_of_another_library_is_told_so(ask: Asker) -> None:
+    seen = ask("train", "--deepspeed", EXAMPLES / "fsdp.yaml")
+    assert seen.code == 2
+    assert "is a configuration of Accelerate, and not of DeepSpeed" in seen.err

@@ -251,3 +251,36 @@ def test_what_deepspeed_leaves_open_is_completed(
     assert migrated.settings.get("reduce_dtype") == ("bf16" if precision == "bf16" else None)
     auto = [entry.value for entry in migrated.entries if entry.key == "deepspeed.bf16.enabled"]
     assert auto in ([], ["auto"], ["true"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        ({"pure_bf16": True, "fsdp": "full_shard"}, "pure-bf16"),
+        ({"dtype": "bfloat16", "fsdp": "full_shard"}, "pure-bf16"),
+        ({"dtype": "bfloat16", "bf16": True, "fsdp": "full_shard"}, "bf16"),
+        ({"dtype": "bfloat16", "bf16": True}, "pure-bf16"),
+        ({"fsdp": "full_shard"}, "fp32"),
+    ],
+)
+def test_masters_are_there_where_the_trainer_has_them(keys: dict[str, Any], precision: str) -> None:
+    migrated = read(**keys, output_dir="out")
+    assert not migrated.refused
+    assert migrated.settings["precision"] == precision
+
+
+def test_beside_deepspeed_a_format_is_said_there() -> None:
+    migrated = read(pure_bf16=True, output_dir="out", deepspeed={"bf16": {"enabled": "auto"}})
+    assert [entry.key for entry in migrated.refused] == ["pure_bf16"]
+
+
+def test_what_the_trainer_does_not_compare_is_the_trainers() -> None:
+    migrated = read(output_dir="out", logging_steps=10, max_grad_norm=0.3, deepspeed={"steps_per_print": 2000})
+    assert not migrated.refused
+    assert (migrated.settings["logging_steps"], migrated.settings["max_grad_norm"]) == (10, 0.3)
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(True, False), (False, True)])
+def test_prompts_are_never_trained_on(value: bool, is_refused: bool) -> None:
+    migrated = read(output_dir="out", assistant_only_loss=value)
+    assert bool(migrated.refused) == is_refused

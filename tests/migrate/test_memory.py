@@ -47,14 +47,14 @@ def test_layers_that_are_gathered_and_buckets_come_on_top() -> None:
 def test_ours_is_what_the_readme_says() -> None:
     for strategy, expected in (("zero3", 16 / 8), ("ddp", 2 + 4 + 12), ("zero1", 6 + 12 / 8), ("zero2", 2 + 16 / 8)):
         assert beside(migrated(strategy), None, "8xH100-80GB", 1).needs[0].states == pytest.approx(
-            expected * PARAMS, rel=1e-5
+            expected * PARAMS, rel=1e-4
         )
 
 
 def test_groups_of_their_own_are_nodes_of_the_plan() -> None:
     found = beside(migrated("hsdp", node_size=4), None, "8xH100-80GB", 2)
     assert found.cluster == "4 x 4 x H100-80GB"
-    assert found.needs[0].states == pytest.approx(16 / 4 * PARAMS)
+    assert found.needs[0].states == pytest.approx(16 / 4 * PARAMS, rel=1e-4)
 
 
 def test_as_many_ranks_as_the_file_says() -> None:
@@ -69,3 +69,20 @@ def test_torch() -> None:
     assert found.needs[1].peak == pytest.approx(found.needs[0].peak, rel=0.2)
     kept = theirs("shard_grad_op", engine="fsdp")
     assert (kept.states, kept.extra) == (16 * PARAMS / 8, 2 * PARAMS)
+
+
+def test_a_part_of_the_optimizer_stays_on_the_device() -> None:
+    ours, original = beside(migrated("zero2+optimizer=host:0.3+grads=host"), None, "8xH100-80GB", 1).needs
+    assert ours.states == pytest.approx((2 + 0.7 * 12 / 8 + 0.7 * 4 / 8) * PARAMS, rel=0.05)
+    assert original.states == (2 + 0.7 * 16 / 8) * PARAMS
+
+
+def test_adapters_and_optimizers_count() -> None:
+    asked = migrated("ddp", "ddp", lora={"r": 16, "alpha": 32.0, "targets": ("q_proj",)})
+    ours, original = beside(asked, "llama-3-8b", "8xH100-80GB", 1).needs
+    assert ours.states == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert original.states == pytest.approx(2 * 8.03e9, rel=0.02)
+    plain = migrated("ddp", "ddp", precision="fp32", optimizer="sgd", momentum=0)
+    ours, original = beside(plain, None, "8xH100-80GB", 1).needs
+    assert ours.states == pytest.approx(8 * PARAMS, rel=1e-4)
+    assert original.states == 12 * PARAMS  # gradients twice

@@ -143,7 +143,7 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
 
     found = [(from_deepspeed, deepspeed), (from_accelerate, accelerate_config)]
     said = {f"file {file}": read(file).settings for read, file in found if file is not None}
-    if said or "RANK" not in os.environ:
+    if said:
         return said
     from ..migrate.accelerate.environment import read_environment
 

@@ -32,7 +32,7 @@ _OTHER_ENGINES = {
 # An argument, when it is in the way, and what to write instead. Arguments that only TRL has are found as well.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("deepspeed", bool, "chooses another engine: leave it out, and write sharded(Trainer, "
-     "**sw.from_deepspeed({value!r}).words)"),
+     "**sw.from_deepspeed({value!r}).words); learning rate, schedule and clipping of the file go into the arguments"),
     ("fsdp", bool, "chooses another engine: leave it and fsdp_config out, and write strategy='full_shard', "
      "'shard_grad_op', 'hybrid_shard' ..., or **sw.from_accelerate(FILE).words"),
     ("parallelism_config", bool, "splits more than the data: write strategy='hsdp' and node_size= for dp_shard_size; "

@@ -17,6 +17,8 @@ from ..errors import did_you_mean
 Fate = Literal["used", "ignored", "refused"]
 
 AUTO = "auto"
+# What people write where a format has no comments.
+COMMENTS = ("_comment", "comment", "//")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LONGEST = 60  # of a value that is shown
 FEW = 12  # keys that are told to somebody who meant another one
@@ -188,11 +190,8 @@ class Block:
         """What another account says of it."""
         self._settle(key, fate, text)
 
-    def used_whole(self, becomes: str) -> None:
-        """Every key of this block that nothing was said of, one in it and all."""
-        self._settle_rest("used", becomes)
-
     def ignored_whole(self, why: str) -> None:
+        """Every key of this block that nothing was said of, one in it and all."""
         self._settle_rest("ignored", why)
 
     def refused_whole(self, why: str) -> None:
@@ -216,6 +215,9 @@ class Block:
                 continue
             if value is None and key in self._known:
                 self.account.settle(path, value, "ignored", "nothing is said")
+                continue
+            if key.startswith(COMMENTS):
+                self.account.settle(path, value, "ignored", "a comment")
                 continue
             assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
             right = places.get(key, ())
@@ -264,8 +266,8 @@ class Block:
 
 
 def name_of(key: str) -> str:
-    """In a path: a key with a dot in it is not a key in a block, and one without a name has one."""
-    return key if key and not set(key) & set(".'") else repr(key)
+    """In a path: a key with a dot in it is not a key in a block, one without a name has one, and all can be printed."""
+    return key if key and not set(key) & set(".'") and key.isprintable() else ascii(key)
 
 
 def _number(value: Tree) -> float | None:

@@ -15,7 +15,7 @@ from .account import Account
 from .deepspeed.reader import read_deepspeed
 from .files import tree_of
 from .hugging_face.reader import read_hugging_face
-from .migrated import Kind, Migrated
+from .migrated import TITLES, Kind, Migrated
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -24,6 +24,7 @@ READERS = {
     "accelerate": read_accelerate,
     "hugging-face": read_hugging_face,
 }
+CLEARLY = 3  # keys that tell
 # Keys at the top that only one kind of file has.
 TELLING: dict[Kind, set[str]] = {
     "deepspeed": {
@@ -60,12 +61,19 @@ def from_accelerate(source: Source) -> Migrated:
 
 def read(source: Source, kind: Kind | None = None) -> Migrated:
     """What became of every key, refused ones and all. `kind` is found out unless it is given."""
+    if not isinstance(source, Mapping | str | os.PathLike):
+        raise ConfigurationError(f"a configuration is a file or a mapping, not {type(source).__name__} {source!r}")
     name = "the configuration" if isinstance(source, Mapping) else os.fspath(source)
-    tree = texts_of(dict(source)) if isinstance(source, Mapping) else tree_of(Path(name))
+    try:
+        tree = texts_of(dict(source)) if isinstance(source, Mapping) else tree_of(Path(name))
+    except RecursionError:
+        raise ConfigurationError(f"{name} is nested too deep") from None
     if not isinstance(tree, dict):
         raise ConfigurationError(f"{name} holds no mapping of keys to values")
     folder = Path() if isinstance(source, Mapping) else Path(name).parent
     chosen = kind or kind_of(tree, name)
+    if kind is not None and not TELLING[kind] & set(tree):
+        _refuse_another_kind(tree, name, kind)
     account = Account(name)
     settings, original = READERS[chosen](account.block("", tree), folder)
     return Migrated(name, chosen, settings, original, account.entries)
@@ -83,6 +91,12 @@ def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
             f"{keys}); say it with --kind {', '.join(TELLING)}"
         )
     return found[0]
+
+
+def _refuse_another_kind(tree: Mapping[str, Tree], name: str, asked: Kind) -> None:
+    found = max(TELLING, key=lambda kind: len(TELLING[kind] & set(tree)))
+    if found != asked and len(TELLING[found] & set(tree)) >= CLEARLY:
+        raise ConfigurationError(f"{name} is a configuration of {TITLES[found]}, and not of {TITLES[asked]}")
 
 
 def known_kind(word: str) -> Kind:

@@ -7,8 +7,9 @@ gradients beside the moments, and 16-bit copies while they compute; DDP has its 
 Peaks are the planner's, which knows us and torch's FSDP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..dtypes import FP32
 from ..errors import ConfigurationError
@@ -20,25 +21,28 @@ from ..plan.memory import state_bytes
 from ..plan.model import ROOT, FoundUnit, Param, Site
 from ..plan.offload import off_device
 from ..plan.plan import Plan, plan
+from ..plan.shapes.families import is_file
 from ..plan.shapes.shape import ModelShape
 from ..plan.subject import model_of, subject_of
-from ..plan.training import Training
-from ..precision import precision_of
+from ..plan.training import Lora, Training
 from ..train.settings import num_nodes
 from .migrated import TITLES, Migrated
 
 # What is counted where no model is named.
 NUM_PARAMS = 10**9
+NUM_PIECES = 100
 A_GPU = "H100-80GB"
 NUM_RANKS = 8
 
-# Bytes of a parameter: itself, its gradient, its optimizer state.
-TORCH = {"fsdp": (4, 4, 8), "ddp": (4, 8, 8)}
-DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 16), (2, 0, 16), (4, 4, 8)
+# Bytes of a parameter that is trained: itself, its gradient, and what the optimizer has beside its moments, of 4 each.
+TORCH = {"fsdp": (4, 4, 0), "ddp": (4, 8, 0)}
+DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 8), (2, 0, 8), (4, 4, 0)
+MOMENT = 4
 # Of a layer's parameters while they are gathered, and their gradients.
 GATHERED = 4
 SOURCES = {
-    "deepspeed": "states by DeepSpeed's own estimate, and its buckets",
+    "deepspeed": "states as DeepSpeed estimates them for 16 bits in stages 2 and 3, and others alike; its buckets; of "
+    "the host what rests there, where its estimate takes 1.5 times that and more",
     "fsdp": "fp32 shards, and what is gathered",
     "ddp": "fp32 states, and gradients in buckets",
 }
@@ -74,6 +78,9 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
         micro_batch=settings.get("per_device_train_batch_size") or 1,
         num_micro_batches=settings.get("gradient_accumulation_steps") or 1,
         checkpointing=settings.get("gradient_checkpointing", "none"),
+        optimizer=settings.get("optimizer", "adamw"),
+        moments=0.0 if settings.get("optimizer") == "sgd" and settings.get("momentum") == 0 else None,
+        lora=_lora(settings.get("lora")),
         **({"seq": settings["seq_length"]} if settings.get("seq_length") else {}),
     )
     units, name, peaks = _units(model, training, cluster, migrated)
@@ -82,41 +89,52 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
     away = off_device(flats, training.num_moments)
     ours = Need(
         f"shardwise, {migrated.strategy}",
-        state_bytes(flat for unit in flats for flat in unit).total,
+        state_bytes((flat for unit in flats for flat in unit), training.num_moments).total,
         0,
         away.host * cluster.node_size,
         away.disk * cluster.node_size,
         peaks[0],
         "states to the byte" if model else "states; --model M --gpus G plans the peak",
     )
+    params = [param for unit in units for param in unit.params]
+    counts = {is_trained: sum(p.num_elems for p in params if p.trainable == is_trained) for is_trained in (True, False)}
     sizes = [sum(param.num_elems for param in unit.params) for unit in units]
     largest = max(sizes) if model else 0
-    theirs = _original(migrated, layout, cluster, sum(sizes), largest)
+    theirs = _original(migrated, layout, cluster, training, counts, largest)
     return Beside(name, str(cluster), (ours, replace(theirs, peak=peaks[1])))
 
 
-def _original(migrated: Migrated, layout: Layout, cluster: Cluster, num_params: int, largest: int) -> Need:
+def _original(
+    migrated: Migrated, layout: Layout, cluster: Cluster, training: Training, counts: Mapping[bool, int], largest: int
+) -> Need:
+    """`counts`: of parameters that are trained, and of others, which are there in the format that is computed in."""
     engine = migrated.original.engine
-    half = precision_of(migrated.precision, None).compute.itemsize
+    half = training.formats.compute.itemsize
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
+    params, grads, optimizer = _bytes(engine, half, layout)
     device, away = 0.0, {"host": 0.0, "disk": 0.0}
-    for size, split, place in zip(
-        _bytes(engine, half, layout),
-        (layout.params, layout.grads, layout.optimizer),
-        (layout.params_on, layout.grads_on, layout.optimizer_on),
-        strict=True,
+    for num_bytes, place, kept in (
+        ((params * counts[True] + half * counts[False]) / share[layout.params], layout.params_on, 0.0),
+        (grads * counts[True] / share[layout.grads], layout.grads_on, 0.0),
+        (
+            (optimizer + MOMENT * training.num_moments) * counts[True] / share[layout.optimizer],
+            layout.optimizer_on,
+            layout.kept,
+        ),
     ):
-        num_bytes = size * num_params / share[split]
-        kept = layout.kept * num_bytes if place != "device" else num_bytes
-        device += kept
+        device += num_bytes if place == "device" else kept * num_bytes
         if place != "device":
-            away[place] += (num_bytes - kept) * cluster.node_size
+            away[place] += (1 - kept) * num_bytes * cluster.node_size
     extra = half * migrated.original.bucket_elems
     if layout.gathered_until == "forward":
         extra += GATHERED * largest
     elif layout.gathered_until == "backward":
-        extra += half * num_params
+        extra += half * sum(counts.values())
     return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, SOURCES[engine])
+
+
+def _lora(asked: Mapping[str, Any] | None) -> Lora | None:
+    return None if asked is None else Lora(asked.get("r", 16), tuple(asked.get("targets", ())))
 
 
 def _bytes(engine: str, half: int, layout: Layout) -> tuple[int, int, int]:
@@ -133,8 +151,9 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
     if gpus is None:
         group = settings.get("node_size") or 1
         per_node = settings.get("nproc_per_node") or (NUM_RANKS if NUM_RANKS % group == 0 else 2 * group)
-        gpus, nodes = f"{per_node}x{A_GPU}", nodes or num_nodes(str(settings.get("nnodes", 1)))[1]
-    cluster = make_cluster(gpus, nodes or 1)
+        said = num_nodes(str(settings.get("nnodes", 1)))[1]
+        gpus, nodes = f"{per_node}x{A_GPU}", said if nodes is None else nodes
+    cluster = make_cluster(gpus, 1 if nodes is None else nodes)
     group = settings.get("node_size")
     if group in (None, cluster.node_size):
         return cluster
@@ -151,11 +170,16 @@ def _units(
 ) -> tuple[Sequence[FoundUnit], str, tuple[float | None, float | None]]:
     """What is to be held, its name, and the peaks of both where the planner knows them."""
     if model is None:
-        param = Param("weight", (1, NUM_PARAMS), training.formats.master, True, (Site("", "weight"),))
-        return [FoundUnit(ROOT, "", (param,), False, True)], "a billion parameters", (None, None)
+        # Many, so that a part of the optimizer can stay on the device, which is whole parameters.
+        size, dtype = (1, NUM_PARAMS // NUM_PIECES), training.formats.master
+        names = map(str, range(NUM_PIECES))
+        params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)
+        return [FoundUnit(ROOT, "", params, False, True)], "a billion parameters", (None, None)
     shape = model_of(model)
     if not isinstance(shape, ModelShape):
         raise ConfigurationError(f"--model: {model!r} has no shape to plan with")
+    if training.lora is not None and not is_file(model):
+        shape = replace(shape, dtype=training.formats.compute)  # frozen weights, as the planner takes them
     knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS
     trainings = [training, replace(training, engine="fsdp2")] if knows_theirs else [training]
     plans = [plan(shape, cluster, asked, strategy=migrated.strategy) for asked in trainings]

@@ -100,7 +100,7 @@ def _place(name: str) -> tuple[str, ...] | None:
 def _unread(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that are left aside, and why."""
     found = {
-        name: "it is no variable of accelerate launch"
+        name: "it says nothing about sharding"
         for name in environ
         if name.startswith(("ACCELERATE_", "FSDP_")) and _place(name) is None and name not in KINDS
     }
@@ -111,6 +111,8 @@ def _unread(environ: Mapping[str, str]) -> dict[str, str]:
         found[RESHARD] = f"version 1 reads {STRATEGY}"
     elif strategy == FULL and reshard:
         found[STRATEGY] = f"{RESHARD} says it, and this is the launcher's default"
+    elif strategy and reshard in TRUE:
+        found[RESHARD] = f"{STRATEGY} says it, and this is the launcher's default"
     if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") and environ.get(PRECISION, "").lower() == "no":
         found[PRECISION] = "DeepSpeed's file says it, and this is the launcher's default"
     return found

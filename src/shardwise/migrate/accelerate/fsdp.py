@@ -24,6 +24,8 @@ STATE_DICTS = {
     "SHARDED_STATE_DICT": (False, "checkpoints only, split as the ranks hold it (no export)"),
     "LOCAL_STATE_DICT": (False, "checkpoints only, split as the ranks hold it (no export)"),
 }
+VERSION = 2  # that has fully_shard
+UNREAD_THERE = f", where Accelerate 1.15 runs {FULL} whatever stands here"
 ON_HOST = ("params=host", "grads=host", "optimizer=host")
 ACTIVATIONS_ON_HOST = ("activations=host",)
 
@@ -52,9 +54,9 @@ def read_fsdp(block: Block, least_params: int, told: str = "") -> Fsdp:
     """`least_params` is what SIZE_BASED_WRAP means where no number is given; `told` a strategy that was named before
     this block."""
     version = spelled(block, "version")
-    block.whole(version, 2, least=1, most=2)
+    number = block.whole(version, 1, least=1, most=2)
     block.used(version, "one engine for both versions")
-    name, key = _strategy(block, told)
+    name, key = _strategy(block, told, number)
     settings: dict[str, Any] = {}
     changes = [*_offload(block), *_checkpointing(block, settings)]
     _state_dict(block, settings)
@@ -83,7 +85,7 @@ def strategy_name(word: str) -> str:
     return found if found in SHARDING_STRATEGIES else ""
 
 
-def _strategy(block: Block, told: str) -> tuple[str, str]:
+def _strategy(block: Block, told: str, version: int) -> tuple[str, str]:
     key, reshard = spelled(block, "sharding_strategy"), spelled(block, "reshard_after_forward")
     word = block.word(key, [*SHARDING_STRATEGIES, *NUMBERS], "")
     name = strategy_name(word)
@@ -91,7 +93,8 @@ def _strategy(block: Block, told: str) -> tuple[str, str]:
         block.refused(key, f"{told} is asked for already; leave one of them")
     name = told or name
     if name:
-        block.used(key, f"strategy {SHARDING_STRATEGIES[name]}")
+        unread = UNREAD_THERE if version == VERSION and name != FULL and not told else ""
+        block.used(key, f"strategy {SHARDING_STRATEGIES[name]}{unread}")
     return _with_reshard(block, reshard, name, key)
 
 
@@ -108,8 +111,8 @@ def _with_reshard(block: Block, reshard: str, name: str, key: str) -> tuple[str,
         block.refused(reshard, f"it contradicts {name}; leave one of them")
     found = name or other or FULL
     until = "dropped after each forward" if RESHARDS.get(found) else "kept until the backward is done"
-    # What `accelerate config` writes here for version 1, Accelerate 1.15 does not read; whoever chose it meant it.
-    unread = "" if found == FULL else f", where Accelerate 1.15 runs {FULL} whatever stands here"
+    # A strategy's name is read in the other version's key alone; whoever wrote it meant it.
+    unread = "" if found == FULL else UNREAD_THERE
     named = f"strategy {SHARDING_STRATEGIES[found]}{unread}"
     block.used(reshard, f"parameters are {until}" if is_flag else named)
     # True and false name no strategy: groups of ranks may be asked for elsewhere.

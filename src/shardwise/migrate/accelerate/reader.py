@@ -1,7 +1,7 @@
 """Accelerate's YAML, from the top: what kind of training it is, in which precision, and what its block says.
 
 Blocks of other kinds are not read by Accelerate either; they are told as ignored. `fsdp_config` is read in fsdp.py,
-`deepspeed_config` in accelerate_deepspeed.py, and keys that need no thought stand in accelerate_keys.py.
+`deepspeed_config` in deepspeed.py, and keys that need no thought stand in keys.py.
 """
 
 from pathlib import Path

@@ -50,15 +50,11 @@ SWITCHED: dict[str, Switch] = {
 }
 # Seen in examples, and read by nobody.
 READ_BY_NOBODY = ("comms_config", "monitor_config", "cuda_visible_devices")
-COMMENTS = ("_comment", "comment", "//")
 
 
 def refuse_switches(top: Block) -> None:
     for key in READ_BY_NOBODY:
         top.ignored(key, f"{_NO_KEY}, and does nothing with it")
-    for key in top.values:
-        if key.startswith(COMMENTS):
-            top.ignored(key, "a comment")
     for key, switch in SWITCHED.items():
         if top.has(key):
             _refuse_if_on(top, key, switch)

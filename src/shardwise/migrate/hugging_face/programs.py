@@ -19,7 +19,7 @@ TRL: dict[str, Rule] = {
         model_revision trust_remote_code lora_task_type
         dataset_config dataset_streaming dataset_test_split dataset_num_proc dataset_kwargs dataset_text_field eos_token
         pad_token packing_strategy padding_free pad_to_multiple_of eval_packing chat_template_path
-        assistant_only_loss activation_offloading max_model_len bnb_4bit_quant_type use_bnb_nested_quant
+        activation_offloading max_model_len bnb_4bit_quant_type use_bnb_nested_quant
         bnb_4bit_quant_storage ignore_bias_buffers streaming gradient_checkpointing_use_reentrant attn_implementation
         dataset_mixer dataset_splits num_proc model_init_kwargs shuffle_dataset
     """),
@@ -94,6 +94,8 @@ CHANGES: dict[str, Rule] = {
         "lora_model_dir",
     )},
     "train_on_inputs": refused(FLAG, LOSS),
+    # TRL's, and the other way round.
+    "assistant_only_loss": refused(FLAG, LOSS, off=("true",)),
     "train_on_prompt": refused(FLAG, LOSS),
     "mask_history": refused(FLAG, LOSS),
     "completion_only_loss": refused(FLAG, LOSS, ("true",)),

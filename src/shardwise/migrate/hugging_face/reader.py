@@ -11,7 +11,7 @@ from ..accelerate.completed import read_completed
 from ..accelerate.fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
 from ..accelerate.fsdp_keys import KNOWN as FSDP_KEYS
 from ..accelerate.parallelism import read_parallelism
-from ..accelerate.precision import PRECISIONS, precision_settings, told
+from ..accelerate.precision import precision_settings, told
 from ..account import FALSE, TRUE, Block
 from ..files import named_file
 from ..migrated import Original
@@ -32,7 +32,7 @@ Read = tuple[dict[str, Any], Original]
 def read_hugging_face(top: Block, folder: Path) -> Read:
     """Settings of the trainer, and what the Trainer would run."""
     if _is_fsdp_alone(top):
-        return _sharded(read_fsdp(top, 0), {"precision": PRECISIONS["no"]}, None)
+        return _sharded(read_fsdp(top, 0), {}, None)
     settings = read_names(top)
     read_schedule(top, settings)
     read_optimizer(top, settings)
@@ -43,16 +43,25 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     settle(top, KEYS)
     settle(top, {key: rule for key, rule in PROGRAMS.items() if key not in KEYS})
     if _says(top, "deepspeed"):
+        if is_pure and word == "no":
+            for key in ("pure_bf16", "torch_dtype", "dtype"):
+                top.refused(key, "DeepSpeed's own keys say the format: write bf16 there, or leave it out")
         return _deepspeed(top, folder, settings, word)
     top.ignored("deepspeed", "no file is named")
     asked = _fsdp(top, folder)
     settings |= precision_settings(word, asked is not None)
-    if is_pure and asked is None and word != "fp16":
-        settings["precision"] = "pure-bf16"
+    if _stays_pure(top, word, is_pure, asked is not None):
+        settings |= {"precision": "pure-bf16"}
+        settings.pop("reduce_dtype", None)
     for key in ("bf16", "fp16"):
         if key == word:
             top.used(key, told(word, asked is not None))
     return _sharded(asked, settings, _groups(top, asked))
+
+
+def _stays_pure(top: Block, word: str, is_pure: bool, is_sharded: bool) -> bool:
+    """Weights in bf16 without fp32 masters: FSDP makes masters of them where mixed precision is on, DDP never does."""
+    return is_pure and word != "fp16" and (not is_sharded or word == "no" or top.text("bf16").lower() == "full")
 
 
 def _is_fsdp_alone(top: Block) -> bool:
@@ -139,18 +148,23 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) ->
     top.ignored("fsdp_version", "deepspeed shards")
     _groups(top, None)
     theirs, original = read_completed(block, where, word)
-    _same(top, settings, theirs, word)
+    _same(top, block, settings, theirs, word)
     return settings | theirs, original
 
 
-def _same(top: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str) -> None:
-    """What both say has to be the same; `auto` in DeepSpeed's keys is what the Trainer is told."""
-    if word != "no" and theirs["precision"] != word:
+def _same(top: Block, deepspeed: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str) -> None:
+    """What the Trainer compares has to be the same in both; `auto` in DeepSpeed's keys is what the Trainer is told.
+    Where only one of them says it, that is what it is."""
+    if word != "no" and theirs.get("precision", word) != word:
         top.refused(word, f"deepspeed says {theirs['precision']}; leave it to deepspeed, or write auto there")
-    for name in settings.keys() & theirs.keys():
+    for name in sorted(settings.keys() & theirs.keys()):
         written = next((key for key in NAMES.get(name, (name,)) if top.has(key)), None)
-        if written is not None and settings[name] != theirs[name]:
-            top.refused(written, f"deepspeed says {theirs[name]}; write auto there, or the same")
+        if written is None or settings[name] == theirs[name]:
+            continue
+        if name == "logging_steps" or (name == "max_grad_norm" and not deepspeed.has("gradient_clipping")):
+            theirs[name] = settings[name]
+        else:
+            top.refused(written, f"deepspeed says {theirs[name]}; say it in one of the two, or the same in both")
 
 
 def _says(top: Block, key: str) -> bool:

@@ -46,7 +46,8 @@ def read_schedule(top: Block, settings: dict[str, Any]) -> None:
         word = "linear"
     if top.has(key):
         settings |= {"lr_scheduler_type": SCHEDULES[word], "min_lr_ratio": 0.0}
-    top.used(key, f"lr_scheduler_type {SCHEDULES[word]}" + ("" if word.startswith("constant") else ", down to 0"))
+    end = "" if word.startswith("constant") or "min_lr" in word else ", down to 0"
+    top.used(key, f"lr_scheduler_type {SCHEDULES[word]}{end}")
     _schedule_words(top, word, settings)
     _warmup(top, word, settings)
 

@@ -30,7 +30,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "timeout": ("ddp_timeout",),
     "eval_fraction": ("val_size", "val_set_size"),
 }
-# What a Trainer does unless it is told, where ours would do otherwise: the same file is to be the same training.
+# What a Trainer does unless it is told, where ours would do otherwise. TRL and LLaMA-Factory have other defaults, which
+# are not assumed.
 UNSAID: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
