@@ -47,6 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("models") / "llama", hidden=64, layers=3)
 
 
+@pytest.mark.slow
 def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:
     code, out, err = finished("--max-steps", "20", "--output-dir", "run", "--sample-tokens", "40", cwd=tmp_path)
     assert (code, err) == (0, "")

@@ -16,7 +16,7 @@ from shardwise import mesh
 from shardwise.engine.guards import engine_of
 from shardwise.wire import collectives
 from tests.harness import Pool
-from tests.support.strategies import NAMED, disk_for
+from tests.support.strategies import NAMED, disk_for, slow_but
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def train(strategy: Any, averages: bool, accumulates: bool, node_size: int) -> d
         return sw.full_state_dict(model)
 
 
-@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("accumulates", slow_but([True], [True, False]))
 @pytest.mark.parametrize("strategy", [*NAMED, "zeropp", "ddp+grads_as=int8", "hsdp+grads_as=int8"])
 def test_a_mean_on_the_wire_is_the_mean(run_ranks: Pool, strategy: str, accumulates: bool) -> None:
     for world, node_size in ((2, 2), (4, 2)):

@@ -317,6 +317,7 @@ def check_compiled(run_ranks: Pool, way: str, backend: str, strategy: str, check
         assert late == early, "compiled again after the warm-up"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3"])
 def test_compiled_blocks(run_ranks: Pool, way: str, strategy: str) -> None:

@@ -4,13 +4,13 @@ import pytest
 
 from tests.harness import Pool
 from tests.support.models import IN_TREE
-from tests.support.strategies import SOME, STRATEGIES
+from tests.support.strategies import SOME, STRATEGIES, slow_but
 from tests.support.training import Outcome, assert_same, train_sharded
 
 OPTIONS = {"precision": "bf16", "node_size": 2, "num_micro": 3, "num_steps": 3}
 
 
-@pytest.mark.parametrize("strategy", [*SOME, "hpz", "zero3_nvme", "mapping"])
+@pytest.mark.parametrize("strategy", slow_but(("zero3", "mapping"), [*SOME, "hpz", "zero3_nvme", "mapping"]))
 def test_twice_in_the_same_processes(run_ranks: Pool, strategy: str) -> None:
     """Four ranks in two nodes: here sums have an order, and it must be the same one every time."""
     first, again = (run_ranks(4, train_sharded, IN_TREE, STRATEGIES[strategy], **OPTIONS) for _ in range(2))

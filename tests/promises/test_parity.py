@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS
-from tests.support.strategies import ALL, NAMED, SOME, STRATEGIES, mixture
+from tests.support.strategies import ALL, NAMED, SOME, STRATEGIES, mixture, slow_but
 from tests.support.training import (
     FORMATS,
     Outcome,
@@ -70,7 +70,13 @@ def test_all_strategies_are_bit_identical_in_a_world_of_two(
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [*NAMED, "mapping", "hsdp, all on host", "hfsdp, all on disk", "hpz, all on host"])
+@pytest.mark.parametrize(
+    "strategy",
+    slow_but(
+        ("zero3", "hsdp", "hpz", "mapping"),
+        [*NAMED, "mapping", "hsdp, all on host", "hfsdp, all on disk", "hpz, all on host"],
+    ),
+)
 def test_two_nodes_of_two_equal_one_process(run_ranks: Pool, strategy: str) -> None:
     outcome = sharded(run_ranks, *TWO_NODES_OF_TWO, strategy, precision="fp32")
     assert_close(outcome, alone(IN_TREE), FP32_TOLERANCE)

@@ -105,8 +105,8 @@ def assert_as_planned(steps: list[Step]) -> None:
     [
         *((4, 2, strategy) for strategy in ALL),
         *((*world, strategy) for world in OTHER_WORLDS for strategy in ("hpz", "mapping")),
-        *((1, 1, strategy) for strategy in OFFLOADED),
-        *((4, 2, strategy) for strategy in ENCODED),
+        *(pytest.param(1, 1, strategy, marks=pytest.mark.slow) for strategy in OFFLOADED),
+        *(pytest.param(4, 2, strategy, marks=pytest.mark.slow) for strategy in ENCODED),
         *((2, 1, strategy) for strategy in ENCODED_ALWAYS),
     ],
 )

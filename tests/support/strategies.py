@@ -1,10 +1,10 @@
 """THE list: every strategy that every promise is checked for. A new one is one line here and inherits every test."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from tempfile import gettempdir
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -84,7 +84,14 @@ ENCODED_ALWAYS = (
     "hsdp, both",
     "several in one model",
 )
-SOME_ENCODED = [name if name in ENCODED_ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in ENCODED]
+
+
+def slow_but(always: Collection[Any], names: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which only some are asked with every change."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+SOME_ENCODED = slow_but(ENCODED_ALWAYS, ENCODED)
 
 OFFLOADED = [
     name for name, strategy in STRATEGIES.items() if any(word in str(strategy) for word in ("=", "_off", "nvme"))

@@ -355,6 +355,7 @@ def train_compiled(mode: Any, way: str, backend: str) -> tuple[list[float], int]
 WAYS = ["checkpointed, then compiled", "compiled, then checkpointed", "wrapped, then checkpointed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_blocks(run_ranks: Pool, way: str, mode: str) -> None:

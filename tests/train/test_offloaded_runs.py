@@ -14,6 +14,7 @@ from shardwise.train.out_of_memory import Scene
 from shardwise.train.settings import Lora, settings_from_json
 from tests.harness import Pool
 from tests.support.running import losses, rows, save_llama, settings_for, train
+from tests.support.strategies import slow_but
 from tests.train.test_beside import listen, saved_in
 
 ALL_OVER = ("optimizer=host:0.6", "params=disk", "grads=host")
@@ -36,7 +37,7 @@ def folder_for(words: tuple[str, ...], strategy: Any, folder: Path) -> tuple[str
     return (*words, f"disk:{folder}") if uses_disk else words
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(("all over", "a part of it"), WAYS))
 def test_the_training_is_the_same(run_ranks: Pool, tmp_path: Path, way: str) -> None:
     changes = {**WAYS[way], "max_steps": 4}
     words = folder_for(changes.pop("offload"), changes["strategy"], tmp_path / "state")

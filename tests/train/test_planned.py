@@ -26,6 +26,7 @@ from shardwise.train.run import run_rank
 from shardwise.train.settings import Lora, Settings
 from tests.harness import Pool
 from tests.support.running import rows, save_llama, settings_for, train
+from tests.support.strategies import slow_but
 
 SPLITS: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_accumulation_steps": 2},
@@ -44,7 +45,7 @@ def plan_in(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", SPLITS)
+@pytest.mark.parametrize("strategy", slow_but(("ddp", "zero2"), SPLITS))
 def test_a_step_moves_what_was_planned_to_the_byte(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     settings = settings_for(tmp_path, strategy=strategy, precision="bf16", max_steps=3, **SPLITS[strategy])
     assert train(run_ranks, 2, settings) == 0

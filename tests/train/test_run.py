@@ -14,6 +14,7 @@ from shardwise.train.run import run_rank
 from shardwise.train.settings import Lora
 from tests.harness import Pool
 from tests.support.running import TINY, losses, rows, save_llama, settings_for, train
+from tests.support.strategies import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def stop_at(run_ranks: Pool, num_ranks: int, step: int, folder: Path, **changes:
             (later / "complete").unlink()
 
 
-@pytest.mark.parametrize("kind", ["in-tree", "full", "lora"])
+@pytest.mark.parametrize("kind", slow_but(["in-tree"], ["in-tree", "full", "lora"]))
 def test_a_run_goes_on_with_other_ranks_under_another_strategy(
     run_ranks: Pool, llama: Path, tmp_path: Path, kind: str
 ) -> None:
