@@ -99,7 +99,7 @@ def yaml_texts(node: "yaml.Node", where: str, most_depth: int) -> Tree:
     line = node.start_mark.line + 1
     if node.tag not in YAML_TAGS:
         raise ConfigurationError(f"{where} line {line}: the tag {node.tag} is not understood; leave it out")
-    if most_depth < 0:  # also what refers to itself
+    if most_depth < 0:
         raise ConfigurationError(f"{where} line {line} is nested too deep")
     if isinstance(node, yaml.MappingNode):
         return {name: yaml_texts(value, where, most_depth - 1) for name, value, _ in yaml_pairs(node, where)}

@@ -13,6 +13,7 @@ from shardwise.integrations.transformers import sharded
 from tests.harness import Pool
 from tests.integrations.scripts import NUM_STEPS, Sentences, arguments, forget_accelerate, logged, tiny_llama
 from tests.integrations.training import HALF, TOLERANCE, Logs, assert_equal, train, train_and_tell
+from tests.support.strategies import slow_but
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -24,9 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", slow_but(["zero3"], STRATEGIES))
 def test_losses_and_norms_are_those_of_one_process(
     run_ranks: Pool, tmp_path: Path, alone: Logs, beside: Logs, strategy: str
 ) -> None:

@@ -26,13 +26,13 @@ from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.layout import Strategy
 from tests.harness import Pool
-from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
+from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for, slow_but
 from tests.support.trainee import features
 from tests.support.training import weight_error
 
 TOLERANCE = 1e-5
 WORLDS = {1: 1, 2: 1, 3: 1, 4: 2}  # ranks, and ranks of a node: what is split over nodes differs from what is not
-SOME_ALWAYS = [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+SOME_ALWAYS = slow_but((1, 2), (1, 2, 3, 4))
 HALF, END, BATCH = 2, 4, 12
 WIDTH = 32
 LAYOUTS: dict[str, Strategy] = {

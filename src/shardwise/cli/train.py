@@ -139,12 +139,13 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
         raise ConfigurationError(
             f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both say how to shard: leave one out"
         )
-    from ..migrate.api import from_accelerate, from_deepspeed
+    if deepspeed is not None or accelerate_config is not None:
+        from ..migrate.api import from_accelerate, from_deepspeed
 
-    found = [(from_deepspeed, deepspeed), (from_accelerate, accelerate_config)]
-    said = {f"file {file}": read(file).settings for read, file in found if file is not None}
-    if said:
-        return said
+        found = [(from_deepspeed, deepspeed), (from_accelerate, accelerate_config)]
+        return {f"file {file}": read(file).settings for read, file in found if file is not None}
+    if not any(name.startswith("ACCELERATE_") for name in os.environ):
+        return {}
     from ..migrate.accelerate.environment import read_environment
 
     launched = read_environment(os.environ)

@@ -177,18 +177,19 @@ class Block:
 
     # What becomes of it. Keys that are not written are passed over.
 
+    def settle(self, key: str, fate: Fate, text: str) -> None:
+        self._known.add(key)
+        if self.values.get(key) is not None:
+            self.account.settle(self.path_of(key), self.values[key], fate, text)
+
     def used(self, key: str, becomes: str) -> None:
-        self._settle(key, "used", becomes)
+        self.settle(key, "used", becomes)
 
     def ignored(self, key: str, why: str) -> None:
-        self._settle(key, "ignored", why)
+        self.settle(key, "ignored", why)
 
     def refused(self, key: str, why: str) -> None:
-        self._settle(key, "refused", why)
-
-    def settle(self, key: str, fate: Fate, text: str) -> None:
-        """What another account says of it."""
-        self._settle(key, fate, text)
+        self.settle(key, "refused", why)
 
     def ignored_whole(self, why: str) -> None:
         """Every key of this block that nothing was said of, one in it and all."""
@@ -229,11 +230,6 @@ class Block:
             self._known.add(key)
             if self.path_of(key) not in self.account._fates:
                 self.account.settle(self.path_of(key), self.values[key], fate, text)
-
-    def _settle(self, key: str, fate: Fate, text: str) -> None:
-        self._known.add(key)
-        if self.values.get(key) is not None:
-            self.account.settle(self.path_of(key), self.values[key], fate, text)
 
     def _is_scalar(self, key: str) -> bool:
         """Something is written there: no list, no mapping, and not `auto`, which has to be asked for first."""
@@ -293,5 +289,10 @@ def shown(value: Tree) -> str:
         text = "[" + ", ".join(map(shown, value)) + "]"
     else:
         text = "null" if value is None else str(value)
-    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in " ".join(text.split()))
+    text = printable(" ".join(text.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def printable(text: str) -> str:
+    """In one line of a terminal or of a file: what cannot be printed is escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

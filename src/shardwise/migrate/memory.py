@@ -21,9 +21,6 @@ from ..plan.memory import state_bytes
 from ..plan.model import ROOT, FoundUnit, Param, Site
 from ..plan.offload import off_device
 from ..plan.plan import Plan, plan
-from ..plan.shapes.families import is_file
-from ..plan.shapes.shape import ModelShape
-from ..plan.subject import model_of, subject_of
 from ..plan.training import Lora, Training
 from ..train.settings import num_nodes
 from .migrated import TITLES, Migrated
@@ -175,13 +172,12 @@ def _units(
         names = map(str, range(NUM_PIECES))
         params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)
         return [FoundUnit(ROOT, "", params, False, True)], "a billion parameters", (None, None)
-    shape = model_of(model)
-    if not isinstance(shape, ModelShape):
-        raise ConfigurationError(f"--model: {model!r} has no shape to plan with")
-    if training.lora is not None and not is_file(model):
-        shape = replace(shape, dtype=training.formats.compute)  # frozen weights, as the planner takes them
     knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS
     trainings = [training, replace(training, engine="fsdp2")] if knows_theirs else [training]
-    plans = [plan(shape, cluster, asked, strategy=migrated.strategy) for asked in trainings]
-    peaks = [float(made.found[0].needed_bytes) for made in plans if isinstance(made, Plan)]
-    return subject_of(shape, training).units, shape.name, (peaks[0], peaks[1] if knows_theirs else None)
+    made = [plan(model, cluster, asked, strategy=migrated.strategy) for asked in trainings]
+    plans = [found for found in made if isinstance(found, Plan)]
+    if not plans:
+        raise ConfigurationError(f"--model: {model!r} has no shape to plan with")
+    peaks = [float(found.found[0].needed_bytes) for found in plans]
+    subject = plans[0].subject
+    return subject.units, subject.name, (peaks[0], peaks[1] if knows_theirs else None)

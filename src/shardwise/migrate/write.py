@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from ..config import as_yaml
+from .account import printable
 from .migrated import TITLES, Migrated
 
 
@@ -13,7 +14,7 @@ def yaml_of(migrated: Migrated) -> str:
 
 
 def _lines(migrated: Migrated) -> Iterator[str]:
-    yield f"# From {_printable(migrated.source)} ({TITLES[migrated.kind]}), by shardwise convert; for shardwise train."
+    yield f"# From {printable(migrated.source)} ({TITLES[migrated.kind]}), by shardwise convert; for shardwise train."
     for name, value in migrated.settings.items():
         yield f"{name}: {as_yaml(value)}"
     ignored = [entry for entry in migrated.entries if entry.fate == "ignored"]
@@ -21,10 +22,6 @@ def _lines(migrated: Migrated) -> Iterator[str]:
         yield ""
         yield "# Not taken over:"
     for entry in ignored:
-        told = _printable(f"{entry.key}: {entry.value}: {entry.text}")
+        # In one line: a comment must not become a setting.
+        told = printable(f"{entry.key}: {entry.value}: {entry.text}")
         yield from textwrap.wrap(told, 116, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
-
-
-def _printable(text: str) -> str:
-    """In one line: a comment must not become a setting."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

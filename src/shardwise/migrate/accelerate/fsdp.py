@@ -12,7 +12,8 @@ from typing import Any
 from ...errors import ConfigurationError
 from ...layout import layout_of
 from ..account import FALSE, TRUE, Block
-from ..names import NUMBERS, RESHARDS, SHARDING_STRATEGIES
+from ..migrated import Original
+from ..names import NUMBERS, REPLICATED, RESHARDS, SHARDING_STRATEGIES
 from ..rules import settle
 from .fsdp_keys import UNREAD, spelled
 
@@ -65,7 +66,22 @@ def read_fsdp(block: Block, least_params: int, told: str = "") -> Fsdp:
     return Fsdp(name, key, tuple(changes), settings)
 
 
-def changed_strategy(strategy: str, changes: Iterable[Change]) -> str:
+def sharded(
+    settings: dict[str, Any], asked: Fsdp | None, name: str | None, group: int | None, more: Iterable[Change] = ()
+) -> tuple[dict[str, Any], Original]:
+    """With the strategy of this name (None: nothing is sharded), in groups of so many ranks, and what torch would run.
+
+    `more` are changes that were asked for outside of `asked`, which is None without FSDP.
+    """
+    strategy = REPLICATED if name is None else SHARDING_STRATEGIES[name]
+    settings["strategy"] = _changed(strategy, [*(() if asked is None else asked.changes), *more])
+    if group is not None:
+        settings["node_size"] = group
+    own = {} if asked is None else asked.settings
+    return settings | own, Original("ddp" if strategy == REPLICATED else "fsdp")
+
+
+def _changed(strategy: str, changes: Iterable[Change]) -> str:
     """A strategy with all the changes that a layout allows; the key of another is refused with the layout's reason."""
     for change in changes:
         candidate = "+".join([strategy, *change.words])

@@ -10,10 +10,10 @@ from typing import Any
 from ...errors import ConfigurationError
 from ..account import Block
 from ..migrated import Original
-from ..names import REPLICATED, SHARDING_STRATEGIES
+from ..names import REPLICATED
 from ..rules import settle
 from .deepspeed import read_deepspeed_block
-from .fsdp import Change, Fsdp, changed_strategy, read_fsdp
+from .fsdp import Change, read_fsdp, sharded
 from .keys import DYNAMO, FP8, MPIRUN, NO_FP8, NO_TPU, TOP, prefixed
 from .launch import read_launch
 from .parallelism import read_parallelism
@@ -52,7 +52,9 @@ def read_accelerate(top: Block, folder: Path) -> tuple[dict[str, Any], Original]
         return _deepspeed(top, blocks[DEEPSPEED], folder, settings)
     asked = read_fsdp(blocks[FSDP], LEAST_PARAMS) if kind == FSDP else None
     settings |= read_mixed_precision(top, asked is not None, NO_FP8)
-    return _sharded(top, asked, settings)
+    ranks, machines = settings.get("nproc_per_node"), int(settings.get("nnodes", "1"))
+    name, group = read_parallelism(top.inner("parallelism_config"), asked, ranks and ranks * machines)
+    return sharded(settings, asked, name, group, _fp8(top))
 
 
 def _kind(top: Block) -> str:
@@ -68,19 +70,6 @@ def _kind(top: Block) -> str:
     else:
         top.used("distributed_type", f"{'fsdp' if kind == FSDP else 'deepspeed'}_config says which strategy")
     return kind
-
-
-def _sharded(top: Block, asked: Fsdp | None, settings: dict[str, Any]) -> tuple[dict[str, Any], Original]:
-    ranks, machines = settings.get("nproc_per_node"), int(settings.get("nnodes", "1"))
-    name, group = read_parallelism(top.inner("parallelism_config"), asked, ranks and ranks * machines)
-    strategy = REPLICATED if name is None else SHARDING_STRATEGIES[name]
-    changes = [*(() if asked is None else asked.changes), *_fp8(top)]
-    settings["strategy"] = changed_strategy(strategy, changes)
-    if group is not None:
-        settings["node_size"] = group
-    if asked is None:
-        return settings, Original("ddp")
-    return settings | asked.settings, Original("fsdp" if strategy != REPLICATED else "ddp")
 
 
 def _deepspeed(top: Block, block: Block, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Original]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..accelerate.completed import read_completed
-from ..accelerate.fsdp import ON_HOST, Change, Fsdp, changed_strategy, read_fsdp, strategy_name
+from ..accelerate.fsdp import ON_HOST, Change, Fsdp, read_fsdp, sharded, strategy_name
 from ..accelerate.fsdp_keys import KNOWN as FSDP_KEYS
 from ..accelerate.parallelism import read_parallelism
 from ..accelerate.precision import precision_settings, told
 from ..account import FALSE, TRUE, Block
 from ..files import named_file
 from ..migrated import Original
-from ..names import REPLICATED, SHARDING_STRATEGIES
+from ..names import SHARDING_STRATEGIES
 from ..rules import settle
 from .keys import KEYS
 from .model import read_model, read_precision
@@ -32,7 +32,8 @@ Read = tuple[dict[str, Any], Original]
 def read_hugging_face(top: Block, folder: Path) -> Read:
     """Settings of the trainer, and what the Trainer would run."""
     if _is_fsdp_alone(top):
-        return _sharded(read_fsdp(top, 0), {}, None)
+        alone = read_fsdp(top, 0)
+        return sharded({}, alone, alone.name, None)
     settings = read_names(top)
     read_schedule(top, settings)
     read_optimizer(top, settings)
@@ -56,7 +57,7 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     for key in ("bf16", "fp16"):
         if key == word:
             top.used(key, told(word, asked is not None))
-    return _sharded(asked, settings, _groups(top, asked))
+    return sharded(settings, asked, *_groups(top, asked))
 
 
 def _stays_pure(top: Block, word: str, is_pure: bool, is_sharded: bool) -> bool:
@@ -67,17 +68,6 @@ def _stays_pure(top: Block, word: str, is_pure: bool, is_sharded: bool) -> bool:
 def _is_fsdp_alone(top: Block) -> bool:
     others = {*KEYS, *PROGRAMS, *(key for keys in NAMES.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
     return bool(set(top.values) & FSDP_KEYS) and not set(top.values) & others
-
-
-def _sharded(asked: Fsdp | None, settings: dict[str, Any], groups: tuple[str | None, int | None] | None) -> Read:
-    name, size = groups or (None if asked is None else asked.name, None)
-    strategy = REPLICATED if name is None else SHARDING_STRATEGIES[name]
-    settings["strategy"] = changed_strategy(strategy, () if asked is None else asked.changes)
-    if size is not None:
-        settings["node_size"] = size
-    if asked is None:
-        return settings, Original("ddp")
-    return settings | asked.settings, Original("ddp" if strategy == REPLICATED else "fsdp")
 
 
 def _fsdp(top: Block, folder: Path) -> Fsdp | None:
@@ -128,11 +118,11 @@ def _fsdp_block(top: Block, folder: Path) -> Block:
     return top.inner("fsdp_config")
 
 
-def _groups(top: Block, asked: Fsdp | None) -> tuple[str | None, int | None] | None:
-    """Axolotl says at the top what Accelerate has a block for."""
-    if not any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")):
-        return None
-    return read_parallelism(top, asked, None)
+def _groups(top: Block, asked: Fsdp | None) -> tuple[str | None, int | None]:
+    """FSDP's name of the strategy, and the ranks of a group, which Axolotl says at the top."""
+    if any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")):
+        return read_parallelism(top, asked, None)
+    return None if asked is None else asked.name, None
 
 
 def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) -> Read:
