@@ -13,7 +13,7 @@ number is the part that goes there, and the rest of it stays on the device. And 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -367,8 +367,23 @@ def _kept(move: str, what: str, part: str) -> float:
     return round(1 - moved_part, 6)
 
 
-def layouts_for(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
+# The unit of a model's own small parameters (a temperature, a logit scale): whole under every strategy, so that a loss
+# outside the model may use them.
+ALWAYS_WHOLE = "root.whole"
+
+
+def layout_of_unit(name: str, layout: Layout) -> Layout:
+    return Layout() if name == ALWAYS_WHOLE else layout
+
+
+def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
     """The layout of each unit: one for all, or the first pattern of a mapping that matches its name."""
+    unit_names = [name for name in names if name != ALWAYS_WHOLE]
+    layouts = dict(zip(unit_names, _layouts_by_name(strategy, unit_names), strict=True))
+    return [layout_of_unit(name, layouts.get(name, Layout())) for name in names]
+
+
+def _layouts_by_name(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
     if isinstance(strategy, (str, Layout)):
         return [layout_of(strategy)] * len(unit_names)
     if not isinstance(strategy, Mapping):

@@ -19,6 +19,7 @@ from ..plan.flat import Flat
 from ..plan.model import Param
 from ..shard import Interval, pieces
 from ..unit.state import FlatState
+from ..unit.user_parameter import place_of
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
 from .state import describe_state, group_of, refuse_homeless_state, stored_row
@@ -110,8 +111,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
-    """The persistent buffers, by their keys in the state dict."""
-    resting = {param for unit in engine.units for state in unit.states for param in state.resting_params}
+    """The persistent buffers, and parameters that are not sharded (integers), by their keys in the state dict."""
     found = {}
     for key, value in own_state_dict(model, engine).items():
         if not isinstance(value, Tensor):
@@ -119,7 +119,7 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
                 f"the model's state dict holds {key!r}, a {type(value).__name__}, which a checkpoint cannot hold: "
                 "save what it says in extra="
             )
-        if value not in resting:
+        if place_of(value) is None:
             found[key] = value
     return found
 

@@ -16,7 +16,7 @@ from ..engine.runtime import Engine
 from ..errors import CheckpointError, ConfigurationError
 from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, shard_groups
 from ..unit.stand_ins import OnDisk
 from .dtypes import NAMES
 from .index import Optimizer, Plain, Saved, Stored
@@ -40,8 +40,9 @@ def own_optimizer(engine: Engine, optimizer: object) -> ShardedOptimizer | None:
 
 
 def group_of(optimizer: ShardedOptimizer | None) -> dict[Tensor, int]:
-    groups = [] if optimizer is None else optimizer.inner.param_groups
-    return {param: number for number, group in enumerate(groups) for param in group["params"]}
+    """By this rank's part of each parameter, the number of its group."""
+    groups = [] if optimizer is None else shard_groups(optimizer.inner)
+    return {shard: number for number, shards in enumerate(groups) for shard in shards}
 
 
 def describe_optimizer(optimizer: ShardedOptimizer) -> Optimizer:

@@ -22,7 +22,7 @@ from ..optim.host.cores import cores_for
 from ..optim.host_updates import HostUpdates, is_eight_bit
 from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
 from ..optim.scaler import LossScaler
-from ..optim.sharded import Place, ShardedOptimizer, put_shards_into_groups, require_own_parameters
+from ..optim.sharded import ShardedOptimizer, cut_state, require_own_parameters
 from ..plan.assess import Machine
 from ..plan.flat import Flat, flats_of
 from ..plan.memory import state_bytes
@@ -33,14 +33,16 @@ from ..plan.search import moves_behind_auto
 from ..plan.training import Training
 from ..plan.units import Units, find_units
 from ..precision import Precision, precision_of
+from ..unit.shard_tensor import Place
 from ..unit.state import FlatState
 from ..unit.unit import Unit
+from ..unit.user_parameter import adopt, place_of
 from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .auto import Asked, Batch, choose, layouts_in, machine_here
 from .direct import install_direct_gradients
-from .guards import engine_of, find_engine, guard, refuse_wrapped
+from .guards import engine_of, find_engine, guard, refuse_shared_memory, refuse_wrapped
 from .hooks import install_cast_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
@@ -98,11 +100,13 @@ def shard(
     require_agreement(world, plan.facts)
     mesh = connect(plan.axes)
     host = all_or_none(world, lambda: _host_memory(plan, mesh.device, path))
-    built, place_of = _build_units(model, plan, mesh.device, seed, host)
+    built, places = _build_units(model, plan, mesh.device, seed, host)
     scaler = LossScaler(mesh.device) if plan.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
     engine = Engine(mesh, plan.schedule, built, plan.precision, memory_budget, loss_scale, host)
     engine.chosen = plan.chosen
+    for _, place in places:
+        place.lender = engine
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
     install_direct_gradients(engine, modules)
@@ -110,7 +114,7 @@ def shard(
     install_root_hooks(engine, model)
     sharded = None
     if optimizer is not None:
-        put_shards_into_groups(optimizer, place_of)
+        cut_state(optimizer, places)
         on_host = HostUpdates(optimizer, plan.row_names, cores_for(local_rank(), num_local_ranks()))
         # What it keeps already, if it has stepped before.
         known = [state for state in engine.trainable_states if any(p in optimizer.state for p in state.resting_params)]
@@ -161,6 +165,7 @@ def _prepare(
         )
     refuse_wrapped(model)
     found = find_units(model, units)
+    refuse_shared_memory(model)
     if not found:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
     _refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
@@ -199,8 +204,11 @@ def _prepare(
         row_names = rows_kept(optimizer)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ConfigurationError(f"parameter {name!r} has a gradient hook, which would never run: remove it")
+        if param.grad is not None and bool(param.grad.any()):
+            raise ConfigurationError(
+                f"parameter {name!r} has a gradient already, which would be lost: call optimizer.step() and "
+                "optimizer.zero_grad() before sw.shard"
+            )
     if optimizer is not None:
         require_own_parameters(optimizer, names)
         cuts = [flat.trainable and (flat.depth_of_master or flat.master_on == "disk") for flat in flats]
@@ -364,12 +372,12 @@ def _refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]
 
 def _build_units(
     model: nn.Module, plan: _Plan, where: torch.device, seed: int | None, host: HostMemory
-) -> tuple[list[Unit], dict[Tensor, Place]]:
-    """Take the weights into flats. The modules show this rank's parts afterwards; the originals are let go."""
+) -> tuple[list[Unit], list[tuple[nn.Parameter, Place]]]:
+    """Take the weights into flats. The user's parameters stand for them afterwards; their memory is let go."""
     modules = dict(model.named_modules())
     meta = MetaModel(model, seed or 0, where)
-    built: list[Unit] = []
-    place_of: dict[Tensor, Place] = {}
+    built = []
+    places: list[tuple[nn.Parameter, Place]] = []
     for index, (found, unit_plan) in enumerate(zip(plan.found, plan.schedule.units, strict=True)):
         states = [FlatState(flat, where, found.name, host) for flat in unit_plan.flats]
         sites = [site for param in found.params for site in param.sites]
@@ -383,17 +391,22 @@ def _build_units(
                     value = modules[site.module]._parameters[site.attribute]
                     assert original is not None
                     assert value is not None
-                    place_of[original] = Place(state, position)
                     state.write(position, value)
-                    for target in (state.resting_params[position], state.compute_params[position]):
-                        target.__dict__.update(original.__dict__)
+                    state.compute_params[position].__dict__.update(original.__dict__)
+                    state.user_params.append(original)
+                    places.append((original, Place(state, position)))
         # On the meta device again: the initialisation of other units must not find this one's parts.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original
-        built.append(Unit(index, found.name, modules[found.path], states, modules))
+        built.append((index, found.name, modules[found.path], states))
     meta.fill_buffers()
+    for original, place in places:
+        adopt(original, place)
     for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(where)
-    return built, place_of
+        for param in module._parameters.values():
+            if param is not None and place_of(param) is None:
+                param.data = param.data.to(where)
+    return [Unit(*parts, modules) for parts in built], places

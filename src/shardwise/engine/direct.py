@@ -45,6 +45,7 @@ class _Linear(torch.autograd.Function):
                 and not torch.is_grad_enabled()
                 and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
                 and not ctx.state.compute_params[ctx.index]._backward_hooks
+                and not ctx.state.compute_params[ctx.index]._post_accumulate_grad_hooks
             )
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was asked for this very weight
@@ -98,7 +99,7 @@ def _forward(module: nn.Linear, engine: Engine, state: FlatState, index: int) ->
             torch.compiler.is_compiling()
             or parameters.get("weight") is not param
             or "bias" not in parameters
-            or not torch.is_grad_enabled()
+            or not (torch.is_grad_enabled() and param.requires_grad)
             or type(input) is not Tensor
             or input.is_nested
             or torch.is_autocast_enabled(input.device.type)

@@ -68,6 +68,8 @@ class Gathers:
         # Of the weights, and of compute parameters that hold them: 2 * num_updates.
         self.version = 0
         self.is_captured = False
+        # Units whose weights were used outside their forward in this step: they stay gathered.
+        self.kept: set[int] = set()
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: put off while the host updates them.
         self._owed: deque[int] = deque()
@@ -87,6 +89,15 @@ class Gathers:
         self.start(index, pass_, needed_now=True)
         self._start_ahead(ahead)
         self.show(index)
+
+    def keep(self, index: int) -> None:
+        """Gather a unit for a use outside its forward, into memory of its own, and keep it until the step."""
+        if self.schedule.slot_of[index] is not None:
+            self._leave_slot(index, "its weights are used outside its forward")
+        self.kept.add(index)
+        self.start(index, "forward", needed_now=True)
+        if index in self._in_flight:
+            self._finish(index)
 
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is under way, and show its compute parameters."""
@@ -145,7 +156,7 @@ class Gathers:
             if not self._calls.busy[holder]:
                 self._lose(holder)
             elif needed_now:
-                self._leave_slot(index, holder)
+                self._leave_slot(index, f"{self._units[holder].name!r}, which shares its memory, is computing")
             else:
                 return
         if index in self._in_flight:
@@ -235,7 +246,7 @@ class Gathers:
 
     def drop(self, index: int) -> None:
         """The computation is through with a unit: its own memory goes, if it is not to stay."""
-        if self._gives_back(index):
+        if self._gives_back(index) and index not in self.kept:
             self._lose(index)
             self.occupancy.release(index)
             self.memory.give_back(index)
@@ -255,13 +266,12 @@ class Gathers:
         self._units[index].show_resting()
         self._units[index].stamp(LOST)
 
-    def _leave_slot(self, index: int, holder: int) -> None:
-        """Two units that share a slot are needed at once: the model does not run in the order of its modules."""
+    def _leave_slot(self, index: int, why: str) -> None:
+        """Give a unit memory of its own: the model does not run in the order of its modules."""
         if self._calls.live(index):
             raise StateError(
-                f"unit {self._units[index].name!r} must be gathered while {self._units[holder].name!r}, which shares "
-                "its memory, is computing, and a backward still needs its old place. Checkpoint fewer units together, "
-                "raise memory_budget, or keep these units gathered until the backward"
+                f"unit {self._units[index].name!r} must be gathered ({why}), and a backward still needs its old place. "
+                "Checkpoint fewer units together, raise memory_budget, or keep these units gathered until the backward"
             )
         slot_of = list(self.schedule.slot_of)
         slot_of[index] = None
@@ -288,12 +298,11 @@ class Gathers:
         self.occupancy.masters_changed()
         self._staging.forget()
 
-    def refuse_changed_masters(self) -> None:
+    def follow_changed_masters(self) -> None:
+        """Whole masters may have been changed in place, through tensors that parameters gave out."""
         if self._masters_version != self._version_of_masters():
-            raise StateError(
-                "parameters were changed in place between steps, where copies of them may be in use already: change "
-                "them inside `with sw.whole(model, write=True):`"
-            )
+            self.was_updated()
+            self.occupancy.forget_all()
 
     def _version_of_masters(self) -> int:
         return sum([state.master._version for unit in self._units for state in unit.states])

@@ -1,15 +1,23 @@
 """What a user may touch on a sharded model, and what is refused with a reason instead of going wrong.
 
-Between steps the modules show this rank's part of the masters. Reading them is safe; whatever would treat them as whole
-weights (saving, copying, casting, moving) raises.
+What parameters answer is in `unit/user_parameter.py`. Here is what concerns modules: saving, copying, casting and
+moving them raises, and so does giving them parameters or modules that are not sharded.
 """
 
 from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..errors import ConfigurationError, StateError
+from ..unit.user_parameter import place_of
 from .runtime import Engine
 
 _KEY = "_shardwise_engine"
@@ -37,7 +45,32 @@ def refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Weights go elsewhere: what lies in the same memory under another name would not follow them."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+    for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
+        place = place_of(tensor)
+        if place is not None:
+            raise StateError(
+                f"{what} belongs to a model that is sharded already: shard models that share weights together, as "
+                "parts of one nn.ModuleList"
+            )
+        if tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            span = (tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size(), what)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        for (_, end, what), (begin, _, other) in pairwise(sorted(shared)):
+            if begin < end and "parameter" in what + other:
+                raise ConfigurationError(
+                    f"{other} lies in the memory of {what}, and would not follow it when it is sharded: tie weights by "
+                    "registering one Parameter twice, and make a buffer a copy (.detach().clone())"
+                )
+
+
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
+    _watch_registrations()
     for module in model.modules():
         module.__dict__[_KEY] = engine
         for name, reason in _REFUSALS.items():
@@ -45,6 +78,36 @@ def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> N
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_load_state_dict_pre_hook(_refuse_load)
     model.__dict__["zero_grad"] = zero_grad
+
+
+@cache
+def _watch_registrations() -> None:
+    """torch calls these for every module of the process; they look at sharded ones."""
+    register_module_parameter_registration_hook(_refuse_parameter)
+    register_module_module_registration_hook(_refuse_module)
+
+
+def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    engine = find_engine(module)
+    if engine is not None and not engine.whole_modules and module._parameters.get(name) is not param:
+        raise StateError(
+            f"a parameter {name!r} was given to a {type(module).__name__} that is sharded already, and would not be "
+            "trained: add and replace parameters before sw.shard; change values inside "
+            "`with sw.whole(model, write=True):`"
+        )
+
+
+def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
+    engine = find_engine(module)
+    if engine is None or new is None or module._modules.get(name) is new:
+        return
+    places = [place_of(param) for param in new.parameters()]
+    if name == "parametrizations" or any(place is None or place.lender is not engine for place in places):
+        raise StateError(
+            f"a module {name!r} ({type(new).__name__}) with parameters of its own was given to a "
+            f"{type(module).__name__} that is sharded already, and would not be trained: build the whole model, "
+            "adapters and parametrizations too, before sw.shard"
+        )
 
 
 def engine_of(module: nn.Module) -> Engine:

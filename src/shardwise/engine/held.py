@@ -82,7 +82,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
             "sw.shard returned"
         )
-    # Stand-ins for gradients are asked for their storage only; they need not check that.
+    # Stand-ins for what is on disk are asked for their storage only; they need not check that.
     with torch._C.DisableTorchFunctionSubclass():
         return _count(engine, model, optimizer)
 
@@ -105,7 +105,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
         - whole
         + count(slots)
     )
-    buffers += count(_small(engine, states, optimizer))
+    buffers += count(_small(engine, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(engine.mesh.device)
     most = params + masters_and_moments + peak_grads + peak_buffers
@@ -139,7 +139,7 @@ def _beside_arena(engine: Engine, states: list[FlatState], optimizer: ShardedOpt
         return 0
     away = {param for state in states if state.flat.host_updates for param in state.resting_params}
     count = _Counter(torch.device("cpu"), engine.host.arena.owns)
-    return count(value for param in away for value in optimizer.state.get(param, {}).values())
+    return count(value for param in away for value in optimizer.inner.state.get(param, {}).values())
 
 
 class _Counter:
@@ -190,19 +190,17 @@ def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     """Of the optimizer's state, what is shaped like its parameter."""
     if optimizer is not None:
         # Lists: updates on the host may add to them meanwhile.
-        for param, entries in list(optimizer.state.items()):
+        for param, entries in list(optimizer.inner.state.items()):
             for key, value in list(entries.items()):
                 if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
                     yield value
 
 
-def _small(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Counters, flags, and the stand-ins for gradients."""
+def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    """Counters and flags."""
     if optimizer is not None:
-        for entries in list(optimizer.state.values()):
+        for entries in list(optimizer.inner.state.values()):
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
-    for state in states:
-        yield from (param.grad for param in state.resting_params if param.grad is not None)
     yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
 
 

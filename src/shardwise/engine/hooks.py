@@ -6,6 +6,7 @@ everything the unit recorded has run. Units with nothing recorded before them en
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -102,11 +103,13 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not _is_recompute():
-            engine.end_forward()
+            engine.leave_forward()
+            if sys.exc_info()[0] is None:
+                engine.end_forward()
         return map_tensors(output, leave) if is_scaled else None
 
     model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)
-    model.register_forward_hook(_opaque(after))
+    model.register_forward_hook(_opaque(after), always_call=True)
 
 
 def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> None:

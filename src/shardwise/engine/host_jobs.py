@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from ..optim.host_updates import FlatUpdate
-from ..unit.stand_ins import OnHost
 from ..unit.state import FlatState
 from ..unit.unit import Unit
 from .host_lane import HostLane, Job
@@ -25,11 +24,6 @@ class HostJobs:
         self._jobs: dict[FlatState, Job] = {}
         # What clips the gradients of this step, on its way to the host.
         self._clips: dict[Tensor, Later] = {}
-        for unit in units:
-            for state in unit.trainable_states:
-                for param in state.resting_params:
-                    if isinstance(param, OnHost):
-                        param.await_update = partial(self.await_update_of, state)
 
     def give(self, updates: Iterable[FlatUpdate], order: Sequence[int], arrived: Mapping[FlatState, Mark]) -> None:
         """Update flats when their gradients have `arrived`, those first that the next forward needs first, by the

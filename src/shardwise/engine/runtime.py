@@ -16,10 +16,11 @@ The engine never asks which preset runs: the schedule, the flats' depths and `Oc
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..away import HostMemory
 from ..errors import StateError
@@ -91,6 +92,10 @@ class Engine:
         )
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = self._ordered_for_update()
+        self._unit_of = {state: unit for unit in units for state in unit.states}
+        self._num_forwards = 0  # of the model, under way
+        # Parameters whose gradients may come from outside every unit.
+        self._lent: set[nn.Parameter] = set()
         self._in_backward = False
         self._graph_task = -1
         # The order of units in the first forward, until the first step has been taken.
@@ -103,6 +108,32 @@ class Engine:
     def _ordered_for_update(self) -> list[list[FlatState]]:
         return [self.units[index].trainable_states for index in self.schedule.reduce_order]
 
+    # What the user's parameters ask.
+
+    @property
+    def is_computing(self) -> bool:
+        """Inside a forward of the model, or a backward."""
+        return self._num_forwards > 0 or torch._C._current_graph_task_id() != -1
+
+    def lend(self, state: FlatState, index: int) -> nn.Parameter:
+        """A compute parameter for a use outside the forward of its unit; its gradient counts."""
+        unit, param = self._unit_of[state], state.compute_params[index]
+        if self.scale.loss_scale is not None and not self.is_computing:
+            raise StateError(
+                f"fp16: parameter {state.flat.params[index].name!r} is used outside the model's forward, where its "
+                "gradient would not be scaled: use it inside, or take bf16"
+            )
+        if not self._calls.busy[unit.index]:
+            self.gathers.keep(unit.index)
+        if param not in self._lent and param.requires_grad:
+            self._lent.add(param)
+            param.register_post_accumulate_grad_hook(self._gradient_came)
+        return param
+
+    def _gradient_came(self, param: Tensor) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+
     # Phases 1 and 2: the forward, as the hooks report it.
 
     def begin_forward(self, leads_to_backward: bool) -> None:
@@ -112,7 +143,8 @@ class Engine:
         self.await_gradients()
         self.updates.refuse_after_early("forward")
         self.updates.begin_forward()
-        self.gathers.refuse_changed_masters()
+        self.gathers.follow_changed_masters()
+        self._num_forwards += 1
         self._calls.begin_forward()
         self._progress.begin_forward(leads_to_backward)
 
@@ -148,6 +180,10 @@ class Engine:
         if not self._calls.live(index):
             self.gathers.drop(index)
         return None
+
+    def leave_forward(self) -> None:
+        """Also after an error."""
+        self._num_forwards = max(self._num_forwards - 1, 0)
 
     def end_forward(self) -> None:
         for other in self._progress.end_forward():
@@ -213,6 +249,11 @@ class Engine:
             self.units[index].show_resting()
             if not self._calls.live(index):
                 self.gathers.drop(index)
+            self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """No more gradients come to a unit, unless its weights were lent."""
+        if index not in self.gathers.kept:
             self._progress.complete(index)
 
     def _leave_out(self, passed: Iterable[int]) -> None:
@@ -221,7 +262,7 @@ class Engine:
             if not self._calls.live(other):
                 if self.schedule.units[other].backward_reads:
                     self.gathers.start(other, "backward", needed_now=False)
-                self._progress.complete(other)
+                self._complete(other)
 
     def unit_in_backward(self) -> int | None:
         """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
@@ -257,6 +298,12 @@ class Engine:
 
     def begin_step(self) -> None:
         """An update is asked for: what works beside the training may have something to say."""
+        for unit in self.units:
+            if name := unit.replaced():
+                raise StateError(
+                    f"unit {unit.name!r} has another parameter {name!r} than at sw.shard, which would not be trained: "
+                    "replace parameters before sw.shard, change values inside `with sw.whole(model, write=True):`"
+                )
         for say in tuple(self.at_step):
             say()
 
@@ -311,14 +358,19 @@ class Engine:
         if self._seen_order:
             self._follow(self._seen_order)
             self._seen_order = None
+        self.gathers.kept.clear()
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
-        """Plan for the order in which the units really ran, when all ranks saw the same one."""
-        order = seen + [index for index in self.schedule.order if index not in seen]
-        if any(other != order for other in exchange(self.mesh.world, order)) or order == list(self.schedule.order):
+        """Plan for the order in which the units really ran, when all ranks saw the same one. A unit whose weights were
+        used outside its forward is kept gathered from now on, and reduced last, like one that holds others."""
+        kept = sorted(self.gathers.kept)
+        order = [*kept, *(index for index in (*dict.fromkeys((*seen, *self.schedule.order)),) if index not in kept)]
+        is_agreed = all(other == (order, kept) for other in exchange(self.mesh.world, (order, kept)))
+        if not is_agreed or (order == list(self.schedule.order) and not kept):
             return
-        self.gathers.follow(make_schedule(self.schedule.units, order, self._budget_bytes))
+        units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
+        self.gathers.follow(make_schedule(units, order, self._budget_bytes))
         self._progress.follow(self.schedule)
         self.update_order = self._ordered_for_update()
 

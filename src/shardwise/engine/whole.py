@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import ConfigurationError, StateError
 from ..plan.model import Param
 from ..unit.state import FlatState
+from ..unit.user_parameter import place_of
 from ..wire.collectives import broadcast_from_first, exchange
 from .guards import engine_of, own_state_dict
 from .runtime import Engine, channels_of
@@ -32,18 +33,19 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
         if unit.is_registered_in(registered)
         for state in unit.states
     ]
-    places = {resting: place for state, buffer in shown for resting, place in _places(state, buffer)}
-    views = {resting: nn.Parameter(place.data, resting.requires_grad) for resting, place in places.items()}
+    places = {user: place for state, buffer in shown for user, place in _places(state, buffer)}
+    views = {user: nn.Parameter(place.data, user.requires_grad) for user, place in places.items()}
     for unit in engine.units:
         unit.show(views)
+    _show_to_users(views)
     engine.whole_modules = {id(part) for part in module.modules()}
     try:
         yield
     finally:
         engine.whole_modules = set()
-        found = [entry for unit in engine.units for entry in unit.registered() if entry[0] in places]
-        engine.rest()
-    complaints = [_follow_replacement(places[resting], current) for resting, current in found]
+        _show_to_users(dict.fromkeys(views))
+        found = [entry for unit in engine.units for entry in unit.take_back() if entry[0] in places]
+    complaints = [_follow_replacement(places[user], current) for user, current in found]
     if not write and not all(_is_unchanged(state, buffer) for state, buffer in shown):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
     # Every rank hears of it: the others would wait for this one in the next collective.
@@ -58,9 +60,17 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Where in `buffer` each parameter lies, beside the resting one it stands for."""
-    for resting, interval, spec in zip(state.resting_params, state.flat.intervals, state.flat.params, strict=True):
-        yield resting, buffer[interval.start : interval.stop].view(spec.shape)
+    """Where in `buffer` each of the user's parameters lies."""
+    for user, interval, spec in zip(state.user_params, state.flat.intervals, state.flat.params, strict=True):
+        yield user, buffer[interval.start : interval.stop].view(spec.shape)
+
+
+def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    """Let references to parameters find the same as the modules show."""
+    for user, view in views.items():
+        place = place_of(user)
+        assert place is not None
+        place.shown = view
 
 
 def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
@@ -103,25 +113,22 @@ def whole_parts(
     is_taker = engine.mesh.rank == 0 or not rank0_only
     names: dict[Tensor, list[str]] = {}
     for name, value in entries.items():
-        if isinstance(value, nn.Parameter):
+        if place_of(value) is not None:
             names.setdefault(value, []).append(name)
     for unit in engine.units:
         part: dict[str, Tensor] = {}
         for state in unit.states:
-            if not any(resting in names for resting in state.resting_params):
+            if not any(user in names for user in state.user_params):
                 continue
             buffer = _gather_master(engine, state)
             if not is_taker:
                 continue
-            for resting, interval, spec in zip(
-                state.resting_params, state.flat.intervals, state.flat.params, strict=True
-            ):
-                if resting in names:
-                    value = buffer[interval.start : interval.stop].view(spec.shape)
+            for (user, value), spec in zip(_places(state, buffer), state.flat.params, strict=True):
+                if user in names:
                     # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
-                    part |= dict.fromkeys(names[resting], value.to("cpu", spec.dtype.torch, copy=True))
+                    part |= dict.fromkeys(names[user], value.to("cpu", spec.dtype.torch, copy=True))
         yield part
-    others = {name: value for name, value in entries.items() if not isinstance(value, nn.Parameter)}
+    others = {name: value for name, value in entries.items() if place_of(value) is None}
     yield {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in others.items()
@@ -142,8 +149,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     if not givers[0]:
         raise ConfigurationError("sw.load_full_state_dict: rank 0 gave no state dict")
     from_first = not all(givers)
-    resting = {id(param) for unit in engine.units for state in unit.states for param in state.resting_params}
-    buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and id(value) not in resting}
+    buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and place_of(value) is None}
     complaint = _complaint(engine, state_dict, buffers, set(entries), strict) if state_dict is not None else ""
     complaint = next((other for other in exchange(engine.mesh.world, complaint) if other), "")
     if complaint:

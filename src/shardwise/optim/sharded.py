@@ -1,23 +1,25 @@
 """The user's optimizer, updating this rank's part of the masters.
 
-Class, groups, hyper-parameters and state stay the inner optimizer's own; only what its groups hold is replaced, by
-the resting parameters of the model: views of the masters. Learning-rate schedulers see the same groups.
+Class, groups, hyper-parameters and state stay the inner optimizer's own. Its groups hold the user's parameters; while
+it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
 """
 
-from collections.abc import Callable, Container, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import ConfigurationError, StateError
 from ..plan.schedule import PART_ELEMS
 from ..unit.carrier import Channels
+from ..unit.shard_tensor import Place
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
+from ..unit.user_parameter import place_of
 from .clip import global_norm
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .scaler import LossScaler
@@ -102,6 +104,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if state.flat.host_updates:
             self._host.take_over([state])
 
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """What is kept for each of the user's parameters that this rank has a part of: of that part."""
+        kept = self._inner.state
+        users = [param for group in self._inner.param_groups for param in group["params"]]
+        return {user: kept[shard] for user in users if (shard := shard_of(user)) is not None and shard in kept}
+
     def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
         if not self._places:
             for state in self._stepper.trainable_states:
@@ -160,7 +169,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflowed = self._skips and not bool(torch.isfinite(self._norm()))
         self._num_skipped += overflowed
         if not overflowed:
-            self._refuse_misuse()
             self._update()
         if self._scaler is not None:
             self._scaler.after_step(overflowed)
@@ -188,11 +196,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_on_host(self, states: Iterable[FlatState]) -> None:
         settings: dict[Tensor, dict[str, Any]] = {}
-        for group in self._inner.param_groups:
+        for group, shards in zip(self._inner.param_groups, shard_groups(self._inner), strict=True):
             # A scheduler may change a tensor in place before the update runs.
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
-            settings |= dict.fromkeys(group["params"], now)
+            settings |= dict.fromkeys(shards, now)
         ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
         for state in ready:
             # Of the last step, if nothing has asked for its weights since.
@@ -233,19 +241,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._parts
 
     def _update_part(self, part: "Part", early: bool) -> None:
-        groups = self._inner.param_groups
         self._await_host(part.states)
         with self._stepper.updating(part.states, early):
             self._hand_over_gradients(part.states)
             try:
-                if len(self._parts) > 1 or not self._is_at_once:
-                    self._inner.param_groups = [{**groups[at], "params": params} for at, params in part.groups]
-                self._inner.step()
+                with self._holding(part.groups):
+                    self._inner.step()
             finally:
-                self._inner.param_groups = groups
                 for state in part.states:
                     state.hide_gradients()
         self._publish(part.states)
+
+    @contextmanager
+    def _holding(self, shards: list[list[Tensor]]) -> Iterator[None]:
+        """Inside, the groups hold these tensors. The lists stay the same objects: some optimizers keep them."""
+        lists = [group["params"] for group in self._inner.param_groups]
+        users = [list(params) for params in lists]
+        for params, held in zip(lists, shards, strict=True):
+            params[:] = held
+        try:
+            yield
+        finally:
+            for params, own in zip(lists, users, strict=True):
+                params[:] = own
 
     def _await_host(self, states: list[FlatState]) -> None:
         """Before the optimizer itself is given parameters on the host."""
@@ -285,11 +303,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper.finish_gradients()
             self._stepper.await_gradients()
             self._await_host(self._stepper.trainable_states)
-            self._refuse_misuse()
             self._hand_over_gradients(self._stepper.trainable_states)
             return loss
 
-        loss: float = self._inner.step(evaluate)
+        with self._holding(shard_groups(self._inner)):
+            loss: float = self._inner.step(evaluate)
         self._take_back_gradients()
         self._publish(self._stepper.trainable_states)
         self._stepper.close_step(updated=True)
@@ -334,11 +352,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.await_gradients()
         return global_norm(self._stepper.trainable_states, self._channels, self._device)
 
-    def _refuse_misuse(self) -> None:
-        for state in self._stepper.trainable_states:
-            if misuse := state.misuse():
-                raise StateError(misuse)
-
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
@@ -372,10 +385,10 @@ def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Flats that are updated together, and their parameters by the number of their group."""
+    """Flats that are updated together, and this rank's parts of their parameters, group by group."""
 
     states: list[FlatState]
-    groups: list[tuple[int, list[Tensor]]]
+    groups: list[list[Tensor]]
 
 
 def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], at_once: bool) -> list[Part]:
@@ -392,10 +405,23 @@ def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatSt
     return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
 
 
-def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[tuple[int, list[Tensor]]]:
+def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
     held = {param for state in states for param in state.resting_params}
-    groups = [[param for param in group["params"] if param in held] for group in optimizer.param_groups]
-    return [(at, params) for at, params in enumerate(groups) if params]
+    return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
+
+
+def shard_of(param: Tensor) -> Tensor | None:
+    """This rank's part of one of the user's parameters, if it has one that is trained."""
+    place = place_of(param)
+    return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
+
+
+def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """This rank's parts of the parameters of each group."""
+    return [
+        [shard for param in group["params"] if (shard := shard_of(param)) is not None]
+        for group in optimizer.param_groups
+    ]
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
@@ -410,41 +436,17 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[T
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter of the model went."""
-
-    state: FlatState
-    index: int
-
-    @property
-    def resting(self) -> Tensor:
-        return self.state.resting_params[self.index]
+def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
+    """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
+    for original, place in places:
+        state = optimizer.state.pop(original, None)
+        if state is not None and place.resting.requires_grad and place.resting.numel():
+            optimizer.state[place.resting] = {key: _cut(key, value, place) for key, value in state.items()}
 
 
-def put_shards_into_groups(optimizer: torch.optim.Optimizer, place_of: dict[Tensor, Place]) -> None:
-    """Replace each parameter of the optimizer's groups by this rank's part of it, where it has one.
-
-    State that is there already (made by the constructor, or loaded) is cut in the same way.
-    """
-    for group in optimizer.param_groups:
-        # In place: some optimizers keep a reference to the list.
-        originals = list(group["params"])
-        group["params"].clear()
-        for original in originals:
-            place = place_of[original]
-            state = optimizer.state.pop(original, None)
-            if place.resting.requires_grad and place.resting.numel():
-                group["params"].append(place.resting)
-                if state is not None:
-                    optimizer.state[place.resting] = {
-                        key: _cut(key, value, original, place) for key, value in state.items()
-                    }
-
-
-def _cut(key: str, value: Any, original: Tensor, place: Place) -> Any:
+def _cut(key: str, value: Any, place: Place) -> Any:
     """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
-    if not isinstance(value, Tensor) or value.shape != original.shape or key == "step":
+    if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
         return value
     part = place.state.part_of(place.index, value).view(place.resting.shape)
     dtype = place.resting.dtype if value.is_floating_point() else value.dtype

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..layout import Layout
+from ..layout import Layout, layout_of_unit
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
 from .cost.peak import WORKSPACE_BYTES, Memory, memory_of
@@ -249,6 +249,7 @@ class Assessor:
         )
 
     def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
+        layouts = [layout_of_unit(name, layout) for name, layout in zip(self.unit_names, layouts, strict=True)]
         plans = [
             UnitPlan(unit.name, layout, self._flats_of(index, layout, training), unit.holds_units, unit.backward_reads)
             for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))

@@ -6,11 +6,17 @@ is left. A parameter used in several units belongs to the nearest unit above all
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..dtypes import dtype_of
 from ..errors import ConfigurationError, did_you_mean
+from ..layout import ALWAYS_WHOLE
 from .model import ROOT, FoundUnit, Param, Site
+
+# Of what a model may keep whole on every rank: less than the padding of a shard costs.
+SMALL_ELEMS = 4096
 
 Units = str | int | Sequence["str | type[nn.Module]"]
 
@@ -23,6 +29,11 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
         owned[_common_unit([site.module for site in param.sites], paths)].append(param)
     modules = dict(model.named_modules())
     found = []
+    if any(owned[path] for path in paths[1:]):
+        small = [param for param in owned[""] if _is_small_and_own(param)]
+        if small:
+            owned[""] = [param for param in owned[""] if param not in small]
+            found.append(FoundUnit(ALWAYS_WHOLE, "", tuple(small), holds_units=True, backward_reads=True))
     for path in paths:
         if owned[path]:
             owners = [modules[site.module] for param in owned[path] for site in param.sites]
@@ -30,6 +41,11 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
             backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
             found.append(FoundUnit(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
     return found
+
+
+def _is_small_and_own(param: Param) -> bool:
+    """Registered on the model itself, where a loss may look for it."""
+    return param.num_elems <= SMALL_ELEMS and all(not site.module for site in param.sites)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -51,15 +67,35 @@ def _params(model: nn.Module) -> list[Param]:
     found = []
     for param, places in sites.items():
         name = places[0].name
-        if not param.is_floating_point():
-            raise ConfigurationError(
-                f"parameter {name!r} is {param.dtype}: only floating point parameters can be sharded; "
-                "register it as a buffer instead"
-            )
+        if not _is_sharded(name, param):
+            continue
         is_table = any(isinstance(modules[place.module], (nn.Embedding, nn.EmbeddingBag)) for place in places)
         dtype = dtype_of(param.dtype)
         found.append(Param(name, tuple(param.shape), dtype, param.requires_grad, tuple(places), is_table))
     return found
+
+
+def _is_sharded(name: str, param: nn.Parameter) -> bool:
+    """Frozen integers, complex numbers and quantised tensors of other libraries stay whole on every rank."""
+    if isinstance(param, UninitializedParameter):
+        raise ConfigurationError(
+            f"parameter {name!r} of a lazy module has no shape yet: call the model once on a batch, then build the "
+            "optimizer and call sw.shard"
+        )
+    if any(base.__name__ == "DTensor" for base in type(param.data).__mro__):
+        raise ConfigurationError(
+            f"parameter {name!r} is a DTensor, which another library has split already: give sw.shard the plain model"
+        )
+    is_plain = type(param.data) is Tensor and param.layout == torch.strided
+    if param.is_floating_point() and is_plain:
+        return True
+    if param.requires_grad:
+        what = param.dtype if is_plain else type(param.data).__name__
+        raise ConfigurationError(
+            f"parameter {name!r} is trained and is {what}: only dense floating point parameters can be; freeze it "
+            "(requires_grad_(False)), and it stays whole on every rank"
+        )
+    return False
 
 
 def _inside(path: str, unit: str) -> bool:

@@ -99,7 +99,7 @@ def _of_engine(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, 
     yield from ((slot, "a slot for gathered units") for slot in engine.gathers.memory.slots)
     yield from ((own, f"{engine.units[index].name}, gathered") for index, own in engine.gathers.memory.own.items())
     yield from ((slot, "a slot for reductions") for slot in engine.reductions.memory.slots if slot is not None)
-    for param, entries in ({} if optimizer is None else optimizer.state).items():
+    for param, entries in ({} if optimizer is None else optimizer.inner.state).items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 yield value, f"{key} of {part_of.get(id(param), 'the optimizer')}"

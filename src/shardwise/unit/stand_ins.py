@@ -1,10 +1,10 @@
-"""Tensors that stand for what rests elsewhere: whoever reads them is told so, or waits."""
+"""Tensors that stand for what rests elsewhere: whoever reads them is told so."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import StateError
 
@@ -12,7 +12,6 @@ from ..errors import StateError
 _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
 # The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
 _TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Elsewhere(Tensor):
@@ -20,7 +19,8 @@ class Elsewhere(Tensor):
 
     why = (
         "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
-        "optimizer.zero_grad()"
+        "optimizer.zero_grad(), read them inside `with sw.whole(model, grads=True):`; an optimizer that is to use them "
+        "is given to sw.shard"
     )
     harmless = _HARMLESS
 
@@ -43,25 +43,3 @@ class OnDisk(Elsewhere):
     @classmethod
     def like(cls, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
-
-
-class OnHost(Tensor):
-    """A resting parameter that the host updates beside the computation: whoever reads it waits for that."""
-
-    await_update: Callable[[], None] = staticmethod(lambda: None)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA or func.__name__ not in _TELLS:
-            for value in (*args, *(kwargs or {}).values()):
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, OnHost):
-                        tensor.await_update()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def parameter(cls, view: Tensor, trainable: bool) -> nn.Parameter:
-        made: Any = view.as_subclass(cls).requires_grad_(trainable)
-        made._is_param = True
-        return made

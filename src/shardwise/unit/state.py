@@ -8,21 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..away import MASTER, Away, HostMemory, Moves
-from ..errors import StateError
 from ..plan.flat import Flat
 from ..shard import pieces
 from ..wire.collectives import Journey
 from ..wire.quant import decode, encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
-from .stand_ins import Elsewhere, OnDisk, OnHost
-
-
-def _refuse_gradient(name: str, grad: Tensor) -> None:
-    raise StateError(
-        f"parameter {name!r} was used outside the forward of the unit it belongs to, where its gradient would go "
-        "nowhere; choose units= so that all its uses lie in one"
-    )
+from .stand_ins import OnDisk
 
 
 class FlatState:
@@ -60,16 +52,8 @@ class FlatState:
             self._resting_param(self.held.get(index, slice(0, 0)), param.shape)
             for index, param in enumerate(flat.params)
         ]
-        self._elsewhere = {
-            index: torch.zeros((), dtype=flat.master.torch, device=self.master.device)
-            .expand(self.resting_params[index].shape)
-            .as_subclass(Elsewhere)
-            for index in (self.held if flat.trainable else ())
-        }
-        self.hide_gradients()
-        if flat.trainable:
-            for param, spec in zip(self.resting_params, flat.params, strict=True):
-                param.register_hook(partial(_refuse_gradient, spec.name))
+        # The objects that the user had before: what modules and optimizers show between steps.
+        self.user_params: list[nn.Parameter] = []
 
     @property
     def device(self) -> torch.device:
@@ -91,8 +75,6 @@ class FlatState:
             return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
         view = self.master[held]
         view = view.view(shape) if flat.depth_of_master == 0 else view
-        if flat.host_updates:
-            return OnHost.parameter(view, flat.trainable)
         return nn.Parameter(view, requires_grad=flat.trainable)
 
     def read_master(self) -> Tensor:
@@ -148,20 +130,8 @@ class FlatState:
         rows.set_part(MASTER, held, row)
 
     def hide_gradients(self) -> None:
-        for index, elsewhere in self._elsewhere.items():
-            self.resting_params[index].grad = elsewhere
-
-    def misuse(self) -> str:
-        """What was done to a resting parameter that would go unnoticed, in a sentence."""
-        for index, elsewhere in self._elsewhere.items():
-            param, name = self.resting_params[index], self.flat.params[index].name
-            if not param.requires_grad:
-                return (
-                    f"parameter {name!r} was frozen after sw.shard, which took it for trained: freeze before sw.shard"
-                )
-            if param.grad is not elsewhere:
-                return f"the gradient of {name!r} was set by hand, which does nothing: use optimizer.zero_grad()"
-        return ""
+        for param in self.resting_params:
+            param.grad = None
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]

@@ -22,24 +22,33 @@ class Unit:
         # Whether some of its modules put their gradients into open places themselves.
         self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
-        self._show_compute: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        self._show_resting: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        # Where each parameter is registered, and the two objects that the place may show: when it computes, and else.
+        self._sites: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         for state in states:
-            for spec, compute, resting in zip(
-                state.flat.params, state.compute_params, state.resting_params, strict=True
-            ):
+            for spec, compute, user in zip(state.flat.params, state.compute_params, state.user_params, strict=True):
                 for site in spec.sites:
                     registered = modules[site.module]._parameters
-                    self._show_compute.append((registered, site.attribute, compute))
-                    self._show_resting.append((registered, site.attribute, resting))
+                    registered[site.attribute] = user
+                    self._sites.append((registered, site.attribute, compute, user))
 
     def show_compute(self) -> None:
-        for registered, attribute, param in self._show_compute:
-            registered[attribute] = param
+        """What somebody else has put there for a while (`torch.func.functional_call`) stays."""
+        for registered, attribute, compute, user in self._sites:
+            if registered[attribute] is user:
+                registered[attribute] = compute
 
     def show_resting(self) -> None:
-        for registered, attribute, param in self._show_resting:
-            registered[attribute] = param
+        for registered, attribute, compute, user in self._sites:
+            if registered[attribute] is compute:
+                registered[attribute] = user
+
+    def replaced(self) -> str | None:
+        """The name of a parameter in whose place another one is registered, or none."""
+        for registered, attribute, compute, user in self._sites:
+            current = registered.get(attribute)
+            if current is not user and current is not compute:
+                return attribute
+        return None
 
     def stamp(self, version: int) -> None:
         """Set the version of the compute parameters; autograd refuses to use those of another version than it saved.
@@ -55,15 +64,16 @@ class Unit:
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""
-        return any(id(entry[0]) in registered for entry in self._show_compute)
+        return any(id(site[0]) in registered for site in self._sites)
 
     def show(self, instead: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Register other parameters in the place of resting ones."""
-        for registered, attribute, resting in self._show_resting:
-            if resting in instead:
-                registered[attribute] = instead[resting]
+        """Register other parameters in the place of the user's."""
+        for registered, attribute, _, user in self._sites:
+            if user in instead:
+                registered[attribute] = instead[user]
 
-    def registered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
-        """What the modules show at present, each beside the resting parameter of that place."""
-        for registered, attribute, resting in self._show_resting:
-            yield resting, registered.get(attribute)
+    def take_back(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+        """Show the user's parameters again; gives what was registered in the place of each."""
+        for registered, attribute, _, user in self._sites:
+            yield user, registered.get(attribute)
+            registered[attribute] = user

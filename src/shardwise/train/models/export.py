@@ -106,9 +106,9 @@ def _gathered_sources(
     sources = []
     for unit in engine.units:
         for state in unit.states:
-            for resting, spec in zip(state.resting_params, state.flat.params, strict=True):
-                if resting in names:
-                    name = names.pop(resting)[0]
+            for user, spec in zip(state.user_params, state.flat.params, strict=True):
+                if user in names:
+                    name = names.pop(user)[0]
                     sources.append(Source(name, spec.dtype.torch, tuple(spec.shape), partial(take, name)))
     for buffer, (name, *_) in names.items():
         sources.append(Source(name, buffer.dtype, tuple(buffer.shape), partial(take, name)))
