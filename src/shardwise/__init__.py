@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engine.api import accumulate, describe, shard, traffic
     from .engine.capture import capture
     from .engine.held import Memory, memory
+    from .engine.hooks import register_forward
     from .engine.whole import full_state_dict, load_full_state_dict, whole
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
@@ -54,6 +55,7 @@ __all__ = [
     "make_cluster",
     "memory",
     "plan",
+    "register_forward",
     "save",
     "shard",
     "start_save",
@@ -73,6 +75,7 @@ _HOMES = {
     "capture": ".engine.capture",
     "Memory": ".engine.held",
     "memory": ".engine.held",
+    "register_forward": ".engine.hooks",
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",

@@ -447,3 +447,114 @@ class WithIntegers(Stack):
 
 def test_frozen_integers_stay_as_they_are(run_ranks: Pool) -> None:
     check(run_ranks, train, WithIntegers, EVERYWHERE)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what leaves a unit by another way than its output
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.up = nn.Linear(16, 16)
+        self.aux: Any = None
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        self.aux = (weights.mean(0) ** 2).sum()
+        self.history = [weights.max()]
+        return x + self.up(x).tanh() * weights[:, :1]
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Router() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def auxiliary(trainee: Trainee) -> list[float]:
+    """Losses that modules keep as attributes."""
+
+    def loss_of(rank: int, step: int) -> Tensor:
+        out = trainee.model(features(step, rank)).square().mean()
+        return out + sum(layer.aux + 0.1 * layer.history[0] for layer in trainee.model.layers)
+
+    losses = []
+    for step in range(3):
+        loss = trainee.share(lambda rank, step=step: loss_of(rank, step))
+        loss.backward()
+        losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses
+
+
+def captured(trainee: Trainee) -> list[float]:
+    """Features that a hook takes out of the middle of a unit, registered after sharding."""
+    features_seen: list[Tensor] = []
+    for layer in trainee.model.layers:
+        layer.gate.register_forward_hook(lambda module, args, output: features_seen.append(output))
+
+    def loss_of(rank: int, step: int) -> Tensor:
+        features_seen.clear()
+        out = trainee.model(features(step, rank)).square().mean()
+        return out + 0.1 * sum(seen.square().mean() for seen in features_seen)
+
+    losses = []
+    for step in range(3):
+        loss = trainee.share(lambda rank, step=step: loss_of(rank, step))
+        loss.backward()
+        losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses
+
+
+def test_losses_left_on_modules_and_taken_by_hooks(run_ranks: Pool) -> None:
+    check(run_ranks, auxiliary, Routed, EVERYWHERE)
+    check(run_ranks, captured, Routed, EVERYWHERE)
+    check(run_ranks, auxiliary, Routed, NODES, world=4, node_size=2)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(300, 16))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 16)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = x + self.position[: len(x)]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+def through_a_method(trainee: Trainee) -> list[float]:
+    if trainee.is_sharded:
+        sw.register_forward(trainee.model, "encode")
+    losses = []
+    for step in range(3):
+        loss = trainee.share(lambda rank, step=step: trainee.model.encode(features(step, rank)).square().mean())
+        loss.backward()
+        losses.append(trainee.mean(loss))
+        trainee.step()
+    return losses + train(trainee, 1, first=3)
+
+
+def through_no_forward(trainee: Trainee) -> None:
+    trainee.model.encode(features(0, 0)).square().mean().backward()
+    trainee.step()
+
+
+def test_another_method_is_made_a_forward(run_ranks: Pool) -> None:
+    check(run_ranks, through_a_method, Encoder, EVERYWHERE)
+    check_refused(run_ranks, through_no_forward, Encoder, SPLIT, ["position", "register_forward"])

@@ -8,27 +8,63 @@ everything the unit recorded has run. Units with nothing recorded before them en
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
+from .guards import engine_of
 from .runtime import Engine
+
+# Of a module's attributes, torch's own.
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Forwards of a unit in which its modules are searched for tensors that they keep.
+NUM_LOOKS = 2
 
 
 class _UnitHooks:
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine = engine
         self._index = index
+        unit = engine.units[index]
+        is_leaf = not engine.schedule.units[index].holds_units
+        self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
+        self._watched: set[nn.Module] = set()
+        self._num_looks = NUM_LOOKS
+        # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
+        self._seen_by_hooks: list[Tensor] = []
+        self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
 
     def before(self, module: nn.Module, args: Any) -> None:
         if _is_recompute():
             self._engine.gathers.make_ready(self._index, "backward")
         else:
+            for inner in self._inner:
+                if inner._forward_hooks and inner not in self._watched:
+                    self._watched.add(inner)
+                    inner.register_forward_hook(_opaque(self._watch))
             self._engine.before_forward(self._index)
             self._engine.activations.before(self._index)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Somebody has a hook here, and may keep what it is given for a loss of his own."""
+        if not _is_recompute():
+            self._seen_by_hooks.extend(tensors_in(output))
+
+    def _kept_by_modules(self) -> list[Tensor]:
+        """Tensors that modules of the unit have as attributes, such as the auxiliary loss of a router."""
+        if self._num_looks:
+            self._num_looks -= 1
+            unit = self._engine.units[self._index]
+            for part in [unit.module, *self._inner]:
+                for values in (vars(part), part._buffers):
+                    for name, value in values.items():
+                        is_candidate = name not in _OF_TORCH and isinstance(value, (Tensor, list, tuple, dict))
+                        if is_candidate and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                            self._keepers[id(values), name] = (values, name)
+        return [tensor for values, name in self._keepers.values() for tensor in tensors_in(values.get(name))]
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after an error in the forward too, with nothing as output."""
@@ -38,6 +74,10 @@ class _UnitHooks:
         found = list(tensors_in(output))
         self._engine.gathers.refuse_own_weights(self._index, found)
         recorded = [tensor for tensor in found if tensor.grad_fn is not None]
+        if self._num_looks or self._keepers or self._seen_by_hooks:
+            others = [*self._kept_by_modules(), *self._seen_by_hooks]
+            recorded += [tensor for tensor in others if tensor.grad_fn is not None]
+            self._seen_by_hooks.clear()
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:
             for tensor in recorded:
@@ -110,6 +150,7 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
     model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)
     model.register_forward_hook(_opaque(after), always_call=True)
+    engine.entries[None] = [(before, after)]
 
 
 def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
@@ -149,8 +190,35 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
         hooks = _UnitHooks(engine, unit.index)
         before, after = _opaque(hooks.before), _opaque(hooks.after)
         for module in entries.values():
+            engine.entries.setdefault(module, []).append((partial(_without_kwargs, before), after))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
+
+
+def _without_kwargs(before: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
+    before(module, args)
+
+
+def register_forward(module: nn.Module, method: str) -> None:
+    """Let another method of a sharded module, such as `encode`, compute with its weights as its forward does."""
+    engine = engine_of(module)
+    compute = getattr(module, method)
+
+    @wraps(compute)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entries = [*([] if engine.is_computing else engine.entries[None]), *engine.entries.get(module, [])]
+        for before, _ in entries:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = compute(*args, **kwargs)
+        finally:
+            for _, after in reversed(entries):
+                changed = after(module, args, output)
+                output = output if changed is None else changed
+        return output
+
+    module.__dict__[method] = run
 
 
 def _is_recompute() -> bool:

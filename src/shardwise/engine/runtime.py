@@ -17,7 +17,7 @@ The engine never asks which preset runs: the schedule, the flats' depths and `Oc
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class Engine:
         self.is_sync = True
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
+        # What is done before and after a forward of a module; of the whole model, under None.
+        self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
         # Told of every step, before it is taken.
         self.at_step: list[Callable[[], None]] = []
         self._calls = Calls(len(units))
