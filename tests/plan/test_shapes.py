@@ -98,7 +98,7 @@ def afresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("limit", [(1000, 300), (20_000, 5_000), (20_000, 12_000), (40_000, 100)])
+@pytest.mark.parametrize("limit", [(1000, 300), (20_000, 5_000), (20_000, 12_000), (40_000, 200)])
 @pytest.mark.parametrize("name", ["llama", "llama, few words", "mixtral", "gpt2, long"])
 def test_units_of_blocks_that_are_cut(
     monkeypatch: pytest.MonkeyPatch, name: str, limit: tuple[int, int], lora: bool
