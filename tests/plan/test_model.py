@@ -1,12 +1,14 @@
 """Which modules become units, and which unit each parameter travels with."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigurationError
+from shardwise.plan import model as limits
 from shardwise.plan.model import FoundUnit, matches
 from shardwise.plan.units import find_units
 from tests.support.models import HUGGING_FACE, MODELS
@@ -158,6 +160,113 @@ def test_every_parameter_has_one_unit_whatever_the_units(name: str, units: objec
         for param in unit.params:
             shapes = {modules[site.module]._parameters[site.attribute].shape for site in param.sites}
             assert shapes == {param.shape}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# large blocks
+
+
+class Expert(Block):
+    pass
+
+
+class Layer(nn.Module):
+    """552 elements in each expert, 64 in attention, 24 besides."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8, bias=False)
+        self.router = nn.Linear(8, 2, bias=False)
+        self.norm = nn.RMSNorm(8)
+        self.moe = nn.Module()
+        self.moe.experts = nn.ModuleList(Expert() for _ in range(num_experts))
+
+
+class Fused(nn.Module):
+    """All experts in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8, bias=False)
+        self.experts = nn.Module()
+        self.experts.weights = nn.Parameter(torch.zeros(4, 8, 64))
+        self.norm = nn.RMSNorm(8)
+
+
+def layers(build: type[nn.Module]) -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList(build() for _ in range(2))
+    return model
+
+
+@pytest.fixture
+def low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LARGE_BLOCK", 1000)
+    monkeypatch.setattr(limits, "LARGE_PART", 50)
+
+
+@pytest.mark.usefixtures("low")
+def test_a_large_block_gives_way_to_its_parts_and_keeps_what_is_small() -> None:
+    units = find_units(layers(Layer))
+    experts = [f"moe.experts.{index}" for index in range(4)]
+    assert names(units) == [
+        name
+        for layer in ("layers.0", "layers.1")
+        for name in (layer, *(f"{layer}.{part}" for part in ("attention", *experts)))
+    ]
+    assert [param.name for param in units[0].params] == ["layers.0.router.weight", "layers.0.norm.weight"]
+    assert [unit.holds_units for unit in units] == [True, *[False] * 5] * 2
+
+
+@pytest.mark.usefixtures("low")
+def test_experts_in_one_tensor_stay_one_unit() -> None:
+    assert names(find_units(layers(Fused)))[:3] == ["layers.0", "layers.0.attention", "layers.0.experts"]
+
+
+def test_a_block_whose_parts_are_small_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else most of it would be gathered from the forward to the end of the backward."""
+    monkeypatch.setattr(limits, "LARGE_BLOCK", 1000)
+    monkeypatch.setattr(limits, "LARGE_PART", 600)
+    assert names(find_units(layers(Layer))) == ["layers.0", "layers.0.moe", "layers.1", "layers.1.moe"]
+    monkeypatch.setattr(limits, "LARGE_PART", 2500)
+    assert names(find_units(layers(Layer))) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.usefixtures("low")
+def test_a_part_that_two_blocks_share_is_one_unit() -> None:
+    model = layers(Layer)
+    model.layers[1].moe = model.layers[0].moe
+    assert [name for name in names(find_units(model)) if "experts.0" in name] == ["layers.0.moe.experts.0"]
+    assert sorted(owned(find_units(model))) == sorted(first_names(model))
+
+
+def test_what_lies_outside_the_blocks_is_a_unit_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "embed" not in names(find_units(Stack()))
+    monkeypatch.setattr(limits, "LARGE_PART", 32)
+    assert names(find_units(Stack())) == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+
+
+LARGE: dict[str, tuple[dict[str, Any], str, float]] = {
+    "deepseek_v3": ({"num_hidden_layers": 5}, "model.layers.3.mlp.experts", 11.3e9),
+    "llama4_text": ({"num_hidden_layers": 2, "num_local_experts": 128}, "model.layers.0.feed_forward.experts", 16.2e9),
+    "mixtral": ({"num_hidden_layers": 2, "hidden_size": 6144, "intermediate_size": 16384}, "model.layers.0", 2.6e9),
+    "gpt_oss": ({"num_hidden_layers": 2}, "model.layers.0", 3.3e9),
+    "llama": ({"num_hidden_layers": 2, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+               "intermediate_size": 28672}, "model.layers.0", 0.9e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_models_of_transformers_leave_next_to_nothing_in_the_root(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    values, largest, most = LARGE[kind]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values))
+    sizes = {unit.name: sum(param.num_elems for param in unit.params) for unit in find_units(model)}
+    assert max(sizes, key=lambda name: sizes[name]) == largest
+    assert sizes[largest] < most
+    assert {"model.embed_tokens", "lm_head"} <= set(sizes)
+    assert sum(sizes[unit.name] for unit in find_units(model) if unit.holds_units) < 5e6 * values["num_hidden_layers"]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,15 @@ from torch import nn
 
 from shardwise.dtypes import BF16, dtype_of
 from shardwise.errors import ConfigurationError
+from shardwise.plan import model as limits
 from shardwise.plan.shapes import shape as shapes
 from shardwise.plan.shapes.hf_config import shape_of_config
 from shardwise.plan.shapes.shape import ModelShape, StatesOnly, units_of
 from shardwise.plan.shapes.text import parse_shape
-from shardwise.plan.training import Lora
+from shardwise.plan.training import Lora, Training
 from shardwise.plan.units import find_units
+from shardwise.plan.work import activations
+from shardwise.plan.work.activations import works_of
 from shardwise.train import settings
 from shardwise.train.model import Transformer
 from shardwise.train.models.lora import adapters_for, with_adapters
@@ -80,6 +84,35 @@ def test_units_of_models_of_transformers(name: str) -> None:
     shape, model = hugging_face(name)
     assert units_of(shape) == find_units(model)
     assert shape.num_params == sum(param.numel() for param in model.parameters())
+
+
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    """What was found with other limits is forgotten."""
+    for known in (shapes._units, activations._works):
+        known.cache_clear()
+    yield
+    for known in (shapes._units, activations._works):
+        known.cache_clear()
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("limit", [(1000, 300), (20_000, 5_000), (20_000, 12_000), (40_000, 200)])
+@pytest.mark.parametrize("name", ["llama", "llama, few words", "mixtral", "gpt2, long"])
+def test_units_of_blocks_that_are_cut(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: tuple[int, int], lora: bool
+) -> None:
+    monkeypatch.setattr(limits, "LARGE_BLOCK", limit[0])
+    monkeypatch.setattr(limits, "LARGE_PART", limit[1])
+    shape, model = hugging_face(name)
+    if lora and name != "mixtral":
+        model = adapted(model, 4, TARGETS.get(name, ("k_proj",)), is_in_tree=False)
+        assert units_of(shape, Lora(4, TARGETS.get(name, ("k_proj",)))) == find_units(model)
+    else:
+        assert units_of(shape) == find_units(model)
+        works = works_of(shape, Training(seq=32))
+        assert set(works) - {"loss"} == {unit.name for unit in units_of(shape)}
 
 
 @pytest.mark.parametrize("targets", [(), ("out", "down"), ("head",)])

@@ -142,15 +142,17 @@ def _asked(plan: Plan) -> Json:
 
 def _states(states: States) -> Json:
     best = states.recommended
+    note = states.shape.note
     return {
         "version": VERSION,
-        "model": {"name": states.shape.name, "num_params": states.shape.num_params},
+        "model": {"name": states.shape.name, "num_params": states.shape.num_params, **({"note": note} if note else {})},
         "cluster": _cluster(states.machine),
         "training": _training(states.training),
         "strategies": [_states_row(states, row) for row in states.rows],
         "recommended": None if best is None else best.name,
         "why": "the states alone, as the papers count them: activations, buffers and time need a real shape"
-        + ("" if best else "; they fit nowhere"),
+        + ("" if best else "; they fit nowhere")
+        + (f"; {note}" if note else ""),
         "explain": [],
     }
 

@@ -17,8 +17,8 @@ from .search import MODES, TIE, Choice, asked, changed_presets, choices, fastest
 from .shapes.families import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
-from .subject import Planned, model_of, subject_of
-from .training import USUAL_SEQ, Lora, Training
+from .subject import Built, Planned, model_of, subject_of
+from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"
 # Of a micro-batch that is searched.
@@ -73,7 +73,8 @@ def plan(
 ) -> "Plan | States":
     """Cost every strategy for a model on a cluster, and recommend one.
 
-    model: a name ("llama-3-8b"), a config.json or its folder, a shape, or a module (on the meta device).
+    model: a name ("llama-3-8b"), a config.json, its folder or what is in it, a shape, or a module (on the meta device).
+        A config of a family whose sizes are not known here is planned as the module that transformers makes of it.
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
     training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
     strategy: cost this one alone; "auto+params_as=int8" is every preset with that change.
@@ -90,7 +91,7 @@ def plan(
     elif checkpointing not in (None, OPEN):
         sizes["checkpointing"] = checkpointing
     found = model_of(model)
-    if training is None and isinstance(found, ModelShape) and 0 < found.num_positions < USUAL_SEQ:
+    if training is None and isinstance(found, (ModelShape, Built)) and 0 < found.num_positions < USUAL_SEQ:
         sizes = {"seq": found.num_positions, **sizes}
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = training_of(training, sizes)
@@ -98,16 +99,17 @@ def plan(
         # What a name stands for has no files: frozen weights are taken to be in the dtype that is computed in.
         found = replace(found, dtype=training.formats.compute)
     machine = machine_of(cluster)
-    if isinstance(found, StatesOnly):
+    subject = _subject_of(found, training)
+    if isinstance(subject, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
             raise ConfigurationError(
-                f"{found.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
+                f"{subject.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
                 "alone precision, optimizer, accumulation and strategy are planned"
             )
-        return states_of(found, machine, training, strategy)
-    subject = subject_of(found, training) if isinstance(found, ModelShape) else _subject_of_module(found, training)
-    is_open = checkpointing == OPEN and isinstance(found, ModelShape)
-    modes = MODES if is_open else (training.checkpointing,)
+        return states_of(subject, machine, training, strategy)
+    modes: tuple[Checkpointing, ...] = (training.checkpointing,)
+    if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
+        modes = MODES if isinstance(found, ModelShape) else ("none", "full")
     batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
     choice = choices(training, modes, batches)
     return plan_for(subject, machine, training, choice, strategy=strategy, search=search, has_disk=True)
@@ -193,10 +195,16 @@ def batches_of(
     return [(size, share // size) for size in range(1, min(share, MOST_SEQUENCES) + 1) if share % size == 0]
 
 
-def _subject_of_module(model: Any, training: Training) -> Subject:
-    from .module import subject_of_module
+def _subject_of(found: Any, training: Training) -> Subject | StatesOnly:
+    if isinstance(found, ModelShape):
+        return subject_of(found, training)
+    if isinstance(found, StatesOnly):
+        return found
+    from .module import subject_of_built, subject_of_module
 
-    return subject_of_module(model, training)
+    if isinstance(found, Built):
+        return subject_of_built(found.name, found.module, training)
+    return subject_of_module(found, training)
 
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:

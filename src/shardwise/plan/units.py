@@ -2,9 +2,12 @@
 
 A unit is a module with the parameters below it that belong to no unit deeper down; the root takes what
 is left. A parameter used in several units belongs to the nearest unit above all its uses.
+
+Units are the blocks that a model repeats. A very large block (a layer of many experts) gives way to its large parts,
+and keeps the rest, such as norms and a router. Large modules outside the blocks, such as embeddings, are units, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..dtypes import dtype_of
 from ..errors import ConfigurationError, did_you_mean
 from ..layout import ALWAYS_WHOLE
-from .model import ROOT, FoundUnit, Param, Site
+from .model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
 
 # Of what a model may keep whole on every rank: less than the padding of a shard costs.
 SMALL_ELEMS = 4096
@@ -116,7 +119,7 @@ def _unit_paths(model: nn.Module, units: Units) -> list[str]:
                 f"{did_you_mean(units, ['auto'])}"
             )
         blocks = find_blocks(model)
-        return _in_order(model, blocks + _large_leftovers(model, blocks))
+        return _in_order(model, blocks + _large_parts(model, blocks) + _large_leftovers(model, blocks))
     if isinstance(units, int):
         if units < 1:
             raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
@@ -176,18 +179,38 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     return _outermost([path for path in found if path in callables])
 
 
-def _large_leftovers(model: nn.Module, blocks: list[str]) -> list[str]:
-    """Modules outside the blocks, such as embeddings and heads, that hold at least half a block themselves."""
+def _large_parts(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The parts of blocks that are too large to be one unit."""
     modules = dict(model.named_modules())
-    sizes = [sum(param.numel() for param in modules[path].parameters()) for path in blocks]
-    if not sizes:
+    called = {path for path, _ in _callables(model)}
+
+    def children(path: str) -> Iterator[str]:
+        for name, _ in modules[path].named_children():
+            child = f"{path}.{name}"
+            if child in called:
+                yield child
+            elif child in modules:  # a list, whose entries are called one by one
+                yield from children(child)
+
+    return [part for path in blocks for part in parts_of(path, lambda path: _num_elems(modules[path]), children)]
+
+
+def _large_leftovers(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Modules outside the blocks, such as embeddings and heads, that are large or hold at least half a block."""
+    modules = dict(model.named_modules())
+    if not blocks:
         return []
+    least = least_outside(max(_num_elems(modules[path]) for path in blocks))
     return [
         path
         for path, module in _callables(model)
         if not any(path == block or _inside(path, block) or _inside(block, path) for block in blocks)
-        and sum(param.numel() for param in module.parameters(recurse=False)) * 2 >= max(sizes)
+        and sum(param.numel() for param in module.parameters(recurse=False)) >= least
     ]
+
+
+def _num_elems(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:

@@ -1,8 +1,9 @@
 """A shape from a Hugging Face config.json.
 
 Sizes have a few names each, under which all families keep them; what families do otherwise than Llama is in
-`hf_families.py`. A family that is not there and has the usual sizes is taken for a Llama. What makes blocks differ from
-each other, or attention keep something else than keys and values, is refused: a plan of it would be wrong.
+`hf_families.py`. A family that is not there, a model that has more than text, blocks that differ from each other, or
+attention that keeps something else than keys and values make no shape (`why_no_shape`): the module itself has to be
+counted (`hf_module.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,9 +28,9 @@ _FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
 _EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
+QUANTISED = "quantization_config"
 # Keys that are not 0, and what they mean.
-_REFUSED = {
-    "quantization_config": "weights are quantised, which cannot be trained: use the unquantised ones",
+_NO_SHAPE = {
     "is_encoder_decoder": "it has an encoder",
     "kv_lora_rank": "attention keeps a latent vector in place of keys and values",
     "n_routed_experts": "experts are routed as DeepSeek's are",
@@ -42,42 +43,62 @@ _REFUSED = {
 }
 # How keys begin that only models have whose blocks differ (Qwen3-Next, Jamba, Bamba).
 _NO_ATTENTION = ("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")
+_MORE_THAN_TEXT = ("text_config", "vision_config", "audio_config")
 _ATTENTIONS = ("full_attention", "sliding_attention")
-_ENCODERS = ("bert", "electra", "t5", "vit", "clip")
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
     """Of a config.json, the folder it lies in, or what is in it."""
-    if not isinstance(config, Mapping):
-        name, config = str(config), _read(config)
-    else:
-        name = str(config.get("_name_or_path") or config.get("model_type") or "config")
+    name, config = read_config(config)
+    if why := why_no_shape(config):
+        raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return _in_tree(name, config[SHAPE_KEY])
-    inner = _said(config)
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        # Of a model that also sees, the part that speaks.
-        inner |= {"model_type": f"{config.get('model_type')}_text", **_said(text)}
-    kind = str(inner.get("model_type", ""))
-    inner = {**DEFAULTS.get(kind, {}), **inner}
-    for key, why in _refusals(inner):
-        raise ConfigurationError(f"model {name!r}: its config.json has {key}: {why}; this is not planned for")
-    if any(word in kind for word in _ENCODERS):
-        raise ConfigurationError(f"model {name!r}: {kind} is an encoder, and no language model to train; give another")
-    if inner.get("decoder_sparse_step", 1) != 1:
+    kind = _kind(config)
+    return _shape(name, kind, {**DEFAULTS.get(kind, {}), **_said(config)})
+
+
+def read_config(config: str | Path | Config) -> tuple[str, Config]:
+    """What errors call a model, and what is in its config.json. Weights that cannot be trained are refused."""
+    if isinstance(config, Mapping):
+        name = str(config.get("_name_or_path") or config.get("model_type") or "config")
+    else:
+        name, config = str(config), _read(config)
+    if config.get(QUANTISED):
         raise ConfigurationError(
-            f"model {name!r}: its config.json has decoder_sparse_step: some blocks have no experts"
+            f"model {name!r}: its config.json has {QUANTISED}: weights are quantised, which cannot be trained; use the "
+            "unquantised ones, or take this key out of the file"
         )
-    return _shape(name, kind, inner)
+    return name, config
+
+
+def why_no_shape(config: Config) -> str:
+    """Why sizes alone do not say what a model has; empty: they do."""
+    if isinstance(config.get(SHAPE_KEY), Mapping):
+        return ""
+    kind = _kind(config)
+    if more := [key for key in _MORE_THAN_TEXT if isinstance(config.get(key), Mapping)]:
+        return f"its config.json has {' and '.join(more)}: it is made of several models"
+    if kind not in KNOWN:
+        return f"its model_type {kind!r} is none of those whose sizes are known here"
+    for key, why in _peculiarities({**DEFAULTS.get(kind, {}), **_said(config)}):
+        return f"its config.json has {key}: {why}"
+    return ""
+
+
+def _kind(config: Config) -> str:
+    return str(config.get("model_type", ""))
 
 
 def _said(config: Config) -> Fields:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _refusals(config: Config) -> Iterator[tuple[str, str]]:
-    yield from ((key, why) for key, why in _REFUSED.items() if config.get(key))
+def _peculiarities(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys of models that are no row of equal blocks, and why."""
+    yield from ((key, why) for key, why in _NO_SHAPE.items() if config.get(key))
+    if config.get("decoder_sparse_step", 1) != 1:
+        yield "decoder_sparse_step", "some blocks have no experts"
     for key, value in config.items():
         if value and key.startswith(_NO_ATTENTION):
             yield key, "some blocks have something else than attention"
@@ -111,8 +132,7 @@ def _shape(name: str, kind: str, config: Config) -> ModelShape:
         fields["expert_ffn"] = _whole(name, config, _EXPERT_FFN)
     fields["tied"] = switch(config, "tie_word_embeddings", kind in TIED)
     fields |= habits_of(kind, config, fields)
-    note = "" if kind in KNOWN else f"model_type {kind!r} is not known, and planned as a Llama"
-    return ModelShape(name=name, dtype=_dtype(name, config), note=note, **fields)
+    return ModelShape(name=name, dtype=_dtype(name, config), **fields)
 
 
 def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:

@@ -1,16 +1,16 @@
 """Modules as sizes: what owns parameters, adapters beside them, and how they fall into units.
 
-The rules are those of `units.py`, which looks at the modules themselves: every block is a unit, what lies outside and
-holds at least half a block is one, too, and the root has the rest.
+The rules are those of `units.py`, which looks at the modules themselves: every block is a unit, or its large parts are;
+what lies outside and is large, or holds at least half a block, is one, too, and the root has the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from ...dtypes import FP32, DType
 from ...errors import ConfigurationError, did_you_mean
-from ..model import ROOT, FoundUnit, Param, Site
+from ..model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
 
 WRAPPER = "base_model.model."  # what peft puts before every name
 
@@ -113,7 +113,7 @@ def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: b
     tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
     root: list[Param] = []
     root_is_embedding = tied is None
-    least = parts.num_block_elems if splits_blocks else parts.num_elems * 2 + 1
+    least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
 
     def outside(group: tuple[Part, ...]) -> list[FoundUnit]:
         nonlocal root_is_embedding
@@ -125,7 +125,7 @@ def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: b
             elif tied is not None and part is parts.before[0]:
                 root.append(replace(params[0], sites=(*params[0].sites, tied)))
                 params = params[1:]
-            if params and 2 * part.num_elems >= least:
+            if params and part.num_elems >= least:
                 found.append(FoundUnit(part.path, part.path, params, False, not part.is_embedding))
             elif params:
                 root.extend(params)
@@ -151,17 +151,41 @@ def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
 
 
 def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[FoundUnit]:
-    """All alike but for their paths."""
+    """All alike but for their paths: one unit each, or one of what is left and one for each of its large parts."""
+    units = ["", *large_parts(parts.block)]
     rows = [
-        (part.path, attribute, size, FP32 if part.is_adapter else dtype, trains_all or part.is_adapter)
+        (part.path, attribute, size, FP32 if part.is_adapter else dtype, trains_all or part.is_adapter,
+         max((unit for unit in units if not unit or _is_in(part.path, unit)), key=len))
         for part in parts.block
         for attribute, size in part.params
-    ]
+    ]  # fmt: skip
     found = []
     for path in parts.block_paths:
-        params = []
-        for inner, attribute, size, own, trainable in rows:
+        owned: dict[str, list[Param]] = {unit: [] for unit in units}
+        for inner, attribute, size, own, trainable, unit in rows:
             module = f"{path}.{inner}"
-            params.append(Param(f"{module}.{attribute}", size, own, trainable, (Site(module, attribute),)))
-        found.append(FoundUnit(path, path, tuple(params), False, True))
+            owned[unit].append(Param(f"{module}.{attribute}", size, own, trainable, (Site(module, attribute),)))
+        for unit, params in owned.items():
+            name = f"{path}.{unit}" if unit else path
+            if params:
+                found.append(FoundUnit(name, name, tuple(params), not unit and len(units) > 1, True))
     return found
+
+
+def large_parts(block: Sequence[Part]) -> list[str]:
+    """The paths inside a block that are units in its place, if it is too large."""
+
+    def size(path: str) -> int:
+        return sum(part.num_elems for part in block if _is_in(part.path, path))
+
+    def children(path: str) -> Iterable[str]:
+        names = [
+            part.path.removeprefix(path).lstrip(".").partition(".")[0] for part in block if _is_in(part.path, path)
+        ]
+        return [f"{path}.{name}".lstrip(".") for name in dict.fromkeys(names) if name]
+
+    return parts_of("", size, children)
+
+
+def _is_in(path: str, unit: str) -> bool:
+    return not unit or path == unit or path.startswith(f"{unit}.")

@@ -50,7 +50,6 @@ class ModelShape:
     other_outside_elems: int = 0  # of what is no block
     code: Code = "hf"
     dtype: DType = FP32
-    note: str = ""  # what a reader of plans should know
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -134,9 +133,11 @@ _IN_TREE_HAS = {
 
 @dataclass(frozen=True, slots=True)
 class StatesOnly:
-    """A model of which no more is known than how many parameters it has."""
+    """A model of which no more is known than how many parameters it has. `note` says why."""
 
     num_params: int
+    label: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if type(self.num_params) is not int or self.num_params < 1:
@@ -144,7 +145,7 @@ class StatesOnly:
 
     @property
     def name(self) -> str:
-        return f"params={self.num_params:g}"
+        return self.label or f"params={self.num_params:g}"
 
 
 def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[FoundUnit]:

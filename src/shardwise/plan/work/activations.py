@@ -7,7 +7,7 @@ no unit), and what comes last (the last norm, the head, the loss) is the head's,
 What is not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -53,7 +53,8 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if positions is not None:
         # The same for all sequences.
         found[positions] = _embedding(at, replace(training, micro_batch=1), shape.num_positions)
-    found |= {name: other if index else first for index, name in enumerate(blocks)}
+    for index, name in enumerate(blocks):
+        found |= shared_out(other if index else first, name, units)
     if not blocks:
         found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
     num_elems = training.num_tokens * shape.hidden
@@ -115,6 +116,15 @@ def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
 
     work = measure(look_up, 0, at.itemsize, needs_input_grad=False)
     return replace(work, moved_bytes=float(2 * work.output_bytes))
+
+
+def shared_out(work: Work, block: str, units: Sequence[FoundUnit]) -> dict[str, Work]:
+    """A block's work, for its units. Of a block that is cut into parts all of it is the largest part's, and the others
+    pass on what they are given: checkpointing, too, is around the whole block."""
+    names = {unit.name: sum(param.num_elems for param in unit.params)
+             for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
+    largest = max(names, key=lambda name: names[name])
+    return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in names}
 
 
 def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:

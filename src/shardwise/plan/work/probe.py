@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..model import ROOT
 from ..training import Loss
 from ..units import Units, find_units
-from .activations import LOSS
+from .activations import LOSS, shared_out
 from .losses import Head
 from .measure import chain, measure
 from .operations import Habits
@@ -54,8 +54,16 @@ def probe_works(
     `around` is put around the forward of each block, as activation checkpointing is. `writes_directly`: as the engine.
     """
     found = find_units(model, units)
-    leaves = [unit.path for unit in found if not unit.holds_units and unit.path]
-    owners = {site.module for unit in found if unit.path not in leaves for param in unit.params for site in param.sites}
+    cut = [unit.path for unit in found if unit.holds_units and _is_block(unit.path)]
+    cut = [path for path in cut if not _is_in(path, cut)]
+    leaves = [unit.path for unit in found if unit.path and not unit.holds_units and not _is_in(unit.path, cut)] + cut
+    owners = {
+        site.module
+        for unit in found
+        if unit.path not in leaves and not _is_in(unit.path, cut)
+        for param in unit.params
+        for site in param.sites
+    }
     model = on_meta(model, compute)
     modules = dict(model.named_modules())
     stand_ins = StandIns(_plain_weights(model) if writes_directly else frozenset())
@@ -85,7 +93,11 @@ def probe_works(
         name = (head if head in leaves else LOSS) if is_end else call.path if call.path in leaves else ROOT
         groups.setdefault(name or LOSS, []).append(work)
     input_bytes = groups[calls[blocks[-1]].path][-1].output_bytes if blocks else 0
-    return {name: chain(works, input_bytes if name in (head, LOSS) else 0) for name, works in groups.items()}
+    works: dict[str, Work] = {}
+    for name, each in groups.items():
+        work = chain(each, input_bytes if name in (head, LOSS) else 0)
+        works |= shared_out(work, name, found) if name in cut else {name: work}
+    return works
 
 
 def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
@@ -151,6 +163,10 @@ def _unwrapped(forward: Forward) -> tuple[Forward, Callable[[Forward], Forward] 
 
 def _is_block(path: str) -> bool:
     return path.rpartition(".")[2].isdigit()
+
+
+def _is_in(path: str, blocks: Sequence[str]) -> bool:
+    return any(path.startswith(f"{block}.") for block in blocks)
 
 
 def _is_projection(module: nn.Module) -> bool:

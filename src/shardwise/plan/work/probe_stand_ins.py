@@ -39,7 +39,11 @@ class StandIns(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
             if attention_shape(query, key).kernel != "math":
-                return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+                # Narrower values (latent attention) are padded, as for the kernel.
+                narrower = query.shape[-1] - value.shape[-1]
+                value = F.pad(value, (0, narrower)) if narrower else value
+                mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+                return mixed[..., :-narrower] if narrower else mixed
         if func in (F.rms_norm, torch.rms_norm):
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             return _RmsNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]

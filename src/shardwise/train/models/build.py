@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from ...errors import ConfigurationError
 from ...plan.hardware.flops import flops_per_token
+from ...plan.shapes.hf_module import hush
 from ..model import Transformer
 from ..settings import Settings
 from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import in_tree_leaf_name
-from .lora import adapters_for, hush, with_adapters
+from .lora import adapters_for, with_adapters
 from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights
 
 

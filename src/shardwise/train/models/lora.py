@@ -5,23 +5,17 @@ and on their name alone; the weights under them stay on the meta device and are 
 """
 
 import hashlib
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import ConfigurationError, did_you_mean
+from ...plan.shapes.hf_module import hush
 from ..settings import Lora
 
 ADAPTER = "default"  # peft's name for an only adapter
 IN_TREE_TARGETS = ("query", "value")  # as peft has it for Llama
-
-
-def hush() -> None:
-    """transformers and peft import torchao where it is installed, which warns of parts that nobody asked for."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def adapters_for(lora: Lora, is_in_tree: bool) -> Any:

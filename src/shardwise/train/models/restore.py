@@ -23,6 +23,7 @@ from ...engine.whole import load_full_state_dict
 from ...errors import ConfigurationError
 from ...layout import Strategy
 from ...mesh import device, init
+from ...plan.shapes.hf_module import hush
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
@@ -31,7 +32,7 @@ from .export import BASE
 from .facts import check, own_tokenizer, read_json
 from .forms import is_adapter
 from .llama import llama_name
-from .lora import ADAPTER, hush
+from .lora import ADAPTER
 from .weights import LazyWeights, StoredTensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
