@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load
     from .checkpoint.save import save, start_save
     from .engine.api import accumulate, describe, shard, traffic
+    from .engine.buffers import sync_buffers
     from .engine.capture import capture
     from .engine.held import Memory, memory
     from .engine.whole import full_state_dict, load_full_state_dict, whole
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "shard",
     "start_save",
+    "sync_buffers",
     "traffic",
     "whole",
 ]
@@ -70,6 +72,7 @@ _HOMES = {
     "describe": ".engine.api",
     "shard": ".engine.api",
     "traffic": ".engine.api",
+    "sync_buffers": ".engine.buffers",
     "capture": ".engine.capture",
     "Memory": ".engine.held",
     "memory": ".engine.held",

@@ -1,17 +1,18 @@
 """Models under `torch.autocast`, by the user around the model or by `precision="bf16-autocast"`: as in one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.engine.test_models import Block, Stack
+from tests.engine.test_models import Stack
 from tests.harness import Pool
-from tests.support.trainee import LAYOUTS, Trainee, check, features, tell_sharded
+from tests.support.trainee import LAYOUTS, Trainee, check, features
 
 NUM_STEPS = 3
 EVERYWHERE = [*LAYOUTS, "zero3_offload"]
@@ -106,12 +107,15 @@ class Checkpointed(Stack):
 class Own(Stack):
     """Asks for autocast itself, inside its forward."""
 
+    caches: bool | None = None
+
     def forward(self, x: Tensor) -> Tensor:
-        with under_autocast(trainee):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.caches):
             return super().forward(x) + super().forward(2 * x)
 
 
 def plain_loop(trainee: Trainee) -> list[float]:
+    trainee.model.caches = None if trainee.is_sharded else False
     values = []
     for step in range(NUM_STEPS):
         loss = loss_on(trainee, step)
@@ -124,3 +128,53 @@ def plain_loop(trainee: Trainee) -> list[float]:
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_around_the_model(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Stack, EVERYWHERE, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_around_checkpointed_blocks(run_ranks: Pool, story: Any) -> None:
+    check(run_ranks, story, Checkpointed, ["ddp", "zero2", "zero3"], tolerance=TOLERANCE)
+
+
+def test_on_nodes_and_in_mixed_layouts(run_ranks: Pool) -> None:
+    check(run_ranks, all_inside, Stack, ["hsdp", "hpz"], world=4, node_size=2, tolerance=TOLERANCE)
+    check(run_ranks, all_inside, Stack, {"layers.0": "ddp", "layers.1": "zero3", "*": "zero2"}, tolerance=TOLERANCE)
+
+
+def test_inside_the_model(run_ranks: Pool) -> None:
+    check(run_ranks, plain_loop, Own, EVERYWHERE, tolerance=TOLERANCE)
+
+
+def test_around_a_model_in_bf16(run_ranks: Pool) -> None:
+    """Products in bf16 as without it, what autocast wants in fp32 in fp32."""
+    check(run_ranks, all_inside, Stack, EVERYWHERE, tolerance=5e-2, precision="bf16")
+
+
+@pytest.mark.parametrize("build", [Stack, Checkpointed])
+def test_as_a_precision(run_ranks: Pool, build: Any) -> None:
+    """The user's autocast in one process, and none of his on the ranks."""
+    check(run_ranks, by_precision, build, EVERYWHERE, tolerance=TOLERANCE, precision="bf16-autocast")
+
+
+def by_precision(trainee: Trainee) -> list[float]:
+    values = []
+    for step in range(NUM_STEPS):
+        with nullcontext() if trainee.is_sharded else under_autocast(trainee):
+            loss = loss_on(trainee, step)
+        loss.backward()
+        values.append(trainee.mean(loss))
+        trainee.step()
+    return values
+
+
+def broken(strategy: str) -> bool:
+    """An error in a forward leaves autocast as it was."""
+    sw.init()
+    model, _ = sw.shard(Stack(), None, strategy, precision="fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 5))
+        return torch.is_autocast_cache_enabled()
+
+
+def test_an_error_leaves_autocast_as_it_was(run_ranks: Pool) -> None:
+    assert run_ranks(2, broken, "zero3") == [True, True]

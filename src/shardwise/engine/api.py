@@ -38,6 +38,7 @@ from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .auto import Asked, Batch, choose, layouts_in, machine_here
+from .buffers import tell_of_statistics
 from .casts import install_casts, kept_patterns, refuse_idle_patterns
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard, refuse_wrapped
@@ -124,6 +125,7 @@ def shard(
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
+    tell_of_statistics(model, mesh)
     return model, sharded
 
 
