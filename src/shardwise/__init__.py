@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load
     from .checkpoint.save import save, start_save
     from .engine.api import accumulate, describe, shard, traffic
+    from .engine.buffers import sync_buffers
     from .engine.capture import capture
     from .engine.held import Memory, memory
     from .engine.hooks import register_forward
@@ -59,6 +60,7 @@ __all__ = [
     "save",
     "shard",
     "start_save",
+    "sync_buffers",
     "traffic",
     "whole",
 ]
@@ -72,6 +74,7 @@ _HOMES = {
     "describe": ".engine.api",
     "shard": ".engine.api",
     "traffic": ".engine.api",
+    "sync_buffers": ".engine.buffers",
     "capture": ".engine.capture",
     "Memory": ".engine.held",
     "memory": ".engine.held",

@@ -3,6 +3,9 @@
 `compute` is what forward and backward read, `master` what the optimizer updates, `reduce` what gradients
 travel as, rest as and are summed in. Frozen parameters have no master: they rest in the dtype they
 were given in, so that nothing is lost, and are cast when gathered.
+
+With `autocast` the model runs under `torch.autocast`: parameters are gathered in `compute`, and each operation casts
+what it is given, matrix products to this dtype. That suits models which mix dtypes; weights travel as fp32, though.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +24,7 @@ class Precision:
     loss_scaling: bool
     # Names of modules (patterns) that compute in fp32, with casts at their borders.
     keep_fp32: tuple[str, ...]
+    autocast: DType | None
 
     def __init__(
         self,
@@ -29,17 +33,25 @@ class Precision:
         reduce: DTypeLike,
         loss_scaling: bool = False,
         keep_fp32: tuple[str, ...] = (),
+        autocast: DTypeLike | None = None,
     ) -> None:
         for field, value in (("compute", compute), ("master", master), ("reduce", reduce)):
             object.__setattr__(self, field, dtype_of(value))
         object.__setattr__(self, "loss_scaling", loss_scaling)
         object.__setattr__(self, "keep_fp32", keep_fp32)
+        object.__setattr__(self, "autocast", None if autocast is None else dtype_of(autocast))
+
+    @property
+    def products(self) -> DType:
+        """Dtype of matrix products."""
+        return self.compute if self.autocast is None else self.autocast
 
 
 PRECISIONS: dict[str, Precision] = {
     #                     compute master reduce
     "fp32": Precision(FP32, FP32, FP32),
     "bf16": Precision(BF16, FP32, FP32),
+    "bf16-autocast": Precision(FP32, FP32, FP32, autocast=BF16),
     "fp16": Precision(FP16, FP32, FP32, loss_scaling=True),
     "pure-bf16": Precision(BF16, BF16, BF16),
 }

@@ -95,7 +95,8 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16 and fp16 (fp32 masters), pure-bf16, fp32. Default: bf16, or fp16 where the GPU has no bf16.",
+            help="bf16 and fp16 (fp32 masters), bf16-autocast, pure-bf16, fp32. Default: bf16, or fp16 where the GPU "
+            "has no bf16.",
             rich_help_panel=STEP,
         ),
     ] = None,

@@ -2,10 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from ..away import HostMemory
 from ..cgroup import cgroup_values, memory_limit
-from ..dtypes import FP16, FP32, DTypeLike
-from ..errors import ConfigurationError, StateError, did_you_mean
+from ..dtypes import FP32, DTypeLike
+from ..errors import ConfigurationError, StateError
 from ..layout import AUTO, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, local_rank, make_axes, num_local_ranks
 from ..optim.host.cores import cores_for
@@ -41,9 +40,11 @@ from ..wire.collectives import Channel, exchange
 from ..wire.ledger import Traffic
 from .agree import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .auto import Asked, Batch, choose, layouts_in, machine_here
+from .buffers import tell_of_statistics
+from .casts import install_casts, kept_patterns, refuse_idle_patterns
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard, refuse_shared_memory, refuse_wrapped
-from .hooks import install_cast_hooks, install_hooks, install_root_hooks
+from .hooks import install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
 from .runtime import Engine, channels_of
@@ -72,7 +73,8 @@ def shard(
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
         plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6",
         and what travels in fewer bits: "hsdp+grads_as=int8".
-    precision: fp32, bf16 (fp32 masters), fp16 (fp32 masters, loss scaling), pure-bf16, or a `Precision`.
+    precision: fp32, bf16 (fp32 masters), bf16-autocast (fp32 weights, the model runs under torch.autocast), fp16 (fp32
+        masters, loss scaling), pure-bf16, or a `Precision`.
     reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
     node_size: ranks per node; torchrun's local world size unless given.
     units: "auto", class names of the modules that travel as one, or a number of parameters.
@@ -110,7 +112,7 @@ def shard(
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
     install_direct_gradients(engine, modules)
-    install_cast_hooks((modules[path] for path in _kept_modules(modules, plan.keep_fp32)), plan.precision.compute.torch)
+    install_casts(modules, built, plan.precision, plan.keep_fp32)
     install_root_hooks(engine, model)
     sharded = None
     if optimizer is not None:
@@ -127,6 +129,7 @@ def shard(
     guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
+    tell_of_statistics(model, mesh)
     return model, sharded
 
 
@@ -168,8 +171,8 @@ def _prepare(
     refuse_shared_memory(model)
     if not found:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
-    _refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
-    keep_fp32 = (*precision.keep_fp32, *_kept_by_model(model, precision))
+    refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
+    keep_fp32 = kept_patterns(model, precision)
     chosen = None
     if machine is not None:
         training = _training(optimizer, precision, batch)
@@ -295,10 +298,11 @@ def describe(model: nn.Module) -> str:
     """What runs: the mesh, the precision, and every unit's layout."""
     engine = engine_of(model)
     mesh, precision = engine.mesh, engine.precision
+    autocast = "" if precision.autocast is None else f" under autocast to {precision.autocast}"
     held = state_bytes(flat for plan in engine.schedule.units for flat in plan.flats)
     lines = [
         f"world {mesh.world_size} = {mesh.world_size // mesh.node_size} nodes x {mesh.node_size}, on {mesh.device}",
-        f"computes in {precision.compute}, updates in {precision.master}, reduces in {precision.reduce}",
+        f"computes in {precision.compute}{autocast}, updates in {precision.master}, reduces in {precision.reduce}",
         f"state per rank (Adam): {held}",
     ]
     host = engine.host
@@ -344,30 +348,6 @@ def free_bytes_here() -> int:
     free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
     return min(free, total if limit is None else limit) // num_local_ranks()
-
-
-def _kept_by_model(model: nn.Module, precision: Precision) -> list[str]:
-    """Modules that a Hugging Face model wants in fp32: some always, some only beside fp16."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        if precision.compute == FP16:
-            names.update(getattr(module, "_keep_in_fp32_modules", None) or ())
-    return sorted(pattern for name in names for pattern in (name, f"*.{name}"))
-
-
-def _kept_modules(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
-    """The outermost modules that compute in fp32."""
-    kept = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
-    return [path for path in kept if not any(path.startswith(f"{other}.") for other in kept)]
-
-
-def _refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in modules):
-            raise ConfigurationError(
-                f"keep_fp32: {pattern!r} matches no module; {did_you_mean(pattern, modules)[:300]}"
-            )
 
 
 def _build_units(

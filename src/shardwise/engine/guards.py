@@ -5,7 +5,7 @@ moving them raises, and so does giving them parameters or modules that are not s
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -25,8 +25,6 @@ _KEY = "_shardwise_engine"
 _REFUSALS = {
     "__deepcopy__": "a sharded model cannot be copied: copy it before sw.shard, or copy sw.full_state_dict(model)",
     "__reduce_ex__": "a sharded model cannot be pickled: save sw.full_state_dict(model)",
-    "_apply": "a sharded model cannot be moved or cast with .to(), .cuda(), .half(), ...: do that before sw.shard "
-    "(the device is chosen by sw.init, the dtype by precision=)",
     "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
 
@@ -72,7 +70,10 @@ def refuse_shared_memory(model: nn.Module) -> None:
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
     _watch_registrations()
     for module in model.modules():
+        if _is_bare(module):
+            continue
         module.__dict__[_KEY] = engine
+        module.__dict__["_apply"] = partial(_refuse_change, module)
         for name, reason in _REFUSALS.items():
             module.__dict__[name] = _refuser(reason)
         module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -128,6 +129,35 @@ def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
         return model.state_dict(keep_vars=True)
     finally:
         engine.whole_modules = set()
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it has nothing to guard: one activation function may serve many models, sharded or not."""
+    return not (module._modules or module._parameters or module._buffers)
+
+
+def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In the place of `_apply`: models cast and move their own parts, which need not change them."""
+    where = engine_of(module).mesh.device
+    kinds = {(param.dtype, where) for param in module.parameters(recurse)}
+    for dtype, device in kinds | {(buffer.dtype, buffer.device) for buffer in module.buffers(recurse)}:
+        if _changes(fn, dtype, device):
+            raise StateError(
+                "a sharded model cannot be moved or cast with .to(), .cuda(), .half(), ...: do that before sw.shard "
+                "(the device is chosen by sw.init, the dtype by precision=, and that of a module which a forward casts "
+                f"to fp32 by sw.Precision(..., keep_fp32=)); this {type(module).__name__} is in {dtype} on {device}"
+            )
+    return module
+
+
+def _changes(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    # Four dimensions: a memory format is a change, too.
+    probe = torch.ones((2, 2, 2, 2), dtype=torch.float32, device=device).to(dtype)
+    try:
+        same = fn(probe) is probe
+    except (RuntimeError, TypeError, ValueError, AssertionError):  # what it does to parameters remains unknown
+        return True
+    return not same or (probe.device.type == "cpu" and probe.is_shared()) or not bool((probe == 1).all())
 
 
 def _refuser(reason: str) -> Callable[..., NoReturn]:

@@ -3,19 +3,24 @@
 A unit's forward is seen by module hooks. Its backward begins when the gradient of one of its outputs arrives. It has
 ended when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
 everything the unit recorded has run. Units with nothing recorded before them end with the backward.
+
+While a unit's forward runs, autocast keeps no casts of weights: such a cast would serve later forwards too, with a
+gradient that comes home when the unit is done, or with weights that are old.
 """
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import FP32
 from ..errors import StateError
+from .casts import explain
 from .guards import engine_of
+from .nested import map_tensors, tensors_in
 from .runtime import Engine
 
 # Of a module's attributes, torch's own.
@@ -36,8 +41,12 @@ class _UnitHooks:
         # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
         self._seen_by_hooks: list[Tensor] = []
         self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        # Whether autocast kept its casts, for each call that has not returned.
+        self._kept_casts: list[bool] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
+        self._kept_casts.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         if _is_recompute():
             self._engine.gathers.make_ready(self._index, "backward")
         else:
@@ -68,6 +77,10 @@ class _UnitHooks:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after an error in the forward too, with nothing as output."""
+        if self._kept_casts:
+            torch.set_autocast_cache_enabled(self._kept_casts.pop())
+        if output is None and self._engine.precision.compute != FP32:
+            explain(sys.exception(), self._engine.units[self._index].name, self._engine.precision)
         if _is_recompute():
             return
         self._engine.activations.after(self._index)
@@ -86,8 +99,8 @@ class _UnitHooks:
             name = self._engine.units[self._index].name
             raise StateError(
                 f"no tensor was found in the {type(output).__name__} that unit {name!r} ({type(module).__name__}) "
-                "returned, so its backward could not be followed: return tensors, or tuples, lists, dicts or "
-                "dataclasses of them"
+                "returned, so its backward could not be followed: return tensors, or containers, dataclasses or plain "
+                "objects that hold them"
             )
 
 
@@ -153,29 +166,6 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
     engine.entries[None] = [(before, after)]
 
 
-def install_cast_hooks(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
-    """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype.
-
-    A single number, such as a loss that is computed inside, stays as exact as it is.
-    """
-
-    def enter(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype == compute else tensor
-
-    def leave(tensor: Tensor) -> Tensor:
-        return tensor.to(compute) if tensor.dtype == torch.float32 and tensor.ndim else tensor
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_tensors(args, enter), map_tensors(kwargs, enter)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return map_tensors(output, leave)
-
-    for module in modules:
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-
-
 def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
     """Put hooks on every unit's module; pre-hooks go first, so that the user's own see gathered parameters.
 
@@ -229,41 +219,3 @@ def _is_recompute() -> bool:
 def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Compilers call the hook; they do not look into it."""
     return torch.compiler.disable(hook)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a module's output: bare, in containers, in dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed; what holds none that change comes back as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if isinstance(value, tuple) and type(value) is not tuple else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: map_tensors(item, change) for name, item in found.items()}
-        if all(changed[name] is found[name] for name in found):
-            return value
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, Mapping):
-        pairs = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(pairs[key] is value[key] for key in pairs):
-            return value
-        return pairs if type(value) is dict else type(value)(pairs)  # type: ignore[call-arg]
-    return value

@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             )
         sharded = shard_as_asked(model, optimizer, self._words, self.state.mixed_precision)
         precision = engine_of(model).precision
-        if precision.compute != precision.master:
+        if precision.products != precision.master:
             # As Accelerate does around its autocast, so that losses are not computed in 16 bits.
             model.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
         vars(model)["_is_accelerate_prepared"] = True

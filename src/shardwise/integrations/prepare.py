@@ -37,7 +37,7 @@ def refuse_contradiction(words: Mapping[str, Any], mixed_precision: str) -> None
     asked = words.get("precision")
     if asked is None or mixed_precision == "no":
         return
-    if precision_of(asked, None).compute != DTYPES[mixed_precision]:
+    if precision_of(asked, None).products != DTYPES[mixed_precision]:
         raise ConfigurationError(
             f"precision={asked!r} and mixed_precision={mixed_precision!r} (bf16= or fp16= of TrainingArguments, or "
             "`accelerate launch`) contradict each other: leave one of them out"

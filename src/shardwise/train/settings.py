@@ -117,7 +117,7 @@ class Settings:
     strategy: str | dict[str, str] = setting(SHARDING, "auto", "auto, ddp, zero1, zero2, zero3, hsdp, zero2-offload, zero3-offload, zero3-nvme, ...; or a mapping from unit patterns to them.")
     wire: tuple[str, ...] = setting(SHARDING, (), "What params and grads travel as between ranks: params=int8,grads=int4:feedback; bf16, fp16, e4m3, e5m2, int8, int4. params=int8:forward leaves backwards exact. As they are: none.")
     offload: tuple[str, ...] = setting(SHARDING, (), "What of params, grads, optimizer and activations rests on the host or on disk: optimizer=host:0.6,params=disk:/nvme (a part, a folder). The folder alone: disk:/nvme. Nothing: none.")
-    precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "fp32, bf16 (fp32 masters), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
+    precision: Literal["fp32", "bf16", "bf16-autocast", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "fp32, bf16 (fp32 masters), bf16-autocast (fp32 weights, products in bf16), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
     reduce_dtype: Literal["fp32", "bf16"] | None = setting(SHARDING, None, "What gradients are summed in. Default: what the precision says.")
     units: tuple[str, ...] = setting(SHARDING, (), "Classes of the modules that travel as one, LlamaDecoderLayer, or a number of parameters. Default: the model's repeated blocks.")
     node_size: int | None = setting(SHARDING, None, "Ranks that count as a node. Default: those of this machine.", least=1)

@@ -231,7 +231,7 @@ def _machine(settings: Settings, free_bytes: int, disk_path: Path | None) -> Mac
 
 def _book(run: Run, num_ranks: int) -> Book:
     settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
-    peak = peak_flops(device_name(job.device), precision.compute)
+    peak = peak_flops(device_name(job.device), precision.products)
     # Padding is not counted.
     is_padded = settings.packing == "padded"
     tokens_per_sample = job.samples.tokens_per_sample if is_padded else run.checked.seq_length

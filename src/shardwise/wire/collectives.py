@@ -160,6 +160,16 @@ def broadcast_from_first(channel: Channel, buffer: torch.Tensor) -> None:
             _fail("broadcast", channel, "weights", error)
 
 
+def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
+    """The mean of `buffer` over the ranks, in its place; between steps only, not counted."""
+    if channel.num_ranks > 1:
+        try:
+            dist.all_reduce(buffer, group=channel.group)
+        except RuntimeError as error:
+            _fail("all_reduce", channel, "buffers", error)
+        buffer /= channel.num_ranks
+
+
 def exchange(channel: Channel, value: Any) -> list[Any]:
     """Every rank's value of some plain Python object, by rank; set-up only, not counted."""
     if channel.num_ranks == 1:

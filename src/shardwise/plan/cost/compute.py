@@ -59,7 +59,7 @@ class Speed:
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
     """In 32 bits there is no attention kernel that is better than products."""
-    products = (gpu.fp32_flops if training.formats.compute == FP32 else gpu.flops) * efficiency.products
+    products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
     attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
     return Speed(products, min(products, attention), gpu.hbm_bytes_per_s * efficiency.memory, efficiency)
