@@ -1,0 +1,5 @@
+"""Every scenario: importing this registers them."""
+
+from tests.loops import copying, parameters, reading, writing
+
+THEMES = (parameters, reading, writing, copying)
