@@ -1,5 +1,5 @@
 """Every scenario: importing this registers them."""
 
-from tests.loops import copying, parameters, reading, writing
+from tests.loops import copying, freezing, gradients, hooks, parameters, reading, writing
 
-THEMES = (parameters, reading, writing, copying)
+THEMES = (parameters, reading, writing, copying, freezing, hooks, gradients)

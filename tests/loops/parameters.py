@@ -95,7 +95,7 @@ def logit_scale_in_the_loss(loop: Loop) -> nn.Module:
     return model
 
 
-@scenario(equal=ALL)
+@scenario()
 def logit_scale_clamped(loop: Loop) -> nn.Module:
     """CLIP's training clamps the temperature after every step."""
     model, optimizer = start(loop, Clip())
@@ -159,7 +159,7 @@ class Quantised(nn.Module):
 
 @scenario(equal=ALL)
 def frozen_integer_parameters(loop: Loop) -> nn.Module:
-    model, optimizer = start(loop, Net(block=Quantised), lambda model: sgd_of_trainable(model))
+    model, optimizer = start(loop, Net(block=Quantised), sgd_of_trainable)
     loop.train(model, optimizer)
     return model
 
@@ -171,7 +171,7 @@ class QuantisedComplex(Quantised):
 
 @scenario(equal=ALL)
 def frozen_complex_parameters(loop: Loop) -> nn.Module:
-    model, optimizer = start(loop, Net(block=QuantisedComplex), lambda model: sgd_of_trainable(model))
+    model, optimizer = start(loop, Net(block=QuantisedComplex), sgd_of_trainable)
     loop.train(model, optimizer)
     return model
 

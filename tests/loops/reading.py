@@ -107,9 +107,7 @@ def reading_data(loop: Loop) -> nn.Module:
 @scenario()
 def reading_detached(loop: Loop) -> nn.Module:
     model, optimizer = start(loop)
-    loop.train(
-        model, optimizer, each=lambda _: loop.check(*(p.detach().cpu().float().std() for p in model.parameters()))
-    )
+    loop.train(model, optimizer, each=lambda _: loop.check(*(p.detach().float().std() for p in model.parameters())))
     return model
 
 
