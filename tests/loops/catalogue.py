@@ -1,5 +1,49 @@
 """Every scenario: importing this registers them."""
 
-from tests.loops import copying, freezing, gradients, hooks, parameters, reading, writing
+from tests.loops import (
+    clipping,
+    copying,
+    errors,
+    evaluation,
+    freezing,
+    functional,
+    gradients,
+    hooks,
+    methods,
+    mixed_precision,
+    modules,
+    normalisation,
+    optimizers,
+    order,
+    parameters,
+    ranks,
+    reading,
+    recompute,
+    replaced,
+    schedules,
+    writing,
+)
 
-THEMES = (parameters, reading, writing, copying, freezing, hooks, gradients)
+THEMES = (
+    parameters,
+    reading,
+    writing,
+    copying,
+    freezing,
+    hooks,
+    gradients,
+    clipping,
+    optimizers,
+    schedules,
+    modules,
+    methods,
+    normalisation,
+    replaced,
+    order,
+    evaluation,
+    functional,
+    recompute,
+    mixed_precision,
+    errors,
+    ranks,
+)

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import Strategy
-from tests.harness import Ending, Pool
+from tests.harness import Ending, Pool, World
 from tests.loops.loop import Loop, Record, UserError
 
 DEADLINE_S = 20.0
-HEALTH_DEADLINE_S = 8.0
+HEALTH_DEADLINE_S = 10.0
+WARM_UP_DEADLINE_S = 120.0  # fresh ranks import half of torch in their first loop
 TOLERANCE = 1e-5
 
 Kind = Literal["equal", "refused", "obscure", "wrong", "hang", "abort"]
@@ -156,20 +157,21 @@ class Frame:
     pool: Pool
 
     def __post_init__(self) -> None:
-        self.alone: dict[tuple[str, int], Record | Raised] = {}
+        self.alone: dict[tuple[str, int], Record] = {}
+        self.warm: dict[int, World] = {}
 
     def run(self, name: str, setting: str, sure: bool = False) -> Outcome:
         """Run one scenario. With `sure`, a failure is tried again in a fresh world, which nothing ran in before."""
         outcome = self.try_once(name, setting)
         if sure and not outcome.passes:
-            self.pool.world(SETTINGS[setting].world).close()
+            self.warm[SETTINGS[setting].world].close()
             outcome = self.try_once(name, setting)
         return outcome
 
     def try_once(self, name: str, setting: str) -> Outcome:
         size = SETTINGS[setting].world
         expected = self.reference(name, size)
-        endings = self.pool.world(size).endings(play_on_rank, name, setting, size, deadline=DEADLINE_S)
+        endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=DEADLINE_S)
         kind, reason, detail = judge(endings, expected, SCENARIOS[name].tolerance)
         if kind != "equal":
             self.check_health(setting)
@@ -177,7 +179,7 @@ class Frame:
 
     def reference(self, name: str, world: int) -> Record:
         if (name, world) not in self.alone:
-            (ending,) = self.pool.world(1).endings(play_on_rank, name, None, world, deadline=60.0)
+            (ending,) = self.pool.world(1).endings(play_on_rank, name, None, world, deadline=WARM_UP_DEADLINE_S)
             value = ending.value
             if not isinstance(value, Record):
                 raise AssertionError(f"{name} fails in one process: {value.trace if value else ending}")
@@ -186,14 +188,22 @@ class Frame:
             self.alone[name, world] = value
         return self.alone[name, world]
 
+    def world(self, size: int) -> World:
+        """Ranks that have trained a plain model before."""
+        world = self.pool.world(size)
+        if self.warm.get(size) is not world:
+            world.run(play_on_rank, "plain", "ddp", size, deadline=WARM_UP_DEADLINE_S)
+            self.warm[size] = world
+        return world
+
     def check_health(self, setting: str) -> None:
         """Close the world unless a plain model still trains in it."""
         size = SETTINGS[setting].world
-        world = self.pool.world(size)
-        expected = self.reference("plain", size)
-        endings = world.endings(play_on_rank, "plain", setting, size, deadline=HEALTH_DEADLINE_S)
-        if world.usable and judge(endings, expected, TOLERANCE)[0] != "equal":
-            world.close()
+        world = self.warm[size]
+        if world.usable:
+            endings = world.endings(play_on_rank, "plain", setting, size, deadline=HEALTH_DEADLINE_S)
+            if judge(endings, self.reference("plain", size), TOLERANCE)[0] != "equal":
+                world.close()
 
 
 def judge(endings: list[Ending], expected: Record, tolerance: float) -> tuple[Kind, str, str]:

@@ -120,9 +120,9 @@ def freezing_all_but_the_biases(loop: Loop) -> nn.Module:
     return model
 
 
-@scenario(equal=ALL)
+@scenario()
 def freezing_between_forward_and_backward(loop: Loop) -> nn.Module:
-    """The graph of a forward keeps what was trainable then."""
+    """torch looks at `requires_grad` when a gradient is accumulated: a parameter that is frozen by then gets none."""
     model, optimizer = start(loop)
     for step in range(3):
         x, y = loop.batch(step)
