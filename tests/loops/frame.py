@@ -155,6 +155,7 @@ class Frame:
     """Runs scenarios on a pool of ranks; keeps what one process gave, by world size."""
 
     pool: Pool
+    deadline_s: float = DEADLINE_S
 
     def __post_init__(self) -> None:
         self.alone: dict[tuple[str, int], Record] = {}
@@ -171,7 +172,7 @@ class Frame:
     def try_once(self, name: str, setting: str) -> Outcome:
         size = SETTINGS[setting].world
         expected = self.reference(name, size)
-        endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=DEADLINE_S)
+        endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=self.deadline_s)
         kind, reason, detail = judge(endings, expected, SCENARIOS[name].tolerance)
         if kind != "equal":
             self.check_health(setting)

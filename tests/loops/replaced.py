@@ -46,10 +46,9 @@ def a_parameter_added(loop: Loop) -> nn.Module:
 
 
 class Shifted(Net):
-    shift: Tensor | None = None
-
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.shift is None else x + self.shift)
+        shift = self._parameters.get("shift")
+        return super().forward(x if shift is None else x + shift)
 
 
 @scenario()
