@@ -116,7 +116,7 @@ def moving_to_the_same_place(loop: Loop) -> nn.Module:
 
 
 @scenario()
-def half_of_the_model(loop: Loop) -> nn.Module:
+def casting_to_double(loop: Loop) -> nn.Module:
     model, optimizer = start(loop)
     loop.train(model, optimizer)
     model.double()

@@ -9,10 +9,13 @@ abort    some rank's process died
 
 Scenarios are module-level functions under `@scenario`. A rank that hung or died costs its world, and a world in which
 a scenario did not come out equal must still train a plain model before it is used again, so that no scenario makes
-the following ones fail.
+the following ones fail. A rank that raised ends soon unless there is a next scenario, because a script would have ended
+there too: the ranks that wait for it must not depend on its process.
 """
 
+import os
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -29,6 +32,7 @@ from tests.loops.loop import Loop, Record, UserError
 
 DEADLINE_S = 20.0
 HEALTH_DEADLINE_S = 10.0
+LAST_BREATH_S = 3.0  # from a rank's exception to the end of its process
 WARM_UP_DEADLINE_S = 120.0  # fresh ranks import half of torch in their first loop
 TOLERANCE = 1e-5
 
@@ -109,6 +113,9 @@ class Outcome:
 # on a rank
 
 
+_end: threading.Timer | None = None
+
+
 @dataclass(frozen=True)
 class Raised:
     kind: Literal["ours", "user", "other"]
@@ -118,8 +125,11 @@ class Raised:
 
 def play_on_rank(name: str, setting: str | None, world: int) -> Record | Raised | None:
     """Run a scenario on this rank, or in one process with the batches of `world` ranks."""
+    global _end
     from tests.loops import catalogue  # noqa: F401  registers all scenarios
 
+    if _end is not None:
+        _end.cancel()
     rank = torch.distributed.get_rank()
     chosen = SETTINGS[setting] if setting else None
     options = {"node_size": chosen.node_size} if chosen and chosen.node_size else {}
@@ -132,6 +142,9 @@ def play_on_rank(name: str, setting: str | None, world: int) -> Record | Raised 
         result = SCENARIOS[name].play(loop)
         loop.finish([] if result is None else [result] if isinstance(result, nn.Module) else result)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is reported
+        _end = threading.Timer(LAST_BREATH_S, os._exit, [1])
+        _end.daemon = True
+        _end.start()
         return raised(error)
     return loop.record
 
@@ -174,7 +187,10 @@ class Frame:
         expected = self.reference(name, size)
         endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=self.deadline_s)
         kind, reason, detail = judge(endings, expected, SCENARIOS[name].tolerance)
-        if kind != "equal":
+        seconds = [ending.seconds for ending in endings]
+        if max(seconds) - min(seconds) > LAST_BREATH_S / 2:  # a rank may have ended, or be about to
+            self.warm[size].close()
+        elif kind != "equal":
             self.check_health(setting)
         return Outcome(name, setting, kind, reason, detail)
 

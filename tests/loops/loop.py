@@ -57,10 +57,13 @@ class Loop:
     def shard(self, model: nn.Module, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
         if self.strategy is None:
             return model, optimizer
-        strategy = self.strategy
-        if isinstance(strategy, dict) and "layers.0" not in dict(model.named_modules()):
-            strategy = {"*": strategy["*"]}
-        return sw.shard(model, optimizer, strategy, **{"precision": "fp32", **self.options, **options})
+        options = {"precision": "fp32", **self.options, **options}
+        try:
+            return sw.shard(model, optimizer, self.strategy, **options)
+        except sw.ConfigurationError as error:
+            if not isinstance(self.strategy, dict) or "matches no unit" not in str(error):
+                raise
+        return sw.shard(model, optimizer, self.strategy["*"], **options)  # a mapping for models with `layers`
 
     def clip(self, optimizer: Any, max_norm: float, **options: Any) -> Tensor:
         if self.is_sharded:

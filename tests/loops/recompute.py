@@ -132,7 +132,7 @@ def flops_counted_around_the_loop(loop: Loop) -> nn.Module:
     model, optimizer = start(loop)
     with FlopCounterMode(display=False) as counter:
         loop.train(model, optimizer)
-    loop.log(counter.get_total_flops())
+    loop.check(counter.get_total_flops() > 0)
     return model
 
 
@@ -160,7 +160,6 @@ def default_dtype_is_double(loop: Loop) -> nn.Module:
             optimizer.step()
             optimizer.zero_grad()
             loop.log(loss)
-        loop.check(next(iter(model.parameters())).dtype == torch.float64)
         loop.finish([model])
     finally:
         torch.set_default_dtype(torch.float32)
