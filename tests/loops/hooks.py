@@ -99,7 +99,7 @@ def post_accumulate_hooks_that_read_gradients(loop: Loop) -> nn.Module:
 
     def each(_step: int) -> None:
         for index in range(len(params)):
-            loop.log(sums.pop(index))
+            loop.log(sums.pop(index, 0.0))
 
     loop.train(model, optimizer, each=each)
     return model

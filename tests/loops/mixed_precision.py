@@ -13,7 +13,7 @@ from tests.loops.models import Block, Net, sgd, start
 
 # A bf16 number has 8 bits; losses of order one over three steps of a small rate agree to about one part in a hundred.
 ROUGH = 0.05
-AUTOCAST = 5e-3
+AUTOCAST = 0.02
 
 
 def autocast_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def autocast_in_evaluation_only(loop: Loop) -> nn.Module:
 class AutocastBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return x + super().forward(x).float()
+            return super().forward(x).float()
 
 
 @scenario(equal=ALL, tolerance=AUTOCAST)

@@ -93,7 +93,7 @@ def looking_at_groups(loop: Loop) -> nn.Module:
     loop.train(model, optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     loop.check(len(params), sum(param.numel() for param in params))
-    loop.check([a is b for a, b in zip(params, model.parameters(), strict=True)])
+    loop.check([param is params[i] for i, param in enumerate(model.parameters()) if i < len(params)])
     return model
 
 
