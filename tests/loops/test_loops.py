@@ -6,7 +6,7 @@ from tests.harness import Pool
 from tests.loops import catalogue  # noqa: F401  registers all scenarios
 from tests.loops.frame import SCENARIOS, SETTINGS, Frame
 
-QUICK = ("ddp", "zero3")
+QUICK = ("zero3",)
 
 
 @pytest.fixture(scope="module")
