@@ -1,0 +1,1 @@
+"""Training loops as users write them, under every layout: each must equal one process, or be refused."""

@@ -1,0 +1,46 @@
+"""`python -m tests.loops`: run the scenarios and print how they came out; nothing is written."""
+
+import argparse
+import fnmatch
+import sys
+import time
+
+from tests.harness import Pool
+from tests.loops import catalogue
+from tests.loops.frame import ALL, DEADLINE_S, SCENARIOS, Frame, Outcome, table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.loops", description=__doc__)
+    parser.add_argument("patterns", nargs="*", default=["*"], help="names of scenarios or of themes")
+    parser.add_argument("--strategies", default=",".join(ALL), help="comma-separated")
+    parser.add_argument("--sure", action="store_true", help="try failures again in fresh ranks")
+    parser.add_argument("--detail", action="store_true", help="print tracebacks and stacks of failures")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds until a scenario counts as hung")
+    args = parser.parse_args()
+    names = [
+        name
+        for name, chosen in SCENARIOS.items()
+        if any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(chosen.theme, p) for p in args.patterns)
+    ]
+    pool = Pool()
+    frame = Frame(pool, args.deadline)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    try:
+        for setting in args.strategies.split(","):
+            for name in names:
+                outcomes.append(frame.run(name, setting, args.sure))
+                if not outcomes[-1].passes:
+                    print(f"{time.monotonic() - began:6.1f} s  {outcomes[-1]}", file=sys.stderr, flush=True)
+                    if args.detail:
+                        print(outcomes[-1].detail, file=sys.stderr, flush=True)
+    finally:
+        pool.close()
+    num_themes = len(catalogue.THEMES)
+    print(f"{len(names)} scenarios of {num_themes} themes, {time.monotonic() - began:.0f} s\n\n{table(outcomes)}")
+    sys.exit(any(not outcome.passes for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()
