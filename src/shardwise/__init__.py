@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine.capture import capture
     from .engine.held import Memory, memory
     from .engine.whole import full_state_dict, load_full_state_dict, whole
+    from .engine.whole_gradients import grad_norms
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
@@ -48,6 +49,7 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "full_state_dict",
+    "grad_norms",
     "init",
     "load",
     "load_full_state_dict",
@@ -76,6 +78,7 @@ _HOMES = {
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",
+    "grad_norms": ".engine.whole_gradients",
     "CheckpointError": ".errors",
     "ConfigurationError": ".errors",
     "ShardwiseError": ".errors",

@@ -61,9 +61,7 @@ class FlatState:
             for index, param in enumerate(flat.params)
         ]
         self._elsewhere = {
-            index: torch.zeros((), dtype=flat.master.torch, device=self.master.device)
-            .expand(self.resting_params[index].shape)
-            .as_subclass(Elsewhere)
+            index: Elsewhere.like(self.resting_params[index].shape, flat.master.torch, self.master.device)
             for index in (self.held if flat.trainable else ())
         }
         self.hide_gradients()
