@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .engine.held import Memory, memory
     from .engine.hooks import register_forward
     from .engine.whole import full_state_dict, load_full_state_dict, whole
+    from .engine.whole_gradients import grad_norms
     from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .layout import Layout
     from .mesh import init
@@ -50,6 +51,7 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "full_state_dict",
+    "grad_norms",
     "init",
     "load",
     "load_full_state_dict",
@@ -82,6 +84,7 @@ _HOMES = {
     "full_state_dict": ".engine.whole",
     "load_full_state_dict": ".engine.whole",
     "whole": ".engine.whole",
+    "grad_norms": ".engine.whole_gradients",
     "CheckpointError": ".errors",
     "ConfigurationError": ".errors",
     "ShardwiseError": ".errors",

@@ -75,7 +75,8 @@ def loop(
                 accelerator.backward(loss)
                 norm = None
                 if accelerator.sync_gradients:
-                    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                    accelerator.clip_grad_value_(model.parameters(), 0.2)
+                    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=3.0))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..engine.runtime import Engine
 from ..errors import CheckpointError, ConfigurationError
+from ..optim.groups import shard_groups
 from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
-from ..optim.sharded import ShardedOptimizer, shard_groups
+from ..optim.sharded import ShardedOptimizer
 from ..unit.stand_ins import OnDisk
 from .dtypes import NAMES
 from .index import Optimizer, Plain, Saved, Stored

@@ -17,11 +17,12 @@ from ..dtypes import FP32, DTypeLike
 from ..errors import ConfigurationError, StateError
 from ..layout import AUTO, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, local_rank, make_axes, num_local_ranks
+from ..optim.groups import cut_state, require_own_parameters
 from ..optim.host.cores import cores_for
 from ..optim.host_updates import HostUpdates, is_eight_bit
 from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
 from ..optim.scaler import LossScaler
-from ..optim.sharded import ShardedOptimizer, cut_state, require_own_parameters
+from ..optim.sharded import ShardedOptimizer
 from ..plan.assess import Machine
 from ..plan.flat import Flat, flats_of
 from ..plan.memory import state_bytes

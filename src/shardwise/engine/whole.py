@@ -16,15 +16,19 @@ from ..unit.user_parameter import place_of
 from ..wire.collectives import broadcast_from_first, exchange
 from .guards import engine_of, own_state_dict
 from .runtime import Engine, channels_of
+from .whole_gradients import HiddenGradients, WholeGradients
 
 
 @contextmanager
-def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
+def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Iterator[None]:
     """Inside, the parameters of `module` (a sharded model or a part of it) are whole, in their masters' precision.
 
-    With `write`, what rank 0 leaves in them becomes the weights of all ranks.
+    With `grads`, their `.grad` is the whole gradient as the optimizer would read it, the mean over all ranks, or None
+    where no rank has one. With `write`, what rank 0 leaves in them (and in `.grad`) becomes that of all ranks.
     """
     engine = engine_of(module)
+    if grads and write:
+        engine.updates.refuse_after_early("change of gradients")
     engine.rest()
     registered = {id(part._parameters) for part in module.modules()}
     shown = [
@@ -35,6 +39,10 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
     ]
     places = {user: place for state, buffer in shown for user, place in _places(state, buffer)}
     views = {user: nn.Parameter(place.data, user.requires_grad) for user, place in places.items()}
+    states = [state for state, _ in shown]
+    gradients = WholeGradients(engine, states) if grads else HiddenGradients(states)
+    for user, grad in gradients.shown.items():
+        views[user].grad = grad
     for unit in engine.units:
         unit.show(views)
     _show_to_users(views)
@@ -46,6 +54,7 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
         _show_to_users(dict.fromkeys(views))
         found = [entry for unit in engine.units for entry in unit.take_back() if entry[0] in places]
     complaints = [_follow_replacement(places[user], current) for user, current in found]
+    complaints.append(gradients.complaint(views, write))
     if not write and not all(_is_unchanged(state, buffer) for state, buffer in shown):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
     # Every rank hears of it: the others would wait for this one in the next collective.
@@ -57,6 +66,7 @@ def whole(module: nn.Module, *, write: bool = False) -> Iterator[None]:
         for state, buffer in shown:
             _write_master(engine, state, buffer)
         engine.was_rewritten()
+        gradients.write(views, found)
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -144,27 +144,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Over all shards; the norm before is the same on every rank."""
+        return self._optimizer_of("clip_grad_norm_", parameters).clip_grad_norm(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        self._optimizer_of("clip_grad_value_", parameters).clip_grad_value(clip_value)
+
+    def _optimizer_of(self, verb: str, parameters: Tensor | Iterable[Tensor]) -> ShardedOptimizer:
+        """Of the model that has these parameters, all of them."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        if norm_type != 2:
-            raise ConfigurationError(
-                f"clip_grad_norm_(norm_type={norm_type}): sharded gradients have the 2-norm; use 2"
-            )
         if not self.sync_gradients:
             raise StateError(
-                "clip_grad_norm_ before the last micro-batch, whose gradients are not summed yet: write "
+                f"{verb} before the last micro-batch, whose gradients are not summed yet: write "
                 "`if accelerator.sync_gradients:` above it"
             )
         for model, optimizer in self._sharded():
             trained = {param for param in model.parameters() if param.requires_grad}
             if optimizer is not None and trained == {param for param in given if param.requires_grad}:
-                return optimizer.clip_grad_norm(max_norm)
+                return optimizer
         raise ConfigurationError(
-            f"clip_grad_norm_ of {len(given)} parameters that are not those of one prepared model: give it "
+            f"{verb} of {len(given)} parameters that are not those of one prepared model: give it "
             "model.parameters() of what `prepare` gave back"
         )
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
-        raise ConfigurationError("clip_grad_value_: gradients live in flat shards; use clip_grad_norm_")
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         raise ConfigurationError(

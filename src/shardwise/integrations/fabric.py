@@ -25,7 +25,7 @@ from ..checkpoint.load import load
 from ..checkpoint.save import save
 from ..engine.api import accumulate
 from ..engine.whole import full_state_dict, load_full_state_dict
-from ..errors import ConfigurationError, StateError
+from ..errors import ConfigurationError
 from ..mesh import init
 from .prepare import refuse_unknown, shard_as_asked
 
@@ -76,18 +76,11 @@ class ShardwiseStrategy(DDPStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
     ) -> Tensor:
-        if norm_type != 2:
-            raise ConfigurationError(f"clip_gradients(norm_type={norm_type}): sharded gradients have the 2-norm; use 2")
-        norm: Tensor = optimizer.clip_grad_norm(max_norm)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise StateError(
-                f"the gradients' norm is {float(norm)}: error_if_nonfinite=False goes on, and "
-                "ShardwiseStrategy(skip_nonfinite=True) leaves such steps out"
-            )
+        norm: Tensor = optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
         return norm
 
-    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> NoReturn:
-        raise ConfigurationError("clip_gradients(clip_val=...): gradients live in flat shards; use max_norm=")
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        optimizer.clip_grad_value(clip_val)
 
     # the state
 

@@ -4,23 +4,23 @@ Class, groups, hyper-parameters and state stay the inner optimizer's own. Its gr
 it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..errors import ConfigurationError, StateError
+from ..errors import StateError
 from ..plan.schedule import PART_ELEMS
 from ..unit.carrier import Channels
-from ..unit.shard_tensor import Place
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
-from ..unit.user_parameter import place_of
-from .clip import global_norm
+from ..wire.collectives import exchange
+from .clip import global_norm, require_norm_type
+from .groups import shard_groups, shard_of
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .scaler import LossScaler
 
@@ -130,32 +130,87 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Steps left out because a gradient was not finite: in fp16 it may have overflowed."""
         return self._num_skipped if self._scaler is None else self._scaler.num_skipped
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Asked by `torch.amp.GradScaler.step`, if it is enabled."""
+        raise StateError(
+            "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
+            "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
+            "enabled=False"
+        )
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients down so that their norm is at most `max_norm`; returns the norm before.
 
-        The norm is over all parameters and ranks, and the same on every rank.
+        The norm is over all parameters and ranks, and the same on every rank. With `error_if_nonfinite` one that is
+        not finite is an error on every rank, and the gradients stay as they are.
         """
+        order = require_norm_type(norm_type)
+        final = self._final_gradients("clip_grad_norm")
+        norm = self._norm(order)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise StateError(
+                f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped: "
+                "error_if_nonfinite=False goes on, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
+            )
+        self._multiply(final, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Bring every element of the gradients into -clip_value ... clip_value, which is the same on every rank."""
+        final = self._final_gradients("clip_grad_value")
+        limit = abs(self._agreed("clip_grad_value", clip_value))
+        self._stepper.await_gradients()
+        for state in final:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+            state.gradient.final_at_hand.clamp_(-limit, limit)
+            state.gradient.square = None
+
+    def scale_grads(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number, which is the same on every rank: one over the tokens of a step."""
+        final = self._final_gradients("scale_grads")
+        number = self._agreed("scale_grads", factor)
+        self._stepper.await_gradients()
+        self._multiply(final, torch.full((), number, dtype=torch.float32, device=self._device))
+        self._apply_clips(final)
+
+    def _final_gradients(self, verb: str) -> list[FlatState]:
+        """Flats that have a gradient, complete and as it was clipped so far."""
         if self._is_early:
             raise StateError(
-                "optimizer.clip_grad_norm with early_update=True: weights are updated before the norm of all gradients "
-                "is known; clip without early_update"
+                f"optimizer.{verb} with early_update=True: weights are updated before all gradients are known; leave "
+                "early_update"
             )
         self._stepper.finish_gradients()
         final = [state for state in self._stepper.trainable_states if state.gradient.stage == "final"]
-        for state in final:
+        self._apply_clips(final)
+        return final
+
+    def _apply_clips(self, states: list[FlatState]) -> None:
+        for state in states:
             if state.gradient.clipped_by is not None:
                 self._stepper.await_host_of(state)
                 state.gradient.apply_clip()
-        norm = self._norm()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        on_device = [state.gradient.final for state in final if not state.flat.host_updates]
+
+    def _agreed(self, verb: str, value: float | Tensor) -> float:
+        values: list[float] = exchange(self._channels["world"], float(value))
+        if len({repr(each) for each in values}) > 1:
+            raise StateError(
+                f"optimizer.{verb} was given other numbers by the ranks, from rank 0 on {values}: gradients are the "
+                "mean over all ranks already; give it one number, summed over the ranks where it counts samples"
+            )
+        return values[0]
+
+    @staticmethod
+    def _multiply(states: list[FlatState], factor: Tensor) -> None:
+        on_device = [state.gradient.final for state in states if not state.flat.host_updates]
         if on_device:
             torch._foreach_mul_(on_device, factor)
-        for state in final:
+        for state in states:
             if state.flat.host_updates:
                 # What has left the device is multiplied where it is read.
                 state.gradient.clipped_by = factor
-        return norm
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -348,9 +403,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return self._stepper.trainable_states[0].device
 
-    def _norm(self) -> Tensor:
+    def _norm(self, norm_type: float = 2.0) -> Tensor:
         self._stepper.await_gradients()
-        return global_norm(self._stepper.trainable_states, self._channels, self._device)
+        for state in self._stepper.trainable_states if norm_type != 2.0 else ():
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+        return global_norm(self._stepper.trainable_states, self._channels, self._device, norm_type)
 
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
@@ -408,46 +466,3 @@ def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatSt
 def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
     held = {param for state in states for param in state.resting_params}
     return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
-
-
-def shard_of(param: Tensor) -> Tensor | None:
-    """This rank's part of one of the user's parameters, if it has one that is trained."""
-    place = place_of(param)
-    return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
-
-
-def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """This rank's parts of the parameters of each group."""
-    return [
-        [shard for param in group["params"] if (shard := shard_of(param)) is not None]
-        for group in optimizer.param_groups
-    ]
-
-
-def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Refuse an optimizer that was built on something else than the model."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if param not in params:
-                raise ConfigurationError(
-                    f"parameter {index} of the optimizer's group {group_index} (shape {tuple(param.shape)}) is not a "
-                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
-                    "after it was moved or changed for the last time"
-                )
-
-
-def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
-    """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
-    for original, place in places:
-        state = optimizer.state.pop(original, None)
-        if state is not None and place.resting.requires_grad and place.resting.numel():
-            optimizer.state[place.resting] = {key: _cut(key, value, place) for key, value in state.items()}
-
-
-def _cut(key: str, value: Any, place: Place) -> Any:
-    """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
-    if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
-        return value
-    part = place.state.part_of(place.index, value).view(place.resting.shape)
-    dtype = place.resting.dtype if value.is_floating_point() else value.dtype
-    return part.to(place.resting.device, dtype, copy=True)

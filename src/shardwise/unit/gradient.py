@@ -218,15 +218,23 @@ class Gradient:
     def _make_local(self, scale: GradScale) -> None:
         """Turn a finished gradient back into a partial sum, such that the next sync gives it again plus the new."""
         flat = self.flat
-        assert self.grads is not None
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
         num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
         self.fetch()
+        assert self.grads is not None
         kept = self.final_at_hand.clone()
         self.grads.zero_()
         scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies), num_summed)
         self.stage = "local"
+
+    def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
+        """Take what was given from outside for the mean over all ranks, while nobody reads the last one."""
+        self.fetch()
+        self.final_at_hand.copy_(part)
+        self.square = self.clipped_by = None
+        self.used = list(used)
+        self.stage = "final"
 
     # To the host.
 

@@ -18,9 +18,9 @@ class Elsewhere(Tensor):
     """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
 
     why = (
-        "gradients lie in flat shards, not in param.grad: clip with optimizer.clip_grad_norm(...), clear with "
-        "optimizer.zero_grad(), read them inside `with sw.whole(model, grads=True):`; an optimizer that is to use them "
-        "is given to sw.shard"
+        "gradients lie in flat shards, not in param.grad: give every optimizer to sw.shard, clip with "
+        "optimizer.clip_grad_norm(...), read with sw.grad_norms(model) or inside `with sw.whole(model, grads=True):`, "
+        "clear with optimizer.zero_grad(), and leave a GradScaler out (precision='fp16' scales by itself)"
     )
     harmless = _HARMLESS
 
@@ -29,6 +29,16 @@ class Elsewhere(Tensor):
         if func.__name__ in cls.harmless:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise StateError(cls.why)
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
+
+
+class NotShown(Elsewhere):
+    """Stands for a gradient inside `sw.whole`, which shows weights."""
+
+    why = "sw.whole(model) shows weights: for gradients write `with sw.whole(model, grads=True):`"
 
 
 class OnDisk(Elsewhere):
@@ -39,7 +49,3 @@ class OnDisk(Elsewhere):
         "optimizer state through a checkpoint"
     )
     harmless = _TELLS | {"detach"}
-
-    @classmethod
-    def like(cls, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)

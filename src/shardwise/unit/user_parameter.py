@@ -158,7 +158,7 @@ def _grad(param: Any) -> Tensor | None:
     gradient = place.state.gradient
     if gradient.stage == "empty" or not gradient.used[place.index]:
         return None
-    return torch.zeros((), dtype=param.dtype, device=param.device).expand(place.shape).as_subclass(Elsewhere)
+    return Elsewhere.like(place.shape, param.dtype, param.device)
 
 
 def _set_grad(param: Any, value: Tensor | None = None) -> None:

@@ -1,0 +1,54 @@
+"""The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+from ..unit.shard_tensor import Place
+from ..unit.user_parameter import place_of
+
+
+def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
+    """Refuse an optimizer that was built on something else than the model."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param not in params:
+                raise ConfigurationError(
+                    f"parameter {index} of the optimizer's group {group_index} (shape {tuple(param.shape)}) is not a "
+                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
+                    "after it was moved or changed for the last time"
+                )
+
+
+def shard_of(param: Tensor) -> Tensor | None:
+    """This rank's part of one of the user's parameters, if it has one that is trained."""
+    place = place_of(param)
+    return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
+
+
+def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """This rank's parts of the parameters of each group."""
+    return [
+        [shard for param in group["params"] if (shard := shard_of(param)) is not None]
+        for group in optimizer.param_groups
+    ]
+
+
+def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
+    """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
+    for original, place in places:
+        state = optimizer.state.pop(original, None)
+        if state is not None and place.resting.requires_grad and place.resting.numel():
+            optimizer.state[place.resting] = {key: _cut(key, value, place) for key, value in state.items()}
+
+
+def _cut(key: str, value: Any, place: Place) -> Any:
+    """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
+    if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
+        return value
+    part = place.state.part_of(place.index, value).view(place.resting.shape)
+    dtype = place.resting.dtype if value.is_floating_point() else value.dtype
+    return part.to(place.resting.device, dtype, copy=True)
