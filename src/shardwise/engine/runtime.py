@@ -92,9 +92,14 @@ class Engine:
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = self._ordered_for_update()
         self._in_backward = False
+        # Whether a forward has run that a backward may come back to.
+        self._awaits_backward = False
         self._graph_task = -1
-        # The order of units in the first forward, until the first step has been taken.
+        # The order of units in the first forward, and those that a backward may come to, until the first step has been
+        # taken. Then what is known: no backward comes to frozen units that no rank's graph led through.
         self._seen_order: list[int] | None = []
+        self._seen_recorded: set[int] = set()
+        self._is_in_backward = [True] * len(units)
 
     @property
     def schedule(self) -> Schedule:
@@ -114,7 +119,8 @@ class Engine:
         self.updates.begin_forward()
         self.gathers.refuse_changed_masters()
         self._calls.begin_forward()
-        self._progress.begin_forward(leads_to_backward)
+        self._progress.begin_forward()
+        self._awaits_backward = self._awaits_backward or leads_to_backward
 
     def before_forward(self, index: int) -> None:
         if self.whole_modules:
@@ -127,7 +133,7 @@ class Engine:
         else:
             self._calls.begin(index)
             for other in self._progress.reach_in_forward(index):
-                self.gathers.start(other, "forward", needed_now=False)
+                self._pass_in_forward(other)
             self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
@@ -144,14 +150,25 @@ class Engine:
                 "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
             )
         if leads_to_backward:
+            if self._seen_order is not None:
+                self._seen_recorded.add(index)
             return self._calls.record(index, self.gathers.version)
-        if not self._calls.live(index):
-            self.gathers.drop(index)
+        self._drop_after_forward(index)
         return None
 
+    def _drop_after_forward(self, index: int) -> None:
+        """What the next backward comes to stays, on every rank: also on one whose forward left it out."""
+        if not (self._awaits_backward and self._is_in_backward[index]) and not self._calls.live(index):
+            self.gathers.drop(index)
+
+    def _pass_in_forward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
+        self._drop_after_forward(index)
+
     def end_forward(self) -> None:
-        for other in self._progress.end_forward():
-            self.gathers.start(other, "forward", needed_now=False)
+        for other in self._progress.reach_in_forward(None):
+            self._pass_in_forward(other)
 
     # Phases 3 and 4: the backward, as the hooks report it.
 
@@ -166,19 +183,55 @@ class Engine:
         self._refuse_backward(call, unit, plan)
         if not self._in_backward:
             self._begin_backward()
-        for later in self._calls.opened_after(call):
-            self._close(later)
+        self._come_to(call)
         self._calls.open(call)
-        self._leave_out(self._progress.reach_in_backward(index))
-        for other in schedule.before_backward[index]:
-            self.gathers.start(other, "backward", needed_now=other == index)
+        if plan.holds_units:
+            # Its backward begins before that of the units inside it. What it reads is held, or on its way.
+            if plan.backward_reads:
+                self.gathers.make_ready(index, "backward")
+            return
+        self._enter_backward(index)
         self.gathers.read_ahead_in_backward(index)
-        for other in self._progress.reducible():
-            self.reductions.start(other, self.is_sync)
         if plan.backward_reads:
             self.gathers.show(index)
-        if unit.writes_directly and self._progress.is_next_to_reduce(index):
+
+    def _come_to(self, call: ForwardCall | None) -> None:
+        """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
+        is None."""
+        ended = self._calls.opened_after(call)
+        for other in ended:
+            if not self.schedule.units[other.unit].holds_units:
+                self._close(other)
+        if call is None or not self.schedule.units[call.unit].holds_units:
+            for index in self._progress.reach_in_backward(None if call is None else call.unit):
+                if not self._calls.busy[index] and not self._calls.may_come(index, call):
+                    self._pass_in_backward(index)
+                for other in ended:
+                    if other.unit == index and other.is_open:
+                        self._close(other)
+        for other in ended:
+            if other.is_open:
+                self._close(other)
+
+    def _enter_backward(self, index: int) -> None:
+        """The collectives before a unit's backward: the same ones on a rank that computes it and one that does not."""
+        schedule = self.gathers.schedule
+        for other in schedule.before_backward[index]:
+            self.gathers.start(other, "backward", needed_now=other == index)
+        for other in self._progress.reducible():
+            self.reductions.start(other, self.is_sync)
+        if schedule.units[index].backward_reads:
+            self.gathers.arrive(index)
+        if self.units[index].writes_directly and self._progress.is_next_to_reduce(index):
             self.reductions.open_for_compute(index)
+
+    def _pass_in_backward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        if self._is_in_backward[index] and self._progress.is_leaf(index):
+            self._enter_backward(index)
+        if not self._calls.live(index):
+            self.gathers.drop(index)
+        self._progress.complete(index)
 
     def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
         if call.version != self.gathers.version:
@@ -215,14 +268,6 @@ class Engine:
                 self.gathers.drop(index)
             self._progress.complete(index)
 
-    def _leave_out(self, passed: Iterable[int]) -> None:
-        """Units that this rank has passed over, and others may not have."""
-        for other in passed:
-            if not self._calls.live(other):
-                if self.schedule.units[other].backward_reads:
-                    self.gathers.start(other, "backward", needed_now=False)
-                self._progress.complete(other)
-
     def unit_in_backward(self) -> int | None:
         """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
         begun = [call for call in self._calls.opened if self._progress.is_leaf(call.unit)]
@@ -233,7 +278,7 @@ class Engine:
         if not self._in_backward:
             return
         self.reductions.abandon()
-        self._in_backward = self.is_loss_scaled = False
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
         self._calls.abandon_backward()
         for state in self.trainable_states:
             state.take_gradients()
@@ -242,14 +287,12 @@ class Engine:
     # Phase 5: the end of the backward.
 
     def end_backward(self) -> None:
-        for call in list(self._calls.opened):
-            self._close(call)
-        self._leave_out(self._progress.reach_in_backward(None))
+        self._come_to(None)
         for index in self._progress.left_to_reduce():
             self.reductions.start(index, self.is_sync)
         self.reductions.finish_all()
         self.gradients.refuse_late()
-        self._in_backward = self.is_loss_scaled = False
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
         if self.is_sync:
             self.gradients.agree_on_use()
 
@@ -305,6 +348,7 @@ class Engine:
             self.was_updated()
             # Forwards before the update can no longer lead to a backward.
             self._calls.forget()
+            self._awaits_backward = False
         self.mesh.ledger.close_step()
         self.host.close_step()
         self._host_jobs.close_step()
@@ -314,9 +358,17 @@ class Engine:
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
-        """Plan for the order in which the units really ran, when all ranks saw the same one."""
+        """Plan for the order in which the units really ran, when no rank saw another one. A rank may have left units
+        out."""
+        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded)))
+        called = {index for others, _ in reports for index in others}
+        recorded = {index for _, others in reports for index in others}
+        for index in called - recorded:
+            self._is_in_backward[index] = self.schedule.units[index].trainable
+        seen = max((others for others, _ in reports), key=len)
         order = seen + [index for index in self.schedule.order if index not in seen]
-        if any(other != order for other in exchange(self.mesh.world, order)) or order == list(self.schedule.order):
+        is_one = all(others == [index for index in seen if index in others] for others, _ in reports)
+        if not is_one or order == list(self.schedule.order):
             return
         self.gathers.follow(make_schedule(self.schedule.units, order, self._budget_bytes))
         self._progress.follow(self.schedule)
