@@ -112,6 +112,7 @@ class Engine:
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._host_jobs.raise_failure()
+        self.mesh.begin("a forward with gradients" if leads_to_backward else "a forward without gradients")
         self.abandon_backward()
         self.activations.abandon_forward()
         self.await_gradients()
@@ -253,6 +254,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self.updates.refuse_after_early("backward")
         self.await_gradients()
+        self.mesh.begin("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
         self._calls.begin_backward()
@@ -343,6 +345,7 @@ class Engine:
         self.gathers.occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
+        self.mesh.begin("optimizer.step()")
         self.updates.close_step()
         if updated:
             self.was_updated()
