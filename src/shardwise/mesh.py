@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from .errors import ConfigurationError, StateError, WireError
 from .wire.collectives import Channel
 from .wire.ledger import Ledger
+from .wire.watch import Watch, last_words
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
@@ -54,21 +55,29 @@ class Mesh:
         """All ranks, for set-up and agreement."""
         return self.channels["gather", "world"]
 
+    def begin(self, phase: str) -> None:
+        """Of the training: collectives that follow belong to it."""
+        world = self.world
+        if world.watch is not None and world.mesh is not None:
+            world.watch.order.begin(phase, world.mesh)
+
 
 def init(
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
 ) -> None:
     """Join the process group that torchrun's environment describes, or make a world of one.
 
     A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
     `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
-    than `timeout_s` fail on every rank (default: what was said before, else 600). On a GPU the allocator is
-    set to expandable segments, unless PYTORCH_ALLOC_CONF says something.
+    than `timeout_s` fail on every rank (default: what was said before, else 600); ranks that wait for each other in
+    different places fail after `hang_timeout_s` (else 10), at once where that is certain. On a GPU the allocator is set
+    to expandable segments, unless PYTORCH_ALLOC_CONF says something.
     """
-    global _device, _timeout
+    global _device, _timeout, _hang_s
     found = _choose_device(device)
     timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -91,6 +100,9 @@ def init(
         # that: if there is none any more, the process aborts.
         atexit.register(time.sleep, 0.1)
     _device, _timeout = found, timeout
+    _hang_s = _hang_s if hang_timeout_s is None else hang_timeout_s
+    for watch in _watches.values():
+        watch.hang_s, watch.timeout_s = _hang_s, _timeout.total_seconds()
 
 
 def device() -> torch.device:
@@ -103,7 +115,7 @@ def device() -> torch.device:
 def everyone() -> Channel:
     """All ranks over the default group, before there is a mesh."""
     device()
-    return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
+    return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger(), watch=_watch())
 
 
 def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
@@ -118,7 +130,7 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     key = (dist.group.WORLD, f"hosts {timeout} {purpose}", ranks)
     if len(ranks) > 1 and key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
-    return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger())
+    return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger(), watch=_watch())
 
 
 def timeout_s() -> float:
@@ -159,6 +171,7 @@ def is_joined() -> bool:
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        _leave_watch()
         dist.destroy_process_group()
 
 
@@ -192,8 +205,14 @@ def connect(axes: Axes) -> Mesh:
     ledger = Ledger()
     # A mean multiplies by 1/N in the dtype that travels, which is exact for powers of two only.
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
+    watch = _watch()
+    number = 0 if watch is None else watch.num_meshes
+    if watch is not None:
+        watch.num_meshes += 1
     channels = {
-        (lane, axis): Channel(axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages)
+        (lane, axis): Channel(
+            axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages, watch, number
+        )
         for lane in LANES
         for axis, ranks in axes.members.items()
     }
@@ -205,8 +224,28 @@ AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None
 _timeout = datetime.timedelta(seconds=600)
+_hang_s = 10.0
 # Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
 _groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
+_watches: dict[object, Watch] = {}
+
+
+def _watch() -> Watch | None:
+    """Over the ranks of the default group; None where there is nobody to wait for."""
+    group, num_ranks = dist.group.WORLD, dist.get_world_size()
+    if num_ranks == 1 or dist.get_backend() == "emulated":
+        return None
+    if group not in _watches:
+        store = dist.distributed_c10d._get_default_store()
+        if not _watches:
+            atexit.register(_leave_watch)
+        _watches[group] = Watch(store, dist.get_rank(), num_ranks, _hang_s, _timeout.total_seconds())
+    return _watches[group]
+
+
+def _leave_watch() -> None:
+    while _watches:
+        _watches.popitem()[1].close(last_words())
 
 
 def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:

@@ -70,9 +70,17 @@ class Calls:
         self.opened.add(call)
         self.busy[call.unit] += 1
 
-    def opened_after(self, call: ForwardCall) -> list[ForwardCall]:
-        """Recorded after `call`: when its backward begins, theirs has run."""
-        return [other for other in self.opened if other.began > call.ended]
+    def may_come(self, index: int, call: ForwardCall | None) -> bool:
+        """Whether a backward that has come to `call` may still come to a forward of this unit: one before it, which
+        this backward has not been through. Autograd runs what was recorded last first. The end is None."""
+        return call is not None and any(
+            other.began < call.began and not self.is_closed(other) for other in self.live(index)
+        )
+
+    def opened_after(self, call: ForwardCall | None) -> list[ForwardCall]:
+        """Recorded after `call`, the last first: when its backward begins, theirs has run. The end is None."""
+        ended = [other for other in self.opened if call is None or other.began > call.ended]
+        return sorted(ended, key=_began, reverse=True) if len(ended) > 1 else ended
 
     def close(self, call: ForwardCall) -> bool:
         """Whether this backward is through with the unit."""
@@ -91,3 +99,7 @@ class Calls:
         self.busy = [0] * self._num_units
         self.forget()
         self.opened.clear()
+
+
+def _began(call: ForwardCall) -> int:
+    return call.began

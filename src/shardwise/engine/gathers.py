@@ -96,14 +96,23 @@ class Gathers:
             self._leave_slot(index, "its weights are used outside its forward")
         self.kept.add(index)
         self.start(index, "forward", needed_now=True)
-        if index in self._in_flight:
-            self._finish(index)
+        self.arrive(index)
+
+    def pass_by(self, index: int, ahead: Sequence[int]) -> None:
+        """The collectives of `make_ready` in a forward, for a unit that this rank leaves out."""
+        self.start(index, "forward", needed_now=True)
+        self._start_ahead(ahead)
+        self.arrive(index)
 
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is under way, and show its compute parameters."""
+        self.arrive(index)
+        self._units[index].show_compute()
+
+    def arrive(self, index: int) -> None:
+        """Wait for a unit's gather, if it is under way."""
         if index in self._in_flight:
             self._finish(index)
-        self._units[index].show_compute()
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
         """As far as the host is through with its updates: whether it is, is no reason to wait for it now. On another

@@ -99,9 +99,14 @@ class Engine:
         # Parameters whose gradients may come from outside every unit.
         self._lent: set[nn.Parameter] = set()
         self._in_backward = False
+        # Whether a forward has run that a backward may come back to.
+        self._awaits_backward = False
         self._graph_task = -1
-        # The order of units in the first forward, until the first step has been taken.
+        # The order of units in the first forward, and those that a backward may come to, until the first step has been
+        # taken. Then what is known: no backward comes to frozen units that no rank's graph led through.
         self._seen_order: list[int] | None = []
+        self._seen_recorded: set[int] = set()
+        self._is_in_backward = [True] * len(units)
 
     @property
     def schedule(self) -> Schedule:
@@ -140,6 +145,7 @@ class Engine:
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._host_jobs.raise_failure()
+        self.mesh.begin("a forward with gradients" if leads_to_backward else "a forward without gradients")
         self.abandon_backward()
         self.activations.abandon_forward()
         self.await_gradients()
@@ -148,7 +154,8 @@ class Engine:
         self.gathers.follow_changed_masters()
         self._num_forwards += 1
         self._calls.begin_forward()
-        self._progress.begin_forward(leads_to_backward)
+        self._progress.begin_forward()
+        self._awaits_backward = self._awaits_backward or leads_to_backward
 
     def before_forward(self, index: int) -> None:
         if self.whole_modules:
@@ -161,7 +168,7 @@ class Engine:
         else:
             self._calls.begin(index)
             for other in self._progress.reach_in_forward(index):
-                self.gathers.start(other, "forward", needed_now=False)
+                self._pass_in_forward(other)
             self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
@@ -178,18 +185,29 @@ class Engine:
                 "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
             )
         if leads_to_backward:
+            if self._seen_order is not None:
+                self._seen_recorded.add(index)
             return self._calls.record(index, self.gathers.version)
-        if not self._calls.live(index):
-            self.gathers.drop(index)
+        self._drop_after_forward(index)
         return None
 
     def leave_forward(self) -> None:
         """Also after an error."""
         self._num_forwards = max(self._num_forwards - 1, 0)
 
+    def _drop_after_forward(self, index: int) -> None:
+        """What the next backward comes to stays, on every rank: also on one whose forward left it out."""
+        if not (self._awaits_backward and self._is_in_backward[index]) and not self._calls.live(index):
+            self.gathers.drop(index)
+
+    def _pass_in_forward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
+        self._drop_after_forward(index)
+
     def end_forward(self) -> None:
-        for other in self._progress.end_forward():
-            self.gathers.start(other, "forward", needed_now=False)
+        for other in self._progress.reach_in_forward(None):
+            self._pass_in_forward(other)
 
     # Phases 3 and 4: the backward, as the hooks report it.
 
@@ -204,19 +222,55 @@ class Engine:
         self._refuse_backward(call, unit, plan)
         if not self._in_backward:
             self._begin_backward()
-        for later in self._calls.opened_after(call):
-            self._close(later)
+        self._come_to(call)
         self._calls.open(call)
-        self._leave_out(self._progress.reach_in_backward(index))
-        for other in schedule.before_backward[index]:
-            self.gathers.start(other, "backward", needed_now=other == index)
+        if plan.holds_units:
+            # Its backward begins before that of the units inside it. What it reads is held, or on its way.
+            if plan.backward_reads:
+                self.gathers.make_ready(index, "backward")
+            return
+        self._enter_backward(index)
         self.gathers.read_ahead_in_backward(index)
-        for other in self._progress.reducible():
-            self.reductions.start(other, self.is_sync)
         if plan.backward_reads:
             self.gathers.show(index)
-        if unit.writes_directly and self._progress.is_next_to_reduce(index):
+
+    def _come_to(self, call: ForwardCall | None) -> None:
+        """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
+        is None."""
+        ended = self._calls.opened_after(call)
+        for other in ended:
+            if not self.schedule.units[other.unit].holds_units:
+                self._close(other)
+        if call is None or not self.schedule.units[call.unit].holds_units:
+            for index in self._progress.reach_in_backward(None if call is None else call.unit):
+                if not self._calls.busy[index] and not self._calls.may_come(index, call):
+                    self._pass_in_backward(index)
+                for other in ended:
+                    if other.unit == index and other.is_open:
+                        self._close(other)
+        for other in ended:
+            if other.is_open:
+                self._close(other)
+
+    def _enter_backward(self, index: int) -> None:
+        """The collectives before a unit's backward: the same ones on a rank that computes it and one that does not."""
+        schedule = self.gathers.schedule
+        for other in schedule.before_backward[index]:
+            self.gathers.start(other, "backward", needed_now=other == index)
+        for other in self._progress.reducible():
+            self.reductions.start(other, self.is_sync)
+        if schedule.units[index].backward_reads:
+            self.gathers.arrive(index)
+        if self.units[index].writes_directly and self._progress.is_next_to_reduce(index):
             self.reductions.open_for_compute(index)
+
+    def _pass_in_backward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        if self._is_in_backward[index] and self._progress.is_leaf(index):
+            self._enter_backward(index)
+        if not self._calls.live(index):
+            self.gathers.drop(index)
+        self._complete(index)
 
     def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
         if call.version != self.gathers.version:
@@ -238,6 +292,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self.updates.refuse_after_early("backward")
         self.await_gradients()
+        self.mesh.begin("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
         self._calls.begin_backward()
@@ -258,14 +313,6 @@ class Engine:
         if index not in self.gathers.kept:
             self._progress.complete(index)
 
-    def _leave_out(self, passed: Iterable[int]) -> None:
-        """Units that this rank has passed over, and others may not have."""
-        for other in passed:
-            if not self._calls.live(other):
-                if self.schedule.units[other].backward_reads:
-                    self.gathers.start(other, "backward", needed_now=False)
-                self._complete(other)
-
     def unit_in_backward(self) -> int | None:
         """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
         begun = [call for call in self._calls.opened if self._progress.is_leaf(call.unit)]
@@ -276,7 +323,7 @@ class Engine:
         if not self._in_backward:
             return
         self.reductions.abandon()
-        self._in_backward = self.is_loss_scaled = False
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
         self._calls.abandon_backward()
         for state in self.trainable_states:
             state.take_gradients()
@@ -285,14 +332,12 @@ class Engine:
     # Phase 5: the end of the backward.
 
     def end_backward(self) -> None:
-        for call in list(self._calls.opened):
-            self._close(call)
-        self._leave_out(self._progress.reach_in_backward(None))
+        self._come_to(None)
         for index in self._progress.left_to_reduce():
             self.reductions.start(index, self.is_sync)
         self.reductions.finish_all()
         self.gradients.refuse_late()
-        self._in_backward = self.is_loss_scaled = False
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
         if self.is_sync:
             self.gradients.agree_on_use()
 
@@ -349,11 +394,13 @@ class Engine:
         self.gathers.occupancy.forget_all()
 
     def close_step(self, updated: bool) -> None:
+        self.mesh.begin("optimizer.step()")
         self.updates.close_step()
         if updated:
             self.was_updated()
             # Forwards before the update can no longer lead to a backward.
             self._calls.forget()
+            self._awaits_backward = False
         self.mesh.ledger.close_step()
         self.host.close_step()
         self._host_jobs.close_step()
@@ -364,12 +411,19 @@ class Engine:
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
-        """Plan for the order in which the units really ran, when all ranks saw the same one. A unit whose weights were
-        used outside its forward is kept gathered from now on, and reduced last, like one that holds others."""
-        kept = sorted(self.gathers.kept)
-        order = [*kept, *(index for index in (*dict.fromkeys((*seen, *self.schedule.order)),) if index not in kept)]
-        is_agreed = all(other == (order, kept) for other in exchange(self.mesh.world, (order, kept)))
-        if not is_agreed or (order == list(self.schedule.order) and not kept):
+        """Plan for the order in which the units really ran, when no rank saw another one. A rank may have left units
+        out. A unit whose weights were used outside its forward is kept gathered from now on, and reduced last, like one
+        that holds others."""
+        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), sorted(self.gathers.kept)))
+        called = {index for others, _, _ in reports for index in others}
+        recorded = {index for _, others, _ in reports for index in others}
+        kept = sorted({index for _, _, others in reports for index in others})
+        for index in called - recorded:
+            self._is_in_backward[index] = self.schedule.units[index].trainable
+        seen = max((others for others, _, _ in reports), key=len)
+        is_one = all(others == [index for index in seen if index in others] for others, _, _ in reports)
+        order = [*kept, *(index for index in dict.fromkeys((*seen, *self.schedule.order)) if index not in kept)]
+        if not is_one or (order == list(self.schedule.order) and not kept):
             return
         units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
         self.gathers.follow(make_schedule(units, order, self._budget_bytes))

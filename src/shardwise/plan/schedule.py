@@ -141,9 +141,9 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     for unit in range(len(units)):
         position = position_of[unit]
         before_forward.append(tuple(order[position : position + 1 + ahead]))
-        before_backward.append(
-            tuple(other for other in order[position::-1][: 1 + ahead] if units[other].backward_reads)
-        )
+        # The backward of a unit that holds others begins before theirs: what ran before it is not next.
+        reached = [unit] if units[unit].holds_units else order[position::-1][: 1 + ahead]
+        before_backward.append(tuple(other for other in reached if units[other].backward_reads))
     return Schedule(
         tuple(units),
         tuple(order),

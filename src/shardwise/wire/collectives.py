@@ -5,10 +5,12 @@ CPU: the caller) wait for it, and does what is left to do then. The record keeps
 of one rank nothing is queued. This module does not know what a parameter is.
 """
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 
 from ..errors import WireError
 from .ledger import Call, Kind, Ledger, describe_call
+from .watch import SLICE, Watch
 
 # The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
 # renamed the flat collectives; 2.11 has only the older names.
@@ -52,6 +55,9 @@ class Channel:
     ledger: Ledger
     # Whether the communicator can take the mean where it would take the sum.
     averages: bool = False
+    # Over the ranks that wait here, and which of their meshes this is: its collectives have one order. None: no mesh.
+    watch: Watch | None = None
+    mesh: int | None = None
 
 
 @dataclass(slots=True)
@@ -143,55 +149,108 @@ def start_gather(flight: InFlight) -> InFlight:
 
 def finish(flight: InFlight) -> None:
     if flight.work is not None:
-        try:
-            flight.work.wait()
-        except RuntimeError as error:
-            _fail(flight.kind, flight.channel, flight.what, error)
+        _wait(flight.channel, flight.work, flight.buffer, flight.kind, flight.what)
     if flight.then is not None:
         flight.then()
 
 
-def broadcast_from_first(channel: Channel, buffer: torch.Tensor) -> None:
+def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, what: str) -> None:
+    """A GPU's stream waits, and this returns at once. On a CPU the caller waits, with an eye on the other ranks."""
+    watch = channel.watch
+    try:
+        if watch is None or buffer.is_cuda:
+            work.wait()
+            return
+        try:
+            work.wait(SLICE)
+        except RuntimeError:
+            watch.wait(work, kind, what, is_meeting=channel.mesh is None)
+    except WireError:
+        raise
+    except RuntimeError as error:
+        _fail(kind, channel, what, error)
+
+
+def broadcast_from_first(channel: Channel, buffer: torch.Tensor, what: str = "weights") -> None:
     """Rank 0's `buffer` on every rank; set-up only, not counted."""
     if channel.num_ranks > 1:
-        try:
-            dist.broadcast(buffer, src=0, group=channel.group)
-        except RuntimeError as error:
-            _fail("broadcast", channel, "weights", error)
+        _meet(channel, "broadcast", what)
+        _run(channel, "broadcast", what, buffer, lambda: dist.broadcast(buffer, 0, channel.group, async_op=True))
 
 
 def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
     """The mean of `buffer` over the ranks, in its place; between steps only, not counted."""
     if channel.num_ranks > 1:
-        try:
-            dist.all_reduce(buffer, group=channel.group)
-        except RuntimeError as error:
-            _fail("all_reduce", channel, "buffers", error)
+        _meet(channel, "all_reduce", "buffers")
+        start = partial(dist.all_reduce, buffer, group=channel.group, async_op=True)
+        _run(channel, "all_reduce", "buffers", buffer, start)
         buffer /= channel.num_ranks
 
 
-def exchange(channel: Channel, value: Any) -> list[Any]:
+def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on") -> list[Any]:
     """Every rank's value of some plain Python object, by rank; set-up only, not counted."""
     if channel.num_ranks == 1:
         return [value]
-    found: list[Any] = [None] * channel.num_ranks
-    try:
-        dist.all_gather_object(found, value, group=channel.group)
-    except RuntimeError as error:
-        _fail("exchange", channel, "what the ranks agree on", error)
-    return found
+    rows = _meet_with_bytes(channel, "exchange", what, value)
+    received = torch.empty_like(rows.padded).repeat(channel.num_ranks)
+    gather = getattr(channel.group, _ALL_GATHER)
+    _run(channel, "exchange", what, received, lambda: gather(received, rows.padded, _GATHER))
+    return rows.loads(received)
 
 
-def collect(channel: Channel, value: Any) -> list[Any]:
+def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") -> list[Any]:
     """Every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
     if channel.num_ranks == 1:
         return [value]
-    found: list[Any] | None = [None] * channel.num_ranks if channel.index == 0 else None
+    rows = _meet_with_bytes(channel, "collect", what, value)
+    is_first = channel.index == 0
+    received = torch.empty_like(rows.padded).repeat(channel.num_ranks if is_first else 0)
+    found = list(received.split(rows.padded.numel())) if is_first else None
+    _run(
+        channel, "collect", what, rows.padded,
+        lambda: dist.gather(rows.padded, found, dst=0, group=channel.group, async_op=True),
+    )  # fmt: skip
+    return rows.loads(received) if is_first else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """This rank's bytes, as long as the longest of all ranks', and how many each has."""
+
+    padded: torch.Tensor
+    lengths: list[int]
+
+    def loads(self, received: torch.Tensor) -> list[Any]:
+        rows = received.cpu().view(len(self.lengths), -1).numpy()
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, self.lengths, strict=True)]
+
+
+def _meet_with_bytes(channel: Channel, kind: str, what: str, value: Any) -> _Rows:
+    _meet(channel, kind, what)
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    device = dist.distributed_c10d._get_object_coll_device(channel.group)
+    lengths = torch.zeros(channel.num_ranks, dtype=torch.int64, device=device)
+    own = _own_part(channel, lengths).fill_(data.numel())
+    gather = getattr(channel.group, _ALL_GATHER)
+    _run(channel, kind, what, lengths, lambda: gather(lengths, own, _GATHER))
+    found = [int(length) for length in lengths.tolist()]
+    padded = torch.zeros(max(found), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    return _Rows(padded.to(device), found)
+
+
+def _meet(channel: Channel, kind: str, what: str) -> None:
+    if channel.watch is not None and channel.mesh is not None:
+        channel.watch.order.take((f"{kind} of {what}", channel.mesh))
+
+
+def _run(channel: Channel, kind: str, what: str, buffer: torch.Tensor, start: Callable[[], Any]) -> None:
     try:
-        dist.gather_object(value, found, dst=0, group=channel.group)
+        work = start()
     except RuntimeError as error:
-        _fail("collect", channel, "what the ranks wrote", error)
-    return found or []
+        _fail(kind, channel, what, error)
+    if work is not None:
+        _wait(channel, work, buffer, kind, what)
 
 
 def gather_seconds(channel: Channel, buffer: torch.Tensor, num_tries: int = 3) -> float:
@@ -211,12 +270,13 @@ def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
-    """Let the communicator begin, where something moves; then it is in the ledger."""
+    """Let the communicator begin, where something moves, if all ranks do; then it is in the ledger."""
     channel, buffer = flight.channel, flight.buffer
     if channel.num_ranks > 1 and buffer.numel():
-        channel.ledger.calls.append(
-            flight.call or describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)
-        )
+        call = flight.call or describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)
+        if channel.watch is not None and channel.mesh is not None:
+            channel.watch.order.take((call, flight.what, channel.mesh))
+        channel.ledger.calls.append(call)
         try:
             flight.work = getattr(channel.group, method)(*arguments)
         except RuntimeError as error:
@@ -225,7 +285,9 @@ def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
 
 
 def _fail(kind: str, channel: Channel, what: str, error: RuntimeError) -> NoReturn:
+    failure = f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}"
+    if channel.watch is not None:
+        raise WireError(channel.watch.explain(failure)) from error
     raise WireError(
-        f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}. "
-        "Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
+        f"{failure}. Another rank has died, left, or is not taking part; its own error, if it printed one, is the cause"
     ) from error

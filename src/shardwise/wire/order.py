@@ -1,0 +1,90 @@
+"""One order of collectives on every rank, found out before a collective is started and not after.
+
+A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ end
+in an abort, a hang, or in wrong numbers. So every collective passes here first. What came next the last time, on every
+rank, passes at once. Anything else is announced: it is started when all ranks have announced the same, and never if one
+of them went on with something else. Ranks that are at the same place thus know the same.
+
+What came next is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
+collective follows; a place is named by the last phases and what has passed since, so that steps are alike.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+
+# (a ledger's call, what it moves, number of the mesh), or (a phase, number of the mesh).
+Event = tuple[Hashable, ...]
+
+NUM_PHASES = 3  # that name a place
+NUM_RECENT = 64
+MOST_PLACES = 50_000
+
+
+class _Place:
+    """`expected` comes next, and leads to `then`."""
+
+    __slots__ = ("expected", "others", "then")
+
+    def __init__(self) -> None:
+        self.expected: Event | None = None
+        self.then = self
+        self.others: dict[Event, _Place] = {}
+
+
+class Order:
+    """`announce` returns when every rank has announced the same event as the same one of its order."""
+
+    def __init__(self, announce: Callable[[Event], None]) -> None:
+        self._announce = announce
+        self._place = _Place()
+        self._by_phases: dict[tuple[Event, ...], _Place] = {}
+        self._phases: tuple[Event, ...] = ()
+        self._begun: Event | None = None
+        self._num_places = 0
+        self.num_passed = 0
+        self.recent: deque[Event] = deque(maxlen=NUM_RECENT)
+
+    @property
+    def phase(self) -> str:
+        phase = self._begun or (self._phases[-1] if self._phases else None)
+        return "" if phase is None else str(phase[0])
+
+    def begin(self, phase: str, mesh: int) -> None:
+        """A phase in which collectives may come. One without any is nothing to the other ranks."""
+        self._begun = (phase, mesh)
+
+    def take(self, event: Event) -> None:
+        """Called before a collective is started."""
+        if self._begun is not None:
+            self._enter_phase()
+        place = self._place
+        if event == place.expected:
+            self._place = place.then
+        else:
+            self._place = self._deviate(event)
+        self.recent.append(event)
+        self.num_passed += 1
+
+    def stop(self) -> None:
+        """From now on, everything is announced."""
+        self._place = _Place()
+        self._by_phases.clear()
+
+    def _enter_phase(self) -> None:
+        phase, self._begun = self._begun, None
+        assert phase is not None
+        self.take(phase)
+        if self._num_places > MOST_PLACES:
+            self._by_phases.clear()
+            self._num_places = 0
+        self._phases = (*self._phases, phase)[-NUM_PHASES:]
+        self._place = self._by_phases.setdefault(self._phases, _Place())
+
+    def _deviate(self, event: Event) -> _Place:
+        place = self._place
+        self._announce(event)
+        if event not in place.others:
+            place.others[event] = _Place()
+            self._num_places += 1
+        place.expected, place.then = event, place.others[event]
+        return place.then

@@ -1,0 +1,345 @@
+"""Ranks that wait for each other, and how they learn that it is in vain.
+
+Every rank has a thread that looks at the store of the process group about twice a second. When its own rank has waited
+for a while it asks all others where they are, and every thread answers for its rank: what it waits in, or its stack. Who
+finds that the ranks cannot go on writes a verdict, which is raised on every rank. That is certain when
+
+- a rank announces a collective (`order`) and another has gone on with something else,
+- a rank has left or died,
+- every rank has waited for `hang_s`, and not in the same thing.
+
+A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ..errors import WireError
+from .ledger import Call
+from .order import Event, Order
+from .stacks import caller, is_in_barrier, stack_of_main
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+SLICE = timedelta(seconds=0.5)
+# A rank that has announced something asks the others after this long.
+ANNOUNCED_S = 1.0
+# Those that fail because another one is gone wait for its last words.
+LAST_WORDS_S = 3.0
+NUM_SHOWN = 16
+
+Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a rank is. `passed` is how many events of its order it has passed, `recent` are the last of them."""
+
+    asked: int
+    doing: Doing
+    what: str
+    waited_s: float
+    passed: int
+    announced: int  # stands for the event
+    recent: list[str]
+    where: str
+    dead: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        what = {
+            "collective": f"waits in {self.what}",
+            "announcing": f"wants to go on with {self.what}, which the others must do too",
+            "meeting": f"waits in {self.what}",
+            "barrier": "waits in a barrier of its own code",
+            "code": "is in code of its own",
+        }[self.doing]
+        return f"{what}, {self.where}" if self.where else what
+
+
+@dataclass(slots=True)
+class _Wait:
+    doing: Doing
+    what: str
+    since_s: float
+    announced: int = 0
+
+
+class Watch:
+    """`hang_s` and `timeout_s` may be changed at any time."""
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, hang_s: float, timeout_s: float) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.hang_s, self.timeout_s = hang_s, timeout_s
+        self.order = Order(self._announce)
+        self.num_meshes = 0
+        self.verdict = ""
+        self._store = PrefixStore("shardwise_watch", store)
+        self._wait: _Wait | None = None
+        self._totals = [0, 0]
+        self._num_announced = 0
+        self._num_answered = 0
+        self._has_warned = False
+        self._neighbours: dict[int, int] = {}
+        self._closing = threading.Event()
+        self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
+        self._thread = threading.Thread(target=self._run, name="shardwise-ranks", daemon=True)
+        self._thread.start()
+
+    def close(self, words: str) -> None:
+        """This rank leaves, with these last words."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(2.0)
+            try:
+                self._store.set(f"left/{self.rank}", words)
+            except RuntimeError:
+                logger.debug("the store is gone before rank %s", self.rank)
+
+    # The rank's own threads.
+
+    def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool) -> None:
+        """For work on a CPU that was not done within a slice of time."""
+        if is_meeting and threading.current_thread() is not threading.main_thread():
+            work.wait()  # of a thread beside the training
+            return
+        self._wait = _Wait("meeting" if is_meeting else "collective", f"{kind} of {what}", time.monotonic())
+        try:
+            while not self.verdict:
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()
+                        return
+            self.raise_verdict()
+        finally:
+            self._wait = None
+
+    def _announce(self, event: Event) -> None:
+        """Sums of numbers that stand for events: when all ranks have added the same, the sum is known. Two keys take
+        turns: a rank is one announcement ahead of another at most."""
+        if self.verdict:
+            self.raise_verdict()
+        number = zlib.crc32(repr((self.order.num_passed, event)).encode())
+        key, turn = f"announced/{self._num_announced % 2}", self._num_announced % 2
+        self._num_announced += 1
+        self._totals[turn] += self.num_ranks * number
+        self._wait = _Wait("announcing", describe(event), time.monotonic(), number)
+        try:
+            total = self._store.add(key, number)
+            num_tries = 0
+            while total != self._totals[turn]:
+                num_tries += 1
+                if num_tries > 20:
+                    time.sleep(min(0.02, 1e-5 * num_tries))
+                if self.verdict:
+                    self.raise_verdict()
+                total = self._store.add(key, 0)
+        except RuntimeError as error:
+            if isinstance(error, WireError):
+                raise
+            self._fail(f"{describe(event)} could not be announced: the store of the process group is gone ({error})")
+        finally:
+            self._wait = None
+
+    def explain(self, failure: str) -> str:
+        """What is known of a failure that others may know more about, and tell them: those that wait."""
+        patience_s = time.monotonic() + LAST_WORDS_S
+        try:
+            while not self.verdict and time.monotonic() < patience_s:
+                gone = self._gone()
+                if gone:
+                    self._judge(f"{'; '.join(gone.values())}. Rank {self.rank}: {failure}")
+                time.sleep(0.1)
+            if not self.verdict:
+                self._judge(f"rank {self.rank}: {failure}")
+        except RuntimeError:
+            return failure
+        return self.verdict
+
+    def _fail(self, failure: str) -> NoReturn:
+        self.verdict = self.verdict or failure
+        self.raise_verdict()
+
+    def raise_verdict(self) -> NoReturn:
+        raise WireError(self.verdict)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closing.wait(TICK_S):
+            try:
+                self._look()
+            except RuntimeError as error:
+                if self._wait is None or self._closing.is_set():
+                    return  # the process group is gone, and nobody minds
+                self.verdict = (
+                    self.verdict or f"the store of the process group, which rank 0 may serve, is gone: {error}"
+                )
+                self.order.stop()
+            except Exception:
+                logger.exception("the thread that watches over the ranks")
+                return
+
+    def _look(self) -> None:
+        store, wait = self._store, self._wait
+        if not self.verdict and store.check(["verdict"]):
+            self.verdict = store.get("verdict").decode()
+            if wait is None:
+                logger.error("%s", self.verdict)
+        if self.verdict:
+            self.order.stop()
+            return
+        asks = wait is not None and time.monotonic() - wait.since_s > self._patience_s(wait)
+        num_asked = store.add("asked", 1 if asks else 0)
+        if num_asked > self._num_answered:
+            self._num_answered = num_asked
+            store.set(f"state/{self.rank}", json.dumps(asdict(self._state(num_asked))))
+        if asks:
+            self._judge_all(num_asked)
+
+    def _patience_s(self, wait: _Wait) -> float:
+        return min(ANNOUNCED_S, self.hang_s) if wait.doing == "announcing" else min(self.hang_s, 2 * ANNOUNCED_S)
+
+    def _state(self, num_asked: int) -> State:
+        wait, order = self._wait, self.order
+        recent = [describe(event) for event in list(order.recent)[-NUM_SHOWN:]]
+        dead = [rank for rank in self._neighbours_now() if not _is_alive(self._neighbours[rank])]
+        if wait is not None:
+            phase = f" ({order.phase})" if order.phase and order.phase != wait.what else ""
+            waited_s = time.monotonic() - wait.since_s
+            what = f"{wait.what}{phase}"
+            passed, announced = order.num_passed, wait.announced
+            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), dead)
+        doing: Doing = "barrier" if is_in_barrier() else "code"
+        where = "".join(f"\n    {line}" for line in stack_of_main())
+        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, dead)
+
+    def _neighbours_now(self) -> dict[int, int]:
+        """Processes of the ranks on this machine, as far as they could be seen alive."""
+        if not self._neighbours:
+            keys = [f"process/{rank}" for rank in range(self.num_ranks)]
+            if self._store.check(keys):
+                for rank, value in enumerate(self._store.multi_get(keys)):
+                    pid, host = value.decode().split(" ", 1)
+                    if host == socket.gethostname() and _is_alive(int(pid)):
+                        self._neighbours[rank] = int(pid)
+        return self._neighbours
+
+    def _gone(self, states: dict[int, State] | None = None) -> dict[int, str]:
+        """Ranks that have left, or whose processes are gone, and what is known about that."""
+        found = {rank: f"rank {rank} has died" for rank, pid in self._neighbours_now().items() if not _is_alive(pid)}
+        for state in (states or {}).values():
+            found |= {rank: f"rank {rank} has died" for rank in state.dead}
+        for rank in range(self.num_ranks):
+            if self._store.check([f"left/{rank}"]):
+                found[rank] = f"rank {rank} has left: {self._store.get(f'left/{rank}').decode()}"
+        return found
+
+    def _states(self, num_asked: int) -> dict[int, State]:
+        """Answers that are not older than the question before this one."""
+        found: dict[int, State] = {}
+        for rank in range(self.num_ranks):
+            if self._store.check([f"state/{rank}"]):
+                state = State(**json.loads(self._store.get(f"state/{rank}")))
+                if state.asked >= num_asked - 2 * self.num_ranks:
+                    found[rank] = state
+        return found
+
+    def _judge_all(self, num_asked: int) -> None:
+        wait = self._wait
+        states = self._states(num_asked)
+        gone = self._gone(states)
+        passed = self.order.num_passed
+        if wait is None or wait is not self._wait:
+            return  # it has gone on meanwhile
+        waited_s = time.monotonic() - wait.since_s
+        headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
+        if gone:
+            self._judge(self._report(f"{'; '.join(gone.values())}, and the others wait", states, gone))
+        elif apart := self._apart(wait, passed, states):
+            self._judge(self._report(apart, states, gone))
+        elif len(states) == self.num_ranks and _is_deadlock(states, self.hang_s):
+            self._judge(self._report("no rank can go on", states, gone))
+        elif waited_s > self.timeout_s:
+            self._judge(self._report(headline, states, gone))
+        elif waited_s > self.hang_s and not self._has_warned:
+            self._has_warned = True
+            if self.rank == min((rank for rank, state in states.items() if state.doing != "code"), default=-1):
+                logger.warning("%s", self._report(headline, states, gone))
+
+    def _apart(self, wait: _Wait, passed: int, states: dict[int, State]) -> str:
+        """This rank announces something. Another cannot have passed it, nor announce something else there."""
+        if wait.doing == "announcing":
+            for rank, state in states.items():
+                went_on = ""
+                if state.passed > passed:
+                    at = len(state.recent) - (state.passed - passed)
+                    went_on = f"went on with {state.recent[at] if at >= 0 else 'something else'}"
+                elif (state.doing, state.passed) == ("announcing", passed) and state.announced != wait.announced:
+                    went_on = f"wants to go on with {state.what}"
+                if went_on:
+                    return (
+                        f"the ranks do not do the same: rank {self.rank} wants to go on with {wait.what}, where rank "
+                        f"{rank} {went_on}"
+                    )
+        return ""
+
+    def _report(self, headline: str, states: dict[int, State], gone: dict[int, str]) -> str:
+        lines = [f"{headline}:"]
+        for rank in range(self.num_ranks):
+            known = str(states[rank]) if rank in states else "does not answer"
+            lines.append(f"  {gone[rank]}" if rank in gone else f"  rank {rank} {known}")
+        return "\n".join(lines)
+
+    def _judge(self, text: str) -> None:
+        """The first verdict counts, on every rank."""
+        self.verdict = self._store.compare_set("verdict", "", text).decode()
+        self.order.stop()
+
+
+def describe(event: Event) -> str:
+    head, *rest = event
+    if isinstance(head, Call):
+        return f"{head.kind} of {rest[0]} over axis {head.axis!r}"
+    return str(head)
+
+
+def _is_deadlock(states: dict[int, State], hang_s: float) -> bool:
+    """All wait, and not in collectives alone: of those, the first one is always under way."""
+    doing = {(s.doing, "" if s.doing == "collective" else s.what, s.announced) for s in states.values()}
+    return all(state.doing == "barrier" or state.waited_s > hang_s for state in states.values()) and len(doing) > 1
+
+
+def _is_alive(pid: int) -> bool:
+    """Also where nobody has asked for its exit code yet."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except PermissionError:
+        return True
+    except FileNotFoundError:
+        return not Path("/proc/self").is_dir()
+    except OSError:
+        return False
+
+
+def last_words() -> str:
+    """Of a process that ends."""
+    error: Any = getattr(sys, "last_value", None)
+    return "its process has ended" if error is None else f"{type(error).__name__}: {error}"

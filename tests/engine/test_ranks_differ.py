@@ -1,0 +1,190 @@
+"""Ranks that do not do the same: it works, or every rank ends soon in one report that names what each was at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.harness import Ending, Pool
+
+HANG_S = 3.0
+WITHIN_S = 40.0  # of the start of a job, on a machine with much else to do
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks of different sizes: collectives that are mixed up would abort the process, or give wrong numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList(Block(width) for width in (24, 24, 48, 32, 24))
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x * self.scale
+
+
+def build(strategy: Any, **options: Any) -> tuple[nn.Module, Any]:
+    sw.init(hang_timeout_s=HANG_S)
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return sw.shard(model, optimizer, strategy, precision="fp32", units=["Block"], **options)
+
+
+def step(model: nn.Module, optimizer: Any, **arguments: Any) -> None:
+    model(torch.ones(2, 16), **arguments).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+Script = Callable[[nn.Module, Any, int], None]
+
+
+def run(script: Script, strategy: Any, num_before: int, options: dict[str, Any]) -> None:
+    """A few steps that are alike, then the script."""
+    model, optimizer = build(strategy, **options)
+    for _ in range(num_before):
+        step(model, optimizer)
+    script(model, optimizer, dist.get_rank())
+
+
+def another_order(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for _ in range(3):
+        step(model, optimizer, order=(0, 3, 2, 1, 4) if rank == 0 else (0, 1, 2, 3, 4))
+
+
+def an_extra_forward(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Self-conditioning on one rank."""
+    if rank == 1:
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def an_extra_training_forward(model: nn.Module, optimizer: Any, rank: int) -> None:
+    if rank == 0:
+        model(torch.ones(2, 16))
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def a_unit_called_twice(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for _ in range(3):
+        step(model, optimizer, order=(0, 1, 2, 3, 4, 0, 1) if rank == 0 else (0, 1, 2, 3, 4))
+
+
+def a_failed_forward(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """One rank leaves out a batch that fails."""
+    for number in range(3):
+        try:
+            if number == 1 and rank == 0:
+                model(torch.ones(2, 16), order=(0, 1, 99))
+            step(model, optimizer)
+        except IndexError:
+            continue
+
+
+def a_failed_backward(model: nn.Module, optimizer: Any, rank: int) -> None:
+    def fail(grad: Tensor) -> Tensor:
+        raise ValueError("fails here")
+
+    for number in range(3):
+        loss = model(torch.ones(2, 16)).square().mean()
+        if number == 1 and rank == 0:
+            loss.register_hook(fail)
+        try:
+            loss.backward()
+        except ValueError:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def more_micro_batches(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for _ in range(3):
+        for _ in range(2 + rank):
+            with sw.accumulate(model):
+                model(torch.ones(2, 16)).square().mean().backward()
+        step(model, optimizer)
+
+
+def a_state_dict_on_one_rank(model: nn.Module, optimizer: Any, rank: int) -> None:
+    if rank == 0:
+        sw.full_state_dict(model)
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def clipping_on_one_rank(model: nn.Module, optimizer: Any, rank: int) -> None:
+    model(torch.ones(2, 16)).square().mean().backward()
+    if rank == 0:
+        optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    step(model, optimizer)
+
+
+def a_barrier_of_fewer_steps(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """A loop with fewer steps, and a barrier behind it."""
+    for _ in range(2 if rank == 0 else 4):
+        step(model, optimizer)
+    dist.barrier()
+
+
+def a_save_of_one_rank(model: nn.Module, optimizer: Any, rank: int) -> None:
+    if rank == 0:
+        sw.save("/nonexistent/shardwise-never-written", model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def another_model(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Of two that look alike."""
+    twin, other = build("zero3")
+    step(model, optimizer)
+    step(twin, other)
+    step(model if rank == 0 else twin, optimizer if rank == 0 else other)
+    step(model, optimizer)
+
+
+EVERYWHERE = [
+    another_order, an_extra_forward, an_extra_training_forward, a_unit_called_twice, a_failed_forward,
+    a_failed_backward, more_micro_batches, a_state_dict_on_one_rank, clipping_on_one_rank, a_barrier_of_fewer_steps,
+    a_save_of_one_rank, another_model,
+]  # fmt: skip
+
+
+def endings(
+    pool: Pool, script: Script, strategy: Any, num_before: int = 3, world: int = 2, **options: Any
+) -> list[Ending]:
+    return pool.throwaway(world, run, script, strategy, num_before, options, deadline=WITHIN_S)
+
+
+def assert_reported(found: list[Ending], *words: str) -> None:
+    """Every rank has raised the same report."""
+    for ending in found:
+        assert ending.kind == "raised", f"{ending}\n{ending.detail}"
+        assert ending.error.startswith("WireError"), ending.detail
+        for word in words:
+            assert word in ending.error, ending.error
+    assert len({ending.error for ending in found}) == 1
+
+
+@pytest.mark.parametrize("script", EVERYWHERE)
+def test_a_report_on_every_rank(run_ranks: Pool, script: Script) -> None:
+    assert_reported(endings(run_ranks, script, "zero3"), "rank 0", "rank 1")
