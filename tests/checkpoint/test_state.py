@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.opened import open_checkpoint
+from shardwise.optim.groups import shard_groups
 from tests.harness import Pool
 from tests.support.trainee import features
 
@@ -156,8 +157,8 @@ def requantise(path: Path) -> None:
     sw.init()
     model, optimizer = build(eight_bit, "zero3", 0)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for param in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[param]
+    for param in shard_groups(optimizer.inner)[0]:
+        state = optimizer.inner.state[param]
         state["step"] = torch.tensor(3.0)
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             state[key] = optimizer.inner._new_buffer(param, signed)

@@ -11,6 +11,7 @@ import shardwise as sw
 from shardwise.engine.held import Memory
 from shardwise.engine.streams import Later
 from shardwise.layout import Strategy
+from shardwise.optim.groups import shard_groups
 from shardwise.plan.memory import StateBytes
 from tests.harness import Pool
 from tests.support.strategies import NAMED, STRATEGIES, disk_for
@@ -163,8 +164,8 @@ def moments_in_8_bits() -> tuple[StateBytes, StateBytes]:
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     model, optimizer = sw.shard(model, AdamW8bit(model.parameters()), "zero2", precision="bf16")
     # What its first step would make; the step itself is compiled, which takes minutes.
-    for param in optimizer.param_groups[0]["params"]:
-        optimizer.state[param] = {
+    for param in shard_groups(optimizer.inner)[0]:
+        optimizer.inner.state[param] = {
             "step": torch.tensor(0.0),
             "exp_avg": OptimState8bit.zeros(param.shape),
             "exp_avg_sq": OptimState8bit.zeros(param.shape, signed=False),

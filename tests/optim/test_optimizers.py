@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 import shardwise as sw
+from shardwise.optim.groups import shard_groups
 from tests.harness import Pool
 from tests.support.trainee import LAYOUTS, NODES, Trainee, check, features
 
@@ -166,8 +167,8 @@ def sums_of_groups(strategy: str) -> list[tuple[int, float]]:
     model = Model()
     model, optimizer = sw.shard(model, grouped_by_name(model), strategy, precision="fp32")
     return [
-        (sum(p.numel() for p in group["params"]), float(sum(p.detach().double().sum() for p in group["params"])))
-        for group in optimizer.param_groups
+        (sum(p.numel() for p in shards), float(sum(p.detach().double().sum() for p in shards)))
+        for shards in shard_groups(optimizer.inner)
     ]
 
 

@@ -197,10 +197,11 @@ def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
 
 
 def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Counters and flags."""
+    """Counters, flags, and the single numbers that stand behind the user's parameters."""
     if optimizer is not None:
         for entries in list(optimizer.inner.state.values()):
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
+    yield from (param for unit in engine.units for state in unit.states for param in state.user_params)
     yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
 
 

@@ -4,6 +4,7 @@ Class, groups, hyper-parameters and state stay the inner optimizer's own. Its gr
 it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -105,11 +106,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._host.take_over([state])
 
     @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
         """What is kept for each of the user's parameters that this rank has a part of: of that part."""
         kept = self._inner.state
         users = [param for group in self._inner.param_groups for param in group["params"]]
-        return {user: kept[shard] for user in users if (shard := shard_of(user)) is not None and shard in kept}
+        held = {user: kept[shard] for user in users if (shard := shard_of(user)) is not None and shard in kept}
+        return defaultdict(dict, held)
 
     def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
         if not self._places:

@@ -15,10 +15,11 @@ Every other file uses these words and no others:
     away      what of all this is on the host or on disk (`away.py`), where the layout says so. A gradient that the
               host reads leaves the device once it is final, or after each micro-batch.
 
-Outside forward and backward a unit is *resting*: its modules show `resting` parameters, views of this rank's
-part of the master (one-dimensional where the master is split), so nobody ever reads memory that is stale,
-freed or another unit's. While a unit computes they show the `compute` parameters. Both sets of objects are
-made once and live as long as the unit, so hooks, compiled code and guards stay valid.
+Outside forward and backward the modules of a unit show the `user` parameters: the objects that were there before
+`sw.shard`, which stand for the whole weights and have no memory (`user_parameter.py`), so nobody ever reads memory that
+is stale, freed or another unit's. While a unit computes they show the `compute` parameters, plain tensors. The optimizer
+updates the `resting` parameters: views of this rank's part of the master, one-dimensional where it is split. All three
+sets of objects live as long as the unit, so hooks, compiled code and guards stay valid.
 
 Autograd keeps aliases of the compute parameters between forward and backward, so a unit's `whole` must have
 the same storage in both. It is written through tensors that share no version counter with the parameters; the
