@@ -1,5 +1,7 @@
 """Parameters in the loss, and parameters of unusual kinds."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -178,6 +180,50 @@ def frozen_complex_parameters(loop: Loop) -> nn.Module:
 
 def sgd_of_trainable(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.05)
+
+
+class Int8Tensor(Tensor):
+    """A tensor of floats that is stored as int8 with a scale, as torchao's are: operations see it dequantised."""
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, scale: Tensor) -> "Int8Tensor":
+        return Tensor._make_wrapper_subclass(cls, stored.shape, dtype=scale.dtype)
+
+    def __init__(self, stored: Tensor, scale: Tensor) -> None:
+        self.stored, self.scale = stored, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
+            return cls(args[0].stored, args[0].scale)
+
+        def whole(value: Any) -> Any:
+            return value.stored.to(value.scale.dtype) * value.scale if isinstance(value, cls) else value
+
+        return func(*map(whole, args), **{name: whole(value) for name, value in (kwargs or {}).items()})
+
+
+class Int8Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        base = (torch.arange(64).reshape(8, 8) % 7 - 3).to(torch.int8)
+        self.stored = nn.Parameter(Int8Tensor(base, torch.tensor(0.05)), requires_grad=False)
+        self.lora = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.stored) + self.lora(x)
+
+
+@scenario()
+def frozen_parameters_of_a_tensor_subclass(loop: Loop) -> list[nn.Module]:
+    model, optimizer = start(loop, Net(2, block=Int8Block), sgd_of_trainable)
+    loop.train(model, optimizer)
+    with loop.whole(model):
+        loop.check(*(param.detach() for param in model.parameters() if param.requires_grad))
+    return []
 
 
 class ComplexBlock(nn.Module):
