@@ -1,7 +1,5 @@
 """Ranks that do not do the same: it works, or every rank ends soon in one report that names what each was at."""
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +169,9 @@ EVERYWHERE = [
 ]  # fmt: skip
 
 
-def endings(pool: Pool, script: Script, strategy: Any, num_before: int = 3, world: int = 2, **options: Any) -> list[Ending]:
+def endings(
+    pool: Pool, script: Script, strategy: Any, num_before: int = 3, world: int = 2, **options: Any
+) -> list[Ending]:
     return pool.throwaway(world, run, script, strategy, num_before, options, deadline=WITHIN_S)
 
 
