@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from .errors import ConfigurationError, StateError, WireError
 from .wire.collectives import Channel
 from .wire.ledger import Ledger
-from .wire.watch import Watch, last_words
+from .wire.watch import Limits, Watch, last_words
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
@@ -77,7 +77,7 @@ def init(
     different places fail after `hang_timeout_s` (else 10), at once where that is certain. On a GPU the allocator is set
     to expandable segments, unless PYTORCH_ALLOC_CONF says something.
     """
-    global _device, _timeout, _hang_s
+    global _device, _timeout
     found = _choose_device(device)
     timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -100,9 +100,8 @@ def init(
         # that: if there is none any more, the process aborts.
         atexit.register(time.sleep, 0.1)
     _device, _timeout = found, timeout
-    _hang_s = _hang_s if hang_timeout_s is None else hang_timeout_s
-    for watch in _watches.values():
-        watch.hang_s, watch.timeout_s = _hang_s, _timeout.total_seconds()
+    _limits.timeout_s = timeout.total_seconds()
+    _limits.hang_s = _limits.hang_s if hang_timeout_s is None else hang_timeout_s
 
 
 def device() -> torch.device:
@@ -224,7 +223,7 @@ AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None
 _timeout = datetime.timedelta(seconds=600)
-_hang_s = 10.0
+_limits = Limits(hang_s=10.0, timeout_s=600.0)
 # Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
 _groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
 _watches: dict[object, Watch] = {}
@@ -239,7 +238,7 @@ def _watch() -> Watch | None:
         store = dist.distributed_c10d._get_default_store()
         if not _watches:
             atexit.register(_leave_watch)
-        _watches[group] = Watch(store, dist.get_rank(), num_ranks, _hang_s, _timeout.total_seconds())
+        _watches[group] = Watch(store, dist.get_rank(), num_ranks, _limits)
     return _watches[group]
 
 

@@ -5,7 +5,6 @@ CPU: the caller) wait for it, and does what is left to do then. The record keeps
 of one rank nothing is queued. This module does not know what a parameter is.
 """
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import _get_object_coll_device, _object_to_tensor, _tensor_to_object
 
 from ..errors import WireError
 from .ledger import Call, Kind, Ledger, describe_call
@@ -215,28 +215,25 @@ def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") ->
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """This rank's bytes, as long as the longest of all ranks', and how many each has."""
+    """This rank's object as bytes, padded to as many as the longest of all has, and how many each has."""
 
     padded: torch.Tensor
     lengths: list[int]
+    group: dist.ProcessGroup | None
 
     def loads(self, received: torch.Tensor) -> list[Any]:
-        rows = received.cpu().view(len(self.lengths), -1).numpy()
-        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, self.lengths, strict=True)]
+        rows = received.view(len(self.lengths), -1)
+        return [_tensor_to_object(row, size, self.group) for row, size in zip(rows, self.lengths, strict=True)]
 
 
 def _meet_with_bytes(channel: Channel, kind: str, what: str, value: Any) -> _Rows:
     _meet(channel, kind, what)
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    device = dist.distributed_c10d._get_object_coll_device(channel.group)
-    lengths = torch.zeros(channel.num_ranks, dtype=torch.int64, device=device)
-    own = _own_part(channel, lengths).fill_(data.numel())
+    data, length = _object_to_tensor(value, _get_object_coll_device(channel.group), channel.group)
+    lengths = length.repeat(channel.num_ranks)
     gather = getattr(channel.group, _ALL_GATHER)
-    _run(channel, kind, what, lengths, lambda: gather(lengths, own, _GATHER))
+    _run(channel, kind, what, lengths, lambda: gather(lengths, length, _GATHER))
     found = [int(length) for length in lengths.tolist()]
-    padded = torch.zeros(max(found), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    return _Rows(padded.to(device), found)
+    return _Rows(torch.nn.functional.pad(data, (0, max(found) - data.numel())), found, channel.group)
 
 
 def _meet(channel: Channel, kind: str, what: str) -> None:

@@ -1,9 +1,9 @@
 """One order of collectives on every rank, found out before a collective is started and not after.
 
-A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ end
-in an abort, a hang, or in wrong numbers. So every collective passes here first. What came next the last time, on every
-rank, passes at once. Anything else is announced: it is started when all ranks have announced the same, and never if one
-of them went on with something else. Ranks that are at the same place thus know the same.
+A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ
+end in an abort, a hang, or in wrong numbers. So every collective passes here first. What came next the last time, on
+every rank, passes at once. Anything else is announced: it is started when all ranks have announced the same, and never
+if one of them went on with something else. Ranks that are at the same place thus know the same.
 
 What came next is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
 collective follows; a place is named by the last phases and what has passed since, so that steps are alike.

@@ -1,8 +1,8 @@
 """Ranks that wait for each other, and how they learn that it is in vain.
 
 Every rank has a thread that looks at the store of the process group about twice a second. When its own rank has waited
-for a while it asks all others where they are, and every thread answers for its rank: what it waits in, or its stack. Who
-finds that the ranks cannot go on writes a verdict, which is raised on every rank. That is certain when
+for a while it asks all others where they are, and every thread answers for its rank: what it waits in, or its stack.
+Who finds that the ranks cannot go on writes a verdict, which is raised on every rank. That is certain when
 
 - a rank announces a collective (`order`) and another has gone on with something else,
 - a rank has left or died,
@@ -78,12 +78,18 @@ class _Wait:
     announced: int = 0
 
 
-class Watch:
-    """`hang_s` and `timeout_s` may be changed at any time."""
+@dataclass(slots=True)
+class Limits:
+    """How long ranks wait for each other in different places, and for one that is in code of its own."""
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, hang_s: float, timeout_s: float) -> None:
+    hang_s: float
+    timeout_s: float
+
+
+class Watch:
+    def __init__(self, store: Any, rank: int, num_ranks: int, limits: Limits) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self.hang_s, self.timeout_s = hang_s, timeout_s
+        self._limits = limits
         self.order = Order(self._announce)
         self.num_meshes = 0
         self.verdict = ""
@@ -214,7 +220,11 @@ class Watch:
             self._judge_all(num_asked)
 
     def _patience_s(self, wait: _Wait) -> float:
-        return min(ANNOUNCED_S, self.hang_s) if wait.doing == "announcing" else min(self.hang_s, 2 * ANNOUNCED_S)
+        return (
+            min(ANNOUNCED_S, self._limits.hang_s)
+            if wait.doing == "announcing"
+            else min(self._limits.hang_s, 2 * ANNOUNCED_S)
+        )
 
     def _state(self, num_asked: int) -> State:
         wait, order = self._wait, self.order
@@ -274,11 +284,11 @@ class Watch:
             self._judge(self._report(f"{'; '.join(gone.values())}, and the others wait", states, gone))
         elif apart := self._apart(wait, passed, states):
             self._judge(self._report(apart, states, gone))
-        elif len(states) == self.num_ranks and _is_deadlock(states, self.hang_s):
+        elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
             self._judge(self._report("no rank can go on", states, gone))
-        elif waited_s > self.timeout_s:
+        elif waited_s > self._limits.timeout_s:
             self._judge(self._report(headline, states, gone))
-        elif waited_s > self.hang_s and not self._has_warned:
+        elif waited_s > self._limits.hang_s and not self._has_warned:
             self._has_warned = True
             if self.rank == min((rank for rank, state in states.items() if state.doing != "code"), default=-1):
                 logger.warning("%s", self._report(headline, states, gone))
