@@ -1,6 +1,6 @@
 """The groups of the user's optimizer: checked against the model, and filled with this rank's parts."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,51 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[T
                     "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
                     "after it was moved or changed for the last time"
                 )
+
+
+def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:
+    """The number of the optimizer that has a parameter, by its name."""
+    found: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        require_own_parameters(optimizer, names)
+        for name in [names[param] for group in optimizer.param_groups for param in group["params"]]:
+            if found.setdefault(name, number) != number:
+                raise ConfigurationError(
+                    f"parameter {name!r} is in two optimizers, {found[name]} and {number} of the list "
+                    f"({type(optimizers[found[name]]).__name__} and {type(optimizer).__name__}): give it to one"
+                )
+    return found
+
+
+def join_groups(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], own: list[FlatState], others: list[FlatState]
+) -> list[str]:
+    """Add a group of resting parameters, of which this rank has parts; returns their names."""
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    places = {param: (state, index) for state in others for index, param in enumerate(state.resting_params)}
+    held = {param for known in optimizer.param_groups for param in known["params"]}
+    names = []
+    for number, param in enumerate(params):
+        if param not in places:
+            raise ConfigurationError(
+                f"optimizer.add_param_group: parameter {number} (shape {tuple(param.shape)}) is not a parameter of the "
+                "sharded model: give it those of model.parameters()"
+            )
+        state, index = places[param]
+        name = state.flat.params[index].name
+        if not state.flat.trainable:
+            raise ConfigurationError(f"optimizer.add_param_group: {name!r} was frozen when the model was sharded")
+        if state not in own:
+            raise ConfigurationError(
+                f"optimizer.add_param_group: the gradient of {name!r} goes to optimizer {state.flat.optimizer} of the "
+                "list: add it there"
+            )
+        if param in held:
+            raise ConfigurationError(f"optimizer.add_param_group: {name!r} is in a group already")
+        names.append(name)
+    optimizer.add_param_group({**group, "params": [param for param in params if param.numel()]})
+    return names
 
 
 @dataclass(frozen=True, slots=True)
