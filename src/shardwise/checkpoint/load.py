@@ -6,7 +6,7 @@ overlap them.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer
 from ..shard import Interval, pieces
 from ..unit.state import FlatState
 from .compare import require_same_groups, require_same_model
@@ -27,14 +26,21 @@ from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .save import begin_between_steps
 from .share import buffers_of
-from .state import group_of, own_optimizer, require_same_optimizer, restore_optimizer, restore_state
+from .state import (
+    Optimizers,
+    homes_in,
+    own_optimizers,
+    require_same_optimizers,
+    restore_optimizers,
+    restore_state,
+)
 from .together import patient_hosts, together
 
 
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     allow_rounding: bool = False,
     keep_groups: bool = False,
@@ -49,7 +55,7 @@ def load(
     weights alone are loaded.
     """
     engine = engine_of(model)
-    own = own_optimizer(engine, optimizer)
+    own = own_optimizers(engine, optimizer)
     begin_between_steps(engine, "load", path, own)
     world, place = patient_hosts(), Path(path).resolve()
     job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
@@ -89,7 +95,7 @@ def _prepare(
     place: Path,
     engine: Engine,
     model: nn.Module,
-    optimizer: ShardedOptimizer | None,
+    optimizers: Optimizers,
     allow_rounding: bool,
     keep_groups: bool,
 ) -> _Job:
@@ -105,10 +111,10 @@ def _prepare(
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master])
             for spec in (state.flat.params[piece.param],)
         ]
-        if optimizer is not None:
-            require_same_optimizer(optimizer, index.optimizer, keep_groups)
-            group = group_of(optimizer)
-            held = [(want.name, want.saved, want.resting, group.get(want.resting)) for want in wanted]
+        if optimizers:
+            require_same_optimizers(optimizers, index.optimizer, keep_groups)
+            numbers_of = {param: home.number for param, home in homes_in(optimizers).items()}
+            held = [(want.name, want.saved, want.resting, numbers_of.get(want.resting)) for want in wanted]
             require_same_groups(held, keep_groups)
         job = _Job(opened, wanted, [(value, index.tensors[name].stored) for name, value in buffers.items()])
         # Every rank sees that those files are there that it reads, and one looks at all.
@@ -121,25 +127,25 @@ def _prepare(
     return job
 
 
-def _read(job: _Job, optimizer: ShardedOptimizer | None, keep_groups: bool) -> None:
-    group = group_of(optimizer)
+def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
+    homes = homes_in(optimizers)
     # What is not split is read by every rank.
     is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
     with job.opened.reader(is_shared) as reader:
-        reader.plan(_plan(job, optimizer is not None))
+        reader.plan(_plan(job, bool(optimizers)))
         for want in job.wanted:
             want.state.set_master(want.number, partial(reader.read, want.saved.stored, want.interval.start))
-            if optimizer is not None and want.resting in group:
-                settings = optimizer.inner.param_groups[group[want.resting]]
-                restore_state(optimizer, want.resting, settings, want.saved, partial(_read_state, reader, want))
+            if home := homes.get(want.resting):
+                read = partial(_read_state, reader, want)
+                restore_state(home.optimizer, want.resting, home.settings, want.saved, read)
         for state in dict.fromkeys(want.state for want in job.wanted):
             state.publish()
         for buffer, stored in job.buffers:
             row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
             reader.read(stored, 0, row)
             buffer.copy_(row.view(buffer.shape))
-    if optimizer is not None and job.opened.index.optimizer is not None:
-        restore_optimizer(optimizer, job.opened.index.optimizer, keep_groups)
+    if optimizers and job.opened.index.optimizer is not None:
+        restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
 
 
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:

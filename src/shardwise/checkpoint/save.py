@@ -25,7 +25,6 @@ from ..engine.agree import Facts, require_agreement
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError, SaveError, StateError
-from ..optim.sharded import ShardedOptimizer
 from ..version import VERSION
 from ..wire.collectives import Channel, collect, exchange
 from . import folder, whole
@@ -34,7 +33,7 @@ from .index import File, Index, Optimizer, Piece, Saved, require_sound
 from .index_json import FORMAT, to_json
 from .merge import merge
 from .share import Share, share_of
-from .state import describe_optimizer, own_optimizer
+from .state import Optimizers, describe_optimizers, own_optimizers
 from .tensors import lay_out, write_file
 from .together import patient_hosts, together
 
@@ -42,7 +41,7 @@ from .together import patient_hosts, together
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     whole: bool = False,
@@ -60,7 +59,7 @@ def save(
 def start_save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     whole: bool = False,
@@ -100,19 +99,19 @@ def _content(
     verb: str,
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     extra: Mapping[str, Any] | None,
     is_whole: bool,
 ) -> _Content:
     engine = engine_of(model)
-    own = own_optimizer(engine, optimizer)
+    own = own_optimizers(engine, optimizer)
     begin_between_steps(engine, verb, path, own, [("whether they save whole tensors", str(is_whole))])
     return together(
         engine.mesh.world,
         lambda: _Content(
             _place(path),
             share_of(engine, model, own),
-            None if own is None else describe_optimizer(own),
+            describe_optimizers(own),
             _as_json(extra),
             is_whole,
         ),
@@ -121,14 +120,14 @@ def _content(
 
 
 def begin_between_steps(
-    engine: Engine, verb: str, path: str | os.PathLike[str], optimizer: ShardedOptimizer | None, facts: Facts = ()
+    engine: Engine, verb: str, path: str | os.PathLike[str], optimizers: Optimizers, facts: Facts = ()
 ) -> None:
     """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
     engine.updates.refuse_after_early(verb)
     finish_last()
     engine.rest()
     engine.await_gradients()
-    what = "the model" if optimizer is None else "the model and its optimizer"
+    what = ("the model", "the model and its optimizer", "the model and its optimizers")[min(len(optimizers), 2)]
     own: Facts = [(f"sw.{verb}'s path", os.fspath(path)), (f"what they {verb}", what)]
     require_agreement(engine.mesh.world, [*own, *facts])
 

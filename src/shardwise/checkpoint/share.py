@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..engine.guards import own_state_dict
 from ..engine.runtime import Engine
 from ..errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer
 from ..plan.flat import Flat
 from ..plan.model import Param
 from ..shard import Interval, pieces
@@ -22,7 +21,7 @@ from ..unit.state import FlatState
 from ..unit.user_parameter import place_of
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
-from .state import describe_state, group_of, refuse_homeless_state, stored_row
+from .state import Optimizers, describe_state, homes_in, refuse_homeless_state, stored_row
 from .tensors import Entry
 
 
@@ -59,12 +58,11 @@ class Share:
         return found
 
 
-def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Share:
+def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers) -> Share:
     tensors: dict[str, Saved] = {}
     portions: list[Portion] = []
-    group = group_of(optimizer)
-    if optimizer is not None:
-        refuse_homeless_state(optimizer, set(group))
+    homes = homes_in(optimizers)
+    refuse_homeless_state(optimizers, homes)
     for unit in engine.units:
         for state in unit.states:
             flat = state.flat
@@ -76,16 +74,18 @@ def share_of(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | Non
                 spec, resting = flat.params[part.param], state.resting_params[part.param]
                 here = part.in_param.within(held[part.param])
                 kept: Mapping[str, Stored | Plain] = {}
-                if optimizer is not None and resting in group:
-                    kept = describe_state(optimizer, spec.name, resting, tuple(spec.shape))
-                saved = replace(_described(spec, flat), group=group.get(resting), state=dict(kept))
+                home = homes.get(resting)
+                if home is not None:
+                    kept = describe_state(home.optimizer, spec.name, resting, tuple(spec.shape))
+                number = None if home is None else home.number
+                saved = replace(_described(spec, flat), group=number, state=dict(kept))
                 tensors[spec.name] = saved
                 master = partial(_part_of, state, part.param, here)
                 portions.append(Portion(spec.name, None, saved.stored, part.in_param, master))
                 for key, item in kept.items():
-                    if optimizer is None or not isinstance(item, Stored):
+                    if home is None or not isinstance(item, Stored):
                         continue
-                    read = partial(stored_row, optimizer, resting, key)
+                    read = partial(stored_row, home.optimizer, resting, key)
                     if saved.is_split(key):
                         portions.append(Portion(spec.name, key, item, part.in_param, partial(_slice_of, read, here)))
                     elif part.in_param.start == 0 and item.num_elems:

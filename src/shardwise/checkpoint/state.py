@@ -5,7 +5,8 @@ blocks that depend on the cut, so it travels as fp32 and is quantised again wher
 crosses a shard, it comes back as it was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -28,32 +29,62 @@ _HOW = ("params", "foreach", "fused", "capturable", "differentiable")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def own_optimizer(engine: Engine, optimizer: object) -> ShardedOptimizer | None:
+# What the model is trained by, none or one or several: a checkpoint holds their groups one after the other.
+Optimizers = Sequence[ShardedOptimizer]
+
+
+def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
     """Refuse what `sw.shard` did not return together with the model."""
-    if optimizer is None:
+    given: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    )
+    for each in given:
+        if not isinstance(each, ShardedOptimizer) or not each.belongs_to(engine):
+            raise ConfigurationError(
+                f"this {type(each).__name__} is not the model's sharded optimizer: give the one that sw.shard "
+                "returned with the model"
+            )
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a parameter is updated: in which group of which optimizer, and the group's number in a checkpoint."""
+
+    optimizer: ShardedOptimizer
+    number: int
+    settings: dict[str, Any]
+
+
+def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
+    """By this rank's part of each parameter."""
+    groups = [
+        (each, group, shards)
+        for each in optimizers
+        for group, shards in zip(each.inner.param_groups, shard_groups(each.inner), strict=True)
+    ]
+    return {shard: Home(each, number, group) for number, (each, group, shards) in enumerate(groups) for shard in shards}
+
+
+def _groups_of(optimizers: Optimizers) -> list[dict[str, Any]]:
+    return [group for each in optimizers for group in each.inner.param_groups]
+
+
+def _name_of(optimizers: Optimizers) -> str:
+    return "+".join(type(each.inner).__name__ for each in optimizers)
+
+
+def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
+    if not optimizers:
         return None
-    if not isinstance(optimizer, ShardedOptimizer) or not optimizer.belongs_to(engine):
-        raise ConfigurationError(
-            f"this {type(optimizer).__name__} is not the model's sharded optimizer: give the one that sw.shard "
-            "returned with the model"
-        )
-    return optimizer
-
-
-def group_of(optimizer: ShardedOptimizer | None) -> dict[Tensor, int]:
-    """By this rank's part of each parameter, the number of its group."""
-    groups = [] if optimizer is None else shard_groups(optimizer.inner)
-    return {shard: number for number, shards in enumerate(groups) for shard in shards}
-
-
-def describe_optimizer(optimizer: ShardedOptimizer) -> Optimizer:
     # What is not plain (a function, say) is the running program's to give.
     groups = tuple(
         {key: _plain(value) for key, value in group.items() if key not in _HOW and _is_plain(value)}
-        for group in optimizer.inner.param_groups
+        for group in _groups_of(optimizers)
     )
-    scaler = None if optimizer.scaler is None else optimizer.scaler.state()
-    return Optimizer(type(optimizer.inner).__name__, groups, scaler)
+    # They share one.
+    scaler = optimizers[0].scaler
+    return Optimizer(_name_of(optimizers), groups, None if scaler is None else scaler.state())
 
 
 def _is_plain(value: Any) -> bool:
@@ -68,8 +99,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer, keep_groups: bool) -> None:
-    for group, settings in () if keep_groups else zip(optimizer.inner.param_groups, saved.groups, strict=True):
+def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bool) -> None:
+    for group, settings in () if keep_groups else zip(_groups_of(optimizers), saved.groups, strict=True):
         for key, value in settings.items():
             now = group.get(key)
             if key in _HOW:
@@ -79,32 +110,32 @@ def restore_optimizer(optimizer: ShardedOptimizer, saved: Optimizer, keep_groups
                 now.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
-    scaler: LossScaler | None = optimizer.scaler
+    scaler: LossScaler | None = optimizers[0].scaler
     if scaler is not None and saved.scaler is not None:
         scaler.restore(saved.scaler)
 
 
-def require_same_optimizer(optimizer: ShardedOptimizer, saved: Optimizer | None, keep_groups: bool) -> None:
+def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, keep_groups: bool) -> None:
     if saved is None:
         raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
-    name = type(optimizer.inner).__name__
+    name, groups, scaler = _name_of(optimizers), _groups_of(optimizers), optimizers[0].scaler
     # Others do not always say what it was; then its state has to fit.
     if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
-    if not keep_groups and len(saved.groups) != len(optimizer.inner.param_groups):
+    if not keep_groups and len(saved.groups) != len(groups):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has "
-            f"{len(optimizer.inner.param_groups)}: build the same groups"
+            f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has {len(groups)}: build the same "
+            "groups"
         )
-    for group, settings in () if keep_groups else zip(optimizer.inner.param_groups, saved.groups, strict=True):
+    for group, settings in () if keep_groups else zip(groups, saved.groups, strict=True):
         for key, value in settings.items():
             if key not in _HOW and not _is_alike(group.get(key), value):
                 raise CheckpointError(
                     f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}: load with "
                     "keep_groups=True to go on with this one's settings"
                 )
-    if optimizer.scaler is not None and saved.scaler is not None:
-        wanted = set(optimizer.scaler.state())
+    if scaler is not None and saved.scaler is not None:
+        wanted = set(scaler.state())
         if not wanted <= {key for key, value in saved.scaler.items() if isfinite(value)}:
             raise CheckpointError(f"the checkpoint's loss scaler is {saved.scaler}: it lacks one of {sorted(wanted)}")
 
@@ -116,13 +147,13 @@ def _is_alike(now: Any, value: Any) -> bool:
     return not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
 
 
-def refuse_homeless_state(optimizer: ShardedOptimizer, params: set[Tensor]) -> None:
-    keys: list[Any] = list(optimizer.inner.state)
-    for key in keys:
+def refuse_homeless_state(optimizers: Optimizers, params: Container[Tensor]) -> None:
+    keys: list[tuple[ShardedOptimizer, Any]] = [(each, key) for each in optimizers for key in each.inner.state]
+    for each, key in keys:
         if key not in params:
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise CheckpointError(
-                f"the optimizer {type(optimizer.inner).__name__} keeps state for {what}, which is no parameter of the "
+                f"the optimizer {type(each.inner).__name__} keeps state for {what}, which is no parameter of the "
                 "model: a checkpoint cannot hold it"
             )
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..dtypes import FP32, DTypeLike
 from ..errors import ConfigurationError, StateError
 from ..layout import AUTO, Layout, Strategy, layouts_for
 from ..mesh import Axes, connect, device, everyone, local_rank, make_axes, num_local_ranks
-from ..optim.groups import cut_state, require_own_parameters
+from ..optim.groups import cut_state, optimizer_of_each
 from ..optim.host.cores import cores_for
 from ..optim.host_updates import HostUpdates, is_eight_bit
 from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
@@ -48,6 +48,7 @@ from .guards import engine_of, find_engine, guard, refuse_shared_memory, refuse_
 from .hooks import install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
+from .own_flats import OwnFlats
 from .runtime import Engine, channels_of
 
 logger = logging.getLogger("shardwise")
@@ -55,7 +56,7 @@ logger = logging.getLogger("shardwise")
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     strategy: Strategy = AUTO,
     *,
     precision: str | Precision = "bf16",
@@ -71,6 +72,7 @@ def shard(
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
+    optimizer: or several, each with parameters of its own; then a list comes back. In fp16 they share one loss scale.
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
         plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6",
         and what travels in fewer bits: "hsdp+grads_as=int8".
@@ -92,11 +94,13 @@ def shard(
     """
     world = everyone()
     path = None if disk_path is None else Path(disk_path)
+    is_one = isinstance(optimizer, torch.optim.Optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     machine = None if moves_behind_auto(strategy) is None else _machine(world, node_size, path)
     plan = all_or_none(
         world,
         lambda: _prepare(
-            model, optimizer, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
+            model, optimizers, strategy, precision_of(precision, reduce_dtype), make_axes(node_size), units,
             memory_budget, early_update, skip_nonfinite, seed, machine, batch, path,
         ),
     )  # fmt: skip
@@ -115,23 +119,37 @@ def shard(
     install_direct_gradients(engine, modules)
     install_casts(modules, built, plan.precision, plan.keep_fp32)
     install_root_hooks(engine, model)
-    sharded = None
-    if optimizer is not None:
-        cut_state(optimizer, places)
-        on_host = HostUpdates(optimizer, plan.row_names, cores_for(local_rank(), num_local_ranks()))
+    sharded = []
+    for number, each in enumerate(optimizers):
+        cut_state(each, places)
+        on_host = HostUpdates(each, plan.row_names[number], cores_for(local_rank(), num_local_ranks()))
+        own = OwnFlats(engine, number)
         # What it keeps already, if it has stepped before.
-        known = [state for state in engine.trainable_states if any(p in optimizer.state for p in state.resting_params)]
+        known = [state for state in own.trainable_states if any(p in each.state for p in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
-        sharded = ShardedOptimizer(
-            optimizer, engine, channels_of(mesh, "reduce"), scaler, early_update, on_host, skip_nonfinite
+        sharded.append(
+            ShardedOptimizer(each, own, channels_of(mesh, "reduce"), scaler, early_update, on_host, skip_nonfinite)
         )
-        if early_update:
-            engine.updates.make_early(sharded.update_early)
-    guard(model, engine, engine.forget_gradients if sharded is None else sharded.zero_grad)
+    if early_update:
+        engine.updates.make_early(sharded[0].update_early)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for each in sharded:
+            each.zero_grad(set_to_none)
+        if not sharded:
+            engine.forget_gradients(engine.trainable_states, set_to_none)
+
+    guard(model, engine, zero_grad)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
+        if sharded and plan.idle:
+            logger.warning("trained by no optimizer, though requires_grad is True: %s", _some(plan.idle))
     tell_of_statistics(model, mesh)
-    return model, sharded
+    return model, (None if optimizer is None else sharded[0] if is_one else sharded)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +161,15 @@ class _Plan:
     found: list[FoundUnit]
     schedule: Schedule
     keep_fp32: tuple[str, ...]
-    row_names: tuple[str, ...]  # of what the optimizer keeps where the host updates
+    row_names: list[tuple[str, ...]]  # of what each optimizer keeps where the host updates
+    idle: list[str]  # parameters that are trained, and that no optimizer has
     facts: Facts
     chosen: Plan | None  # by "auto"
 
 
 def _prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: list[torch.optim.Optimizer],
     strategy: Strategy,
     precision: Precision,
     axes: Axes,
@@ -172,11 +191,15 @@ def _prepare(
     refuse_shared_memory(model)
     if not found:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    optimizer_of = optimizer_of_each(optimizers, names)
+    found = [_numbered(unit, optimizer_of) for unit in found]
+    idle = [param.name for unit in found for param in unit.params if param.trainable and param.name not in optimizer_of]
     refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
     keep_fp32 = kept_patterns(model, precision)
     chosen = None
     if machine is not None:
-        training = _training(optimizer, precision, batch)
+        training = _training(optimizers, precision, batch)
         moves = moves_behind_auto(strategy) or ()
         asked = Asked(training, batch, units, memory_budget, keep_fp32, moves, disk_path)
         chosen = choose(model, found, asked, machine)
@@ -203,32 +226,33 @@ def _prepare(
         )
     schedule = make_schedule(plans, range(len(plans)), memory_budget)
     flats = [flat for plan in plans for flat in plan.flats]
-    row_names: tuple[str, ...] = ()
-    if optimizer is not None and any(flat.host_updates for flat in flats):
-        row_names = rows_kept(optimizer)
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    row_names: list[tuple[str, ...]] = []
     for param, name in names.items():
         if param.grad is not None and bool(param.grad.any()):
             raise ConfigurationError(
                 f"parameter {name!r} has a gradient already, which would be lost: call optimizer.step() and "
                 "optimizer.zero_grad() before sw.shard"
             )
-    if optimizer is not None:
-        require_own_parameters(optimizer, names)
-        cuts = [flat.trainable and (flat.depth_of_master or flat.master_on == "disk") for flat in flats]
-        if any(cuts):
+    for number, optimizer in enumerate(optimizers):
+        own = [flat for flat in flats if flat.trainable and flat.optimizer == number]
+        row_names.append(rows_kept(optimizer) if any(flat.host_updates for flat in own) else ())
+        if any(flat.depth_of_master or flat.master_on == "disk" for flat in own):
             refuse_unless_elementwise(optimizer, device())
-        if any(flat.master_on == "disk" and flat.trainable for flat in flats):
+        if any(flat.master_on == "disk" for flat in own):
             refuse_unless_rows(optimizer)
-        if is_eight_bit(optimizer) and any(flat.host_updates and flat.master != FP32 for flat in flats):
+        if is_eight_bit(optimizer) and any(flat.host_updates and flat.master != FP32 for flat in own):
             raise ConfigurationError(
                 f"optimizer {type(optimizer).__name__} on the host with master weights in {precision.master}: the host "
                 "updates 8-bit moments beside fp32 masters; use precision='bf16', or leave the optimizer on the device"
             )
-    if early_update and (optimizer is None or precision.loss_scaling):
+    if early_update and len(optimizers) > 1:
+        raise ConfigurationError(
+            "early_update=True with several optimizers: a backward would step all of them; leave early_update"
+        )
+    if early_update and (not optimizers or precision.loss_scaling):
         raise ConfigurationError(
             "early_update=True without an optimizer: there is nothing to update"
-            if optimizer is None
+            if not optimizers
             else "early_update=True with fp16: a step that overflowed is skipped, and is found out after the backward; "
             "use bf16, or leave early_update"
         )
@@ -248,8 +272,17 @@ def _prepare(
         "skip_nonfinite": skip_nonfinite,
         "seed": seed,
     }
-    facts = [*facts_about(model, found, plans, settings), *facts_about_optimizer(optimizer, names)]
-    return _Plan(axes, precision, found, schedule, keep_fp32, row_names, facts, chosen)
+    facts = list(facts_about(model, found, plans, settings))
+    for each in optimizers or (None,):
+        facts += facts_about_optimizer(each, names)
+    return _Plan(axes, precision, found, schedule, keep_fp32, row_names, idle, facts, chosen)
+
+
+def _numbered(unit: FoundUnit, optimizer_of: dict[str, int]) -> FoundUnit:
+    """With the optimizer of each parameter; what no optimizer has goes with the first."""
+    return replace(
+        unit, params=tuple(replace(param, optimizer=optimizer_of.get(param.name, 0)) for param in unit.params)
+    )
 
 
 def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
@@ -273,7 +306,8 @@ def num_cores() -> int:
 
 def _host_memory(plan: _Plan, where: torch.device, disk_path: Path | None) -> HostMemory:
     units = [unit.flats for unit in plan.schedule.units]
-    return HostMemory(units, plan.row_names, disk_path, where.type == "cuda")
+    names = dict.fromkeys(name for names in plan.row_names for name in names)
+    return HostMemory(units, tuple(names), disk_path, where.type == "cuda")
 
 
 @contextmanager
@@ -329,14 +363,14 @@ def _machine(world: Channel, node_size: int | None, disk_path: Path | None) -> M
     return machine_here(world, axes, min(exchange(world, free_bytes_here())), disk_path)
 
 
-def _training(optimizer: torch.optim.Optimizer | None, precision: Precision, batch: Batch | None) -> Training:
+def _training(optimizers: list[torch.optim.Optimizer], precision: Precision, batch: Batch | None) -> Training:
     micro_batch, seq, num_micro_batches = (*(batch or (1, 1)), 1)[:3]
     return Training(
         precision=precision,
         micro_batch=micro_batch,
         seq=seq,
         num_micro_batches=num_micro_batches,
-        moments=num_moments(optimizer, precision),
+        moments=max((num_moments(each, precision) for each in optimizers), default=0),
     )
 
 

@@ -1,6 +1,7 @@
 """Forwards that a backward may come back to, and which units compute at this moment."""
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +59,10 @@ class Calls:
         self._recorded[index] = [weakref.ref(call) for call in found]
         return found
 
-    def forget(self) -> None:
-        """None of them can lead to a backward any more."""
-        self._recorded = [[] for _ in range(self._num_units)]
+    def forget(self, units: Iterable[int]) -> None:
+        """None of theirs can lead to a backward any more."""
+        for unit in units:
+            self._recorded[unit] = []
 
     def begin_backward(self) -> None:
         self._num_backwards += 1
@@ -97,7 +99,7 @@ class Calls:
 
     def abandon_backward(self) -> None:
         self.busy = [0] * self._num_units
-        self.forget()
+        self.forget(range(self._num_units))
         self.opened.clear()
 
 

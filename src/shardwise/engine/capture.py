@@ -103,6 +103,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[.
     must be capturable (`AdamW(..., capturable=True)`).
     """
     engine = engine_of(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError("sw.capture records the step of one optimizer: leave it out where there are several")
     if engine.mesh.device.type != "cuda":
         raise ConfigurationError(f"sw.capture records a CUDA graph, and the model is on {engine.mesh.device}")
     elsewhere = [unit for unit in engine.schedule.units if unit.layout.places != {"device"}]

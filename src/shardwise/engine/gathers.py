@@ -65,8 +65,9 @@ class Gathers:
         self._defers = not self.lane.queues and not any(
             state.flat.host_updates for unit in units for state in unit.states
         )
-        # Of the weights, and of compute parameters that hold them: 2 * num_updates.
-        self.version = 0
+        # Of each unit's weights, and of compute parameters that hold them: twice the number of their updates.
+        self.versions = [0] * len(units)
+        self.num_updates = 0
         self.is_captured = False
         # Units whose weights were used outside their forward in this step: they stay gathered.
         self.kept: set[int] = set()
@@ -79,10 +80,6 @@ class Gathers:
         for unit in units:
             unit.show_resting()
             unit.stamp(LOST)
-
-    @property
-    def num_updates(self) -> int:
-        return self.version // 2
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = ()) -> None:
         """Gather a unit, start the gathers of a forward to run behind its computation, show its compute parameters."""
@@ -172,7 +169,7 @@ class Gathers:
             self._finish(index)
         todo = self.occupancy.take(index, pass_)
         if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
-            unit.stamp(self.version)
+            unit.stamp(self.versions[index])
             return
         row_slot = self._take_row_slot() if any(gather.is_encoded for gather in todo) else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
@@ -217,7 +214,7 @@ class Gathers:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
             self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
-        self._units[index].stamp(self.version)
+        self._units[index].stamp(self.versions[index])
 
     def settle(self) -> None:
         """Wait for every gather under way."""
@@ -299,18 +296,23 @@ class Gathers:
 
     # Between steps.
 
-    def was_updated(self) -> None:
-        """The masters that are trained are newer than every copy of them."""
+    def was_updated(self, units: Iterable[int]) -> None:
+        """Of these, the masters that are trained are newer than every copy of them."""
         self.settle()
-        self.version += 2
+        self.count_update(units)
         self._masters_version = self._version_of_masters()
-        self.occupancy.masters_changed()
+        self.occupancy.masters_changed(units)
         self._staging.forget()
+
+    def count_update(self, units: Iterable[int]) -> None:
+        self.num_updates += 1
+        for index in units:
+            self.versions[index] += 2
 
     def follow_changed_masters(self) -> None:
         """Whole masters may have been changed in place, through tensors that parameters gave out."""
         if self._masters_version != self._version_of_masters():
-            self.was_updated()
+            self.was_updated(range(len(self._units)))
             self.occupancy.forget_all()
 
     def _version_of_masters(self) -> int:

@@ -1,5 +1,7 @@
 """Gradients between the backward and the optimizer: complete, agreed on by the ranks, and forgotten again."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -76,9 +78,9 @@ class Gradients:
         self._host_jobs.await_update_of(state)
         host_waits_for(self._reductions.arrived.get(state))
 
-    def forget(self, set_to_none: bool) -> None:
+    def forget(self, states: Iterable[FlatState], set_to_none: bool) -> None:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
-        for state in self._states:
+        for state in states:
             state.take_gradients()
             gradient = state.gradient
             is_zero = not set_to_none and gradient.stage != "empty"

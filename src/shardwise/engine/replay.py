@@ -43,10 +43,10 @@ class Replay:
     def end(self) -> None:
         """Forwards before it can no longer lead to a backward; the first units hold the new weights."""
         gathers = self._gathers
-        gathers.version += 2
+        gathers.count_update(range(len(self._engine.units)))
         for unit in self._engine.units:
             if gathers.occupancy.is_ready(unit.index, "forward"):
-                unit.stamp(gathers.version)
+                unit.stamp(gathers.versions[unit.index])
 
     def _gather_frozen_as_left(self) -> None:
         """What is frozen stays as the last backward gathered it, which may be more exact than a forward would."""

@@ -15,7 +15,7 @@ One step, in numbered phases:
 The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +179,7 @@ class Engine:
             return None
         unit = self.units[index]
         unit.show_resting()
-        if unit.was_written(self.gathers.version):
+        if unit.was_written(self.gathers.versions[index]):
             raise StateError(
                 f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
                 "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
@@ -187,7 +187,7 @@ class Engine:
         if leads_to_backward:
             if self._seen_order is not None:
                 self._seen_recorded.add(index)
-            return self._calls.record(index, self.gathers.version)
+            return self._calls.record(index, self.gathers.versions[index])
         self._drop_after_forward(index)
         return None
 
@@ -273,7 +273,7 @@ class Engine:
         self._complete(index)
 
     def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
-        if call.version != self.gathers.version:
+        if call.version != self.gathers.versions[call.unit]:
             raise StateError(
                 f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
                 "changed since; run the forward again"
@@ -354,11 +354,15 @@ class Engine:
         for say in tuple(self.at_step):
             say()
 
-    def finish_gradients(self) -> None:
-        """Bring every gradient to the optimizer's layout, also when no micro-batch was the last."""
+    def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
+        """Bring gradients, all or those of `states`, to the optimizer's layout, also when no micro-batch was the last.
+
+        Under loss scaling all, because the scale may change with a step.
+        """
         self.abandon_backward()
         self.gradients.refuse_late()
-        local = self.gradients.local
+        is_all = states is None or self.scale.loss_scale is not None
+        local = [state for state in self.gradients.local if is_all or state in states]  # type: ignore[operator]
         if local:
             self.await_gradients()
             self.gradients.sync(local)
@@ -380,32 +384,32 @@ class Engine:
     def await_host_of(self, state: FlatState) -> None:
         self.gradients.await_on_host(state)
 
-    def forget_gradients(self, set_to_none: bool = True) -> None:
+    def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()
         self.await_gradients()
-        self.gradients.forget(set_to_none)
-
-    def was_updated(self) -> None:
-        self.gathers.was_updated()
+        self.gradients.forget(states, set_to_none)
 
     def was_rewritten(self) -> None:
         """Weights were set from outside, frozen ones too."""
-        self.gathers.was_updated()
+        self.gathers.was_updated(range(len(self.units)))
         self.gathers.occupancy.forget_all()
 
-    def close_step(self, updated: bool) -> None:
+    def close_step(self, updated: bool, changed: Sequence[int]) -> None:
+        """Of an optimizer that changes these units."""
         self.mesh.begin("optimizer.step()")
         self.updates.close_step()
         if updated:
-            self.was_updated()
+            self.gathers.was_updated(changed)
             # Forwards before the update can no longer lead to a backward.
-            self._calls.forget()
-            self._awaits_backward = False
+            self._calls.forget(changed)
+            self._awaits_backward = self._awaits_backward and len(changed) < len(self.units)
         self.mesh.ledger.close_step()
         self.host.close_step()
         self._host_jobs.close_step()
         if self._seen_order:
-            self._follow(self._seen_order)
+            # Not while others' forwards may lead to a backward: they are where the order has put them.
+            if len(changed) == len(self.units):
+                self._follow(self._seen_order)
             self._seen_order = None
         self.gathers.kept.clear()
         self.gathers.start_first()

@@ -1,6 +1,6 @@
 """The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from ..unit.shard_tensor import Place
+from ..unit.state import FlatState
 from ..unit.user_parameter import place_of
 
 
@@ -27,6 +28,52 @@ def shard_of(param: Tensor) -> Tensor | None:
     """This rank's part of one of the user's parameters, if it has one that is trained."""
     place = place_of(param)
     return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
+
+
+def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:
+    """The number of the optimizer that has a parameter, by its name."""
+    found: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        require_own_parameters(optimizer, names)
+        for name in [names[param] for group in optimizer.param_groups for param in group["params"]]:
+            if found.setdefault(name, number) != number:
+                raise ConfigurationError(
+                    f"parameter {name!r} is in two optimizers, {found[name]} and {number} of the list "
+                    f"({type(optimizers[found[name]]).__name__} and {type(optimizer).__name__}): give it to one"
+                )
+    return found
+
+
+def join_groups(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], own: list[FlatState], others: list[FlatState]
+) -> list[str]:
+    """Add a group of the user's parameters; returns their names."""
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    held = {param for known in optimizer.param_groups for param in known["params"]}
+    names = []
+    for number, param in enumerate(params):
+        place = place_of(param)
+        if place is None or place.state not in others:
+            raise ConfigurationError(
+                f"optimizer.add_param_group: parameter {number} (shape {tuple(param.shape)}) is not a parameter of the "
+                "sharded model: give it those of model.parameters()"
+            )
+        if not place.state.flat.trainable:
+            raise ConfigurationError(
+                f"optimizer.add_param_group: {place.name!r} was frozen when the model was sharded: call sw.shard while "
+                "it requires a gradient, and freeze it afterwards"
+            )
+        if place.state not in own:
+            raise ConfigurationError(
+                f"optimizer.add_param_group: the gradient of {place.name!r} goes to optimizer "
+                f"{place.state.flat.optimizer} of the list: add it there"
+            )
+        if param in held:
+            raise ConfigurationError(f"optimizer.add_param_group: {place.name!r} is in a group already")
+        names.append(place.name)
+    optimizer.add_param_group({**group, "params": params})
+    return names
 
 
 def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..away import MASTER, Moves, Rows
 from ..dtypes import FP32
+from ..errors import ConfigurationError
 from ..plan.flat import Flat
 from ..shard import Interval
 from ..unit.stand_ins import OnDisk
@@ -22,7 +23,7 @@ from ..unit.state import FlatState
 from .host.adamw import AdamSettings, adamw, adamw8
 from .host.compiled import FUSED_LANES
 from .host.cores import Cores
-from .probe import KNOWN_PACKAGES, shadow_of
+from .probe import KNOWN_PACKAGES, rows_kept, shadow_of
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 
@@ -67,6 +68,15 @@ class HostUpdates:
             group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups
         )
         return self._one_pass if is_plain and flat.master == FP32 else self._its_own
+
+    def refuse_other_rows(self) -> None:
+        """Rows were laid out for what the optimizer kept when the model was sharded."""
+        more = [name for name in rows_kept(self._optimizer) if self._row_names and name not in self._row_names]
+        if more:
+            raise ConfigurationError(
+                f"optimizer {type(self._optimizer).__name__} would keep {more[0]!r} with these settings, and there is "
+                "no room for it on the host: give them to a group before sw.shard"
+            )
 
     def take_over(self, states: Iterable[FlatState]) -> None:
         """State that the optimizer was given from outside becomes rows; what has none starts from zero again."""

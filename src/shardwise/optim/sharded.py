@@ -14,21 +14,28 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..errors import StateError
+from ..errors import ConfigurationError, StateError
 from ..plan.schedule import PART_ELEMS
 from ..unit.carrier import Channels
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from ..wire.collectives import exchange
 from .clip import global_norm, require_norm_type
-from .groups import shard_groups, shard_of
+from .groups import join_groups, shard_groups, shard_of
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
+from .probe import refuse_unless_elementwise
 from .scaler import LossScaler
 
 
 class Stepper(Protocol):
-    """What the optimizer asks of the engine."""
+    """What the optimizer asks of the engine, for the flats that are its own."""
 
+    @property
+    def owner(self) -> object: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def all_states(self) -> list[FlatState]: ...
     @property
     def trainable_states(self) -> list[FlatState]: ...
     @property
@@ -119,8 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
         return self._places[resting]
 
-    def belongs_to(self, stepper: object) -> bool:
-        return self._stepper is stepper
+    def belongs_to(self, engine: object) -> bool:
+        return self._stepper.owner is engine
 
     @property
     def loss_scale(self) -> float:
@@ -174,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         final = self._final_gradients("scale_grads")
         number = self._agreed("scale_grads", factor)
         self._stepper.await_gradients()
-        self._multiply(final, torch.full((), number, dtype=torch.float32, device=self._device))
+        self._multiply(final, torch.full((), number, dtype=torch.float32, device=self._stepper.device))
         self._apply_clips(final)
 
     def _final_gradients(self, verb: str) -> list[FlatState]:
@@ -381,7 +388,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.forget_gradients(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise StateError("parameters cannot join a sharded optimizer: build it with all groups, then call sw.shard")
+        """Take in parameters of the model that are trained and in no group yet; every rank calls it."""
+        names = join_groups(self._inner, param_group, self._stepper.trainable_states, self._stepper.all_states)
+        plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}
+        told = exchange(self._channels["world"], (names, repr(plain)))
+        try:
+            if any(other != told[0] for other in told):
+                raise ConfigurationError(f"optimizer.add_param_group: the ranks gave other groups, from 0 on {told}")
+            if any(state.flat.depth_of_master for state in self._stepper.trainable_states):
+                refuse_unless_elementwise(self._inner, self._stepper.device)
+            self._host.refuse_other_rows()
+        except ConfigurationError:
+            self._inner.param_groups.pop()
+            raise
+        self._parts_are_for = (None, False)
 
     def state_dict(self) -> NoReturn:
         raise StateError(
@@ -401,16 +421,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a sharded optimizer cannot be pickled: it holds this rank's shards only")
 
-    @property
-    def _device(self) -> torch.device:
-        return self._stepper.trainable_states[0].device
-
     def _norm(self, norm_type: float = 2.0) -> Tensor:
         self._stepper.await_gradients()
         for state in self._stepper.trainable_states if norm_type != 2.0 else ():
             if state.flat.host_updates:
                 self._stepper.await_host_of(state)
-        return global_norm(self._stepper.trainable_states, self._channels, self._device, norm_type)
+        return global_norm(self._stepper.trainable_states, self._channels, self._stepper.device, norm_type)
 
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:

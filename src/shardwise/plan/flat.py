@@ -1,6 +1,6 @@
 """One flat buffer of a unit as a pure value: what lies in it, and every hop that gathers or reduces it.
 
-Parameters of one unit with the same dtypes and trainability share a flat. The layout's chain of axes
+Parameters of one unit with the same dtypes, trainability and optimizer share a flat. The layout's chain of axes
 splits it again and again; `spans[d]` is what this rank holds after d splits. Parameters, gradients and
 optimizer each stop at a depth of the chain, so every layout is three numbers:
 
@@ -54,6 +54,11 @@ class Flat:
     master: DType
     reduce: DType
     trainable: bool
+
+    @property
+    def optimizer(self) -> int:
+        """The number of the one that updates it."""
+        return self.params[0].optimizer
 
     @property
     def num_ranks(self) -> int:
@@ -266,7 +271,7 @@ def flats_of(
     keep_fp32: Sequence[str],
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
-    groups: dict[tuple[DType, DType, DType, bool, Layout], list[Param]] = {}
+    groups: dict[tuple[DType, DType, DType, bool, Layout, int], list[Param]] = {}
     on_device = kept_params(unit.params, layout.kept)
     for param in unit.params:
         kept = matches(param.sites[0].module, keep_fp32)
@@ -275,7 +280,7 @@ def flats_of(
         own = layout.on_device if param.name in on_device else layout
         own = own if is_encodable(param) and not kept else own.exact
         # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
-        groups.setdefault((compute, master, param.dtype, param.trainable, own), []).append(param)
+        groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
     return tuple(
         Flat(
             tuple(params),
@@ -287,7 +292,7 @@ def flats_of(
             precision.reduce,
             trainable,
         )
-        for (compute, master, _, trainable, own), params in groups.items()
+        for (compute, master, _, trainable, own, _), params in groups.items()
     )
 
 

@@ -35,7 +35,7 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Param:
     """A parameter by its first name. `sites` are all places it is used under, tied weights have several. `is_table`:
-    one of them looks rows up in it."""
+    one of them looks rows up in it. `optimizer`: the number of the one that updates it."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +43,7 @@ class Param:
     trainable: bool
     sites: tuple[Site, ...]
     is_table: bool = False
+    optimizer: int = 0
 
     @property
     def num_elems(self) -> int:

@@ -14,7 +14,7 @@ Parameters may travel encoded to forwards alone. What is held so is no use to a 
 is; what a backward has gathered serves the next forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -238,13 +238,12 @@ class Occupancy:
         if slot is not None and self.holder.get(slot) == unit:
             del self.holder[slot]
 
-    def masters_changed(self) -> None:
-        """After an update: what is trained is stale everywhere, what is frozen is not."""
-        num_units = len(self.held)
-        self.fresh = [False] * num_units
-        self.rest_fresh = [False] * num_units
-        for unit, rounded in zip(self.schedule.units, self.rounded, strict=True):
-            rounded.difference_update([at for at in rounded if unit.flats[at].trainable])
+    def masters_changed(self, units: Iterable[int] | None = None) -> None:
+        """After an update of these units, or of all: what is trained is stale everywhere, what is frozen is not."""
+        for unit in range(len(self.held)) if units is None else units:
+            self.fresh[unit] = self.rest_fresh[unit] = False
+            rounded, flats = self.rounded[unit], self.schedule.units[unit].flats
+            rounded.difference_update([at for at in rounded if flats[at].trainable])
 
     def state(self) -> tuple[object, ...]:
         """All there is to it, to be compared."""

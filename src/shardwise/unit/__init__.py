@@ -17,9 +17,9 @@ Every other file uses these words and no others:
 
 Outside forward and backward the modules of a unit show the `user` parameters: the objects that were there before
 `sw.shard`, which stand for the whole weights and have no memory (`user_parameter.py`), so nobody ever reads memory that
-is stale, freed or another unit's. While a unit computes they show the `compute` parameters, plain tensors. The optimizer
-updates the `resting` parameters: views of this rank's part of the master, one-dimensional where it is split. All three
-sets of objects live as long as the unit, so hooks, compiled code and guards stay valid.
+is stale, freed or another unit's. While a unit computes they show the `compute` parameters, plain tensors. The
+optimizer updates the `resting` parameters: views of this rank's part of the master, one-dimensional where it is split.
+All three sets of objects live as long as the unit, so hooks, compiled code and guards stay valid.
 
 Autograd keeps aliases of the compute parameters between forward and backward, so a unit's `whole` must have
 the same storage in both. It is written through tensors that share no version counter with the parameters; the
