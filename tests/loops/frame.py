@@ -74,19 +74,22 @@ class Scenario:
     play: Play
     must_equal: frozenset[str]
     tolerance: float
+    deadline_s: float
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(*, equal: Collection[str] = (), tolerance: float = TOLERANCE) -> Callable[[Play], Play]:
+def scenario(
+    *, equal: Collection[str] = (), tolerance: float = TOLERANCE, deadline_s: float = DEADLINE_S
+) -> Callable[[Play], Play]:
     """Register a scenario; `equal` names the strategies under which a refusal is not enough."""
 
     def register(play: Play) -> Play:
         name, theme = play.__name__, play.__module__.rpartition(".")[2]
         if name in SCENARIOS:
             raise ValueError(f"two scenarios are called {name!r}: {SCENARIOS[name].theme}, {theme}")
-        SCENARIOS[name] = Scenario(name, theme, play, frozenset(equal), tolerance)
+        SCENARIOS[name] = Scenario(name, theme, play, frozenset(equal), tolerance, deadline_s)
         return play
 
     return register
@@ -168,7 +171,7 @@ class Frame:
     """Runs scenarios on a pool of ranks; keeps what one process gave, by world size."""
 
     pool: Pool
-    deadline_s: float = DEADLINE_S
+    patience: float = 1.0  # how many times a scenario's deadline to wait
 
     def __post_init__(self) -> None:
         self.alone: dict[tuple[str, int], Record] = {}
@@ -185,8 +188,10 @@ class Frame:
     def try_once(self, name: str, setting: str) -> Outcome:
         size = SETTINGS[setting].world
         expected = self.reference(name, size)
-        endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=self.deadline_s)
-        kind, reason, detail = judge(endings, expected, SCENARIOS[name].tolerance)
+        chosen = SCENARIOS[name]
+        deadline = self.patience * chosen.deadline_s
+        endings = self.world(size).endings(play_on_rank, name, setting, size, deadline=deadline)
+        kind, reason, detail = judge(endings, expected, chosen.tolerance)
         seconds = [ending.seconds for ending in endings]
         if max(seconds) - min(seconds) > LAST_BREATH_S / 2:  # a rank may have ended, or be about to
             self.warm[size].close()

@@ -9,6 +9,8 @@ from tests.loops.frame import ALL, scenario
 from tests.loops.loop import Loop
 from tests.loops.models import Block, Net, SkipNet, start
 
+COMPILE_DEADLINE_S = 90.0
+
 
 class Checkpointed(SkipNet):
     def __init__(self, reentrant: bool = False, inside: bool = False) -> None:
@@ -98,7 +100,7 @@ def checkpointed_layers_skipped_on_one_rank(loop: Loop) -> nn.Module:
     return model
 
 
-@scenario(equal=ALL)
+@scenario(equal=ALL, deadline_s=COMPILE_DEADLINE_S)
 def compiled_layers(loop: Loop) -> nn.Module:
     model = Net(2)
     for layer in model.layers:
@@ -108,7 +110,7 @@ def compiled_layers(loop: Loop) -> nn.Module:
     return model
 
 
-@scenario()
+@scenario(deadline_s=COMPILE_DEADLINE_S)
 def the_whole_model_compiled(loop: Loop) -> nn.Module:
     model, optimizer = start(loop, Net(2))
     compiled = torch.compile(model, backend="eager")
