@@ -137,11 +137,11 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
     before_forward, before_backward = [], []
     position_of = {unit: position for position, unit in enumerate(order)}
-    for index, unit in enumerate(units):
+    for index, plan in enumerate(units):
         position = position_of[index]
         before_forward.append((index, *_ahead(units, order, range(position + 1, len(order)), num_slots - 1)))
         # The backward of what holds others begins before theirs: what comes after them is not its to gather.
-        others = () if unit.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
+        others = () if plan.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
         before_backward.append(tuple(other for other in (index, *others) if units[other].backward_reads))
     return Schedule(
         tuple(units),
