@@ -1,5 +1,6 @@
 """Layers of many experts whose parts are units: training is that of one process."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.guards import engine_of
 from shardwise.plan import model as limits
+from shardwise.plan.events import step_events
 from tests.harness import Pool
 from tests.support.models import INIT, SEQ, VOCAB, tokens
 from tests.support.trainee import Story, Told, Trainee, assert_told_alike, features, tell_alone, tell_sharded
@@ -113,14 +115,19 @@ LIMITS = {"listed": (2000, 250), "mixtral": (3000, 500)}
 
 
 def train_in_parts(trainee: Trainee) -> list[float]:
+    """The parts are units, and the last step's collectives are the planned ones."""
+    losses = train(trainee)
     if trainee.is_sharded:
-        plans = engine_of(trainee.model).schedule.units
+        engine = engine_of(trainee.model)
+        layer, *parts = (plan for plan in engine.schedule.units if "layers.1" in plan.name)
         kind = "listed" if isinstance(trainee.model, Listed) else "mixtral"
-        layer, *parts = (plan for plan in plans if "layers.1" in plan.name)
         assert [plan.name.removeprefix(f"{layer.name}.") for plan in parts] == UNITS[kind]
         assert layer.holds_units
         assert not any(plan.holds_units for plan in parts)
-    return train(trainee)
+        calls = [call for call in engine.mesh.ledger.last_step or () if call.dtype != "float64"]
+        planned = [call for event in step_events(engine.schedule, 2) for call in event.calls]
+        assert Counter(calls) == Counter(planned)
+    return losses
 
 
 def told(story: Story, kind: str, strategies: list[str], options: dict[str, Any]) -> list[Told]:

@@ -135,15 +135,14 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         slot = position % num_slots
         slot_of[unit] = slot
         slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
-    ahead = num_slots - 1
-    position_of = {unit: position for position, unit in enumerate(order)}
     before_forward, before_backward = [], []
-    for unit in range(len(units)):
-        position = position_of[unit]
-        before_forward.append(tuple(order[position : position + 1 + ahead]))
-        # The backward of a unit that holds others begins before theirs: what ran before it is not next.
-        reached = [unit] if units[unit].holds_units else order[position::-1][: 1 + ahead]
-        before_backward.append(tuple(other for other in reached if units[other].backward_reads))
+    position_of = {unit: position for position, unit in enumerate(order)}
+    for index, plan in enumerate(units):
+        position = position_of[index]
+        before_forward.append((index, *_ahead(units, order, range(position + 1, len(order)), num_slots - 1)))
+        # The backward of what holds others begins before theirs: what comes after them is not its to gather.
+        others = () if plan.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
+        before_backward.append(tuple(other for other in (index, *others) if units[other].backward_reads))
     return Schedule(
         tuple(units),
         tuple(order),
@@ -151,8 +150,19 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         tuple(slot_bytes),
         tuple(before_forward),
         tuple(before_backward),
-        tuple(order[: 1 + ahead]),
+        before_forward[order[0]],
     )
+
+
+def _ahead(units: Sequence[UnitPlan], order: Sequence[int], positions: range, num_leaves: int) -> tuple[int, ...]:
+    """The units at these positions up to the last of `num_leaves` that hold no others: those that take slots."""
+    found = []
+    for position in positions:
+        if num_leaves == 0:
+            break
+        found.append(order[position])
+        num_leaves -= not units[order[position]].holds_units
+    return tuple(found)
 
 
 def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int | None) -> int:
