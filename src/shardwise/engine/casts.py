@@ -195,7 +195,7 @@ def _run_under_autocast(module: nn.Module, device: str, dtype: torch.dtype) -> N
         with torch.autocast(device, dtype, cache_enabled=False):
             return forward(*args, **kwargs)
 
-    module.forward = under_autocast  # type: ignore[method-assign]
+    module.forward = under_autocast
 
 
 def explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:
