@@ -286,3 +286,83 @@ def test_what_16_bits_cannot_do_is_explained(run_ranks: Pool) -> None:
         assert "keep_fp32" in said
         assert "bf16-autocast" in said
     assert run_ranks(2, transform, "zero3", ("0", "1")) == ["trained"] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Hugging Face models
+
+
+IMAGES = {"num_channels": 3, "num_labels": 4}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SEQ2SEQ = {
+    **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in
+       (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32), ("layerdrop", 0.0))},
+    "vocab_size": 61, "d_model": 16, "max_position_embeddings": 32, "decoder_start_token_id": 2, "use_cache": False,
+    "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+PICTURES = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "image_size": 32, "patch_size": 4}
+SWITCH = {
+    "vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
+    "num_experts": 2, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0, "router_jitter_noise": 0.0,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet": ("AutoModelForImageClassification", {**IMAGES, "embedding_size": 8, "hidden_sizes": [8], "depths": [1]}),
+    "swinv2": ("AutoModelForImageClassification", {**IMAGES, **PICTURES, "drop_path_rate": 0.0}),
+    "vit": ("AutoModelForImageClassification", {**IMAGES, **SMALL, "image_size": 32, "patch_size": 8}),
+    "m2m_100": ("AutoModelForSeq2SeqLM", SEQ2SEQ),
+    "switch_transformers": ("AutoModelForSeq2SeqLM", SWITCH),
+    "openai-gpt": (
+        "AutoModelForCausalLM",
+        {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0},
+    ),
+    "fnet": ("AutoModelForMaskedLM", {**SMALL, "vocab_size": 61, "max_position_embeddings": 32}),
+}
+
+
+def family(name: str) -> nn.Module:
+    import transformers
+
+    kind, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(name, **settings))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def family_losses(name: str, model: nn.Module, optimizer: Any) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(3):
+        if "Image" in FAMILIES[name][0]:
+            batch = {"pixel_values": torch.randn(4, 3, 32, 32, generator=generator), "labels": torch.arange(4)}
+        else:
+            ids = torch.randint(3, 61, (4, 8), generator=generator)
+            batch = {"input_ids": ids, "labels": ids}
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_family(name: str, strategies: tuple[str, ...], precision: str) -> list[list[float]]:
+    sw.init()
+    found = []
+    for strategy in strategies:
+        model = family(name)
+        model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision=precision)
+        found.append(family_losses(name, model, optimizer))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_that_mix_dtypes(run_ranks: Pool, name: str, precision: str) -> None:
+    alone = family(name)
+    expected = family_losses(name, alone, adamw(list(alone.parameters())))
+    for strategies in run_ranks(2, train_family, name, ("ddp", "zero3"), precision):
+        for losses in strategies:
+            assert losses == pytest.approx(expected, rel=BF16)

@@ -45,7 +45,7 @@ from .buffers import tell_of_statistics
 from .casts import install_casts, kept_patterns, refuse_idle_patterns
 from .direct import install_direct_gradients
 from .guards import engine_of, find_engine, guard, refuse_shared_memory, refuse_wrapped
-from .hooks import install_hooks, install_root_hooks
+from .hooks import install_encoder_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
 from .own_flats import OwnFlats
@@ -116,6 +116,7 @@ def shard(
         place.lender = engine
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
+    install_encoder_hooks(engine, modules)
     install_direct_gradients(engine, modules)
     install_casts(modules, built, plan.precision, plan.keep_fp32)
     install_root_hooks(engine, model)

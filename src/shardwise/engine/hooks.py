@@ -211,6 +211,18 @@ def register_forward(module: nn.Module, method: str) -> None:
     module.__dict__[method] = run
 
 
+def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
+    """Torch's `TransformerEncoder` asks the first layer's weights whether they are plain tensors, before it has that
+    layer computed, and skips padding if they are: it finds compute parameters, whose values it does not read."""
+    for encoder in modules.values():
+        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
+            inside = set(encoder.layers[0].modules())
+            for unit in engine.units:
+                if unit.module in inside:
+                    encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
+                    encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
+
+
 def _is_recompute() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

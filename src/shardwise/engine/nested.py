@@ -84,8 +84,9 @@ def _with_items(value: Any, items: list[Any]) -> Any:
 
 
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    if isinstance(value, Mapping):  # Hugging Face's outputs keep their fields as items, too
-        return _made(lambda: dataclasses.replace(value, **changed), value)  # type: ignore[type-var]
+    is_mapping: bool = isinstance(value, Mapping)
+    if is_mapping:  # Hugging Face's outputs keep their fields as items, too
+        return _made(lambda: dataclasses.replace(value, **changed), value)
 
     def made() -> Any:
         # Not `replace`: fields may be no arguments, and constructors may do more than take them. Frozen ones, too.
