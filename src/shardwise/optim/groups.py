@@ -1,6 +1,6 @@
 """The groups of the user's optimizer: checked against the model, and filled with this rank's parts."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,35 +37,35 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
     return found
 
 
-def join_groups(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], own: list[FlatState], others: list[FlatState]
-) -> list[str]:
-    """Add a group of resting parameters, of which this rank has parts; returns their names."""
-    params = group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
-    places = {param: (state, index) for state in others for index, param in enumerate(state.resting_params)}
+def as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def names_of_joining(
+    optimizer: torch.optim.Optimizer, params: Tensor | Iterable[Tensor], own: list[FlatState], others: list[FlatState]
+) -> tuple[list[str], str]:
+    """Names of resting parameters that are to join the groups, and why they cannot."""
+    places: dict[Tensor, tuple[FlatState, int]] = {
+        param: (state, index) for state in others for index, param in enumerate(state.resting_params)
+    }
     held = {param for known in optimizer.param_groups for param in known["params"]}
-    names = []
-    for number, param in enumerate(params):
+    names: list[str] = []
+    for number, param in enumerate(as_list(params)):
         if param not in places:
-            raise ConfigurationError(
-                f"optimizer.add_param_group: parameter {number} (shape {tuple(param.shape)}) is not a parameter of the "
-                "sharded model: give it those of model.parameters()"
+            return names, (
+                f"parameter {number} (shape {tuple(param.shape)}) is not a parameter of the sharded model: give it "
+                "those of model.parameters()"
             )
         state, index = places[param]
-        name = state.flat.params[index].name
+        names.append(state.flat.params[index].name)
         if not state.flat.trainable:
-            raise ConfigurationError(f"optimizer.add_param_group: {name!r} was frozen when the model was sharded")
+            return names, f"{names[-1]!r} was frozen when the model was sharded"
         if state not in own:
-            raise ConfigurationError(
-                f"optimizer.add_param_group: the gradient of {name!r} goes to optimizer {state.flat.optimizer} of the "
-                "list: add it there"
-            )
+            other = state.flat.optimizer
+            return names, f"the gradient of {names[-1]!r} goes to optimizer {other} of the list: add it there"
         if param in held:
-            raise ConfigurationError(f"optimizer.add_param_group: {name!r} is in a group already")
-        names.append(name)
-    optimizer.add_param_group({**group, "params": [param for param in params if param.numel()]})
-    return names
+            return names, f"{names[-1]!r} is in a group already"
+    return names, ""
 
 
 @dataclass(frozen=True, slots=True)
