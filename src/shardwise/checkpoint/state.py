@@ -35,9 +35,8 @@ Optimizers = Sequence[ShardedOptimizer]
 
 def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
     """Refuse what `sw.shard` did not return together with the model."""
-    given: list[Any] = (
-        list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    )
+    given: list[Any] = [] if optimizer is None else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
     for each in given:
         if not isinstance(each, ShardedOptimizer) or not each.belongs_to(engine):
             raise ConfigurationError(

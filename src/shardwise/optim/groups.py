@@ -44,36 +44,32 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
     return found
 
 
-def join_groups(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], own: list[FlatState], others: list[FlatState]
-) -> list[str]:
-    """Add a group of the user's parameters; returns their names."""
-    params = group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
+def as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def names_of_joining(
+    optimizer: torch.optim.Optimizer, params: Tensor | Iterable[Tensor], own: list[FlatState], others: list[FlatState]
+) -> tuple[list[str], str]:
+    """Names of the user's parameters that are to join the groups, and why they cannot."""
     held = {param for known in optimizer.param_groups for param in known["params"]}
-    names = []
-    for number, param in enumerate(params):
+    names: list[str] = []
+    for number, param in enumerate(as_list(params)):
         place = place_of(param)
         if place is None or place.state not in others:
-            raise ConfigurationError(
-                f"optimizer.add_param_group: parameter {number} (shape {tuple(param.shape)}) is not a parameter of the "
-                "sharded model: give it those of model.parameters()"
+            return names, (
+                f"parameter {number} (shape {tuple(param.shape)}) is not a parameter of the sharded model: give it "
+                "those of model.parameters()"
             )
-        if not place.state.flat.trainable:
-            raise ConfigurationError(
-                f"optimizer.add_param_group: {place.name!r} was frozen when the model was sharded: call sw.shard while "
-                "it requires a gradient, and freeze it afterwards"
-            )
-        if place.state not in own:
-            raise ConfigurationError(
-                f"optimizer.add_param_group: the gradient of {place.name!r} goes to optimizer "
-                f"{place.state.flat.optimizer} of the list: add it there"
-            )
-        if param in held:
-            raise ConfigurationError(f"optimizer.add_param_group: {place.name!r} is in a group already")
         names.append(place.name)
-    optimizer.add_param_group({**group, "params": params})
-    return names
+        if not place.state.flat.trainable:
+            return names, f"{place.name!r} was frozen when the model was sharded: freeze it after sw.shard instead"
+        if place.state not in own:
+            other = place.state.flat.optimizer
+            return names, f"the gradient of {place.name!r} goes to optimizer {other} of the list: add it there"
+        if param in held:
+            return names, f"{place.name!r} is in a group already"
+    return names, ""
 
 
 def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

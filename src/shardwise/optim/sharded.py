@@ -21,7 +21,7 @@ from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from ..wire.collectives import exchange
 from .clip import global_norm, require_norm_type
-from .groups import join_groups, shard_groups, shard_of
+from .groups import as_list, names_of_joining, shard_groups, shard_of
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .probe import refuse_unless_elementwise
 from .scaler import LossScaler
@@ -389,18 +389,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take in parameters of the model that are trained and in no group yet; every rank calls it."""
-        names = join_groups(self._inner, param_group, self._stepper.trainable_states, self._stepper.all_states)
+        world, own = self._channels["world"], self._stepper.trainable_states
+        names, complaint = names_of_joining(self._inner, param_group["params"], own, self._stepper.all_states)
         plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}
-        told = exchange(self._channels["world"], (names, repr(plain)))
+        told = exchange(world, (complaint, names, repr(plain)))
+        complaint = next((each[0] for each in told if each[0]), "")
+        if not complaint and any(each != told[0] for each in told):
+            complaint = f"the ranks gave other groups: {told}"
+        if complaint:
+            raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
+        self._inner.add_param_group({**param_group, "params": as_list(param_group["params"])})
         try:
-            if any(other != told[0] for other in told):
-                raise ConfigurationError(f"optimizer.add_param_group: the ranks gave other groups, from 0 on {told}")
-            if any(state.flat.depth_of_master for state in self._stepper.trainable_states):
+            if any(state.flat.depth_of_master for state in own):
                 refuse_unless_elementwise(self._inner, self._stepper.device)
             self._host.refuse_other_rows()
-        except ConfigurationError:
+        except ConfigurationError as error:
+            complaint = str(error)
+        complaint = next((each for each in exchange(world, complaint) if each), "")
+        if complaint:
             self._inner.param_groups.pop()
-            raise
+            raise ConfigurationError(complaint)
         self._parts_are_for = (None, False)
 
     def state_dict(self) -> NoReturn:
