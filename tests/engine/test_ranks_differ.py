@@ -1,5 +1,9 @@
 """Ranks that do not do the same: it works, or every rank ends soon in one report that names what each was at."""
 
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -139,11 +143,74 @@ def clipping_on_one_rank(model: nn.Module, optimizer: Any, rank: int) -> None:
     step(model, optimizer)
 
 
-def a_barrier_of_fewer_steps(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """A loop with fewer steps, and a barrier behind it."""
-    for _ in range(2 if rank == 0 else 4):
-        step(model, optimizer)
+def fewer_steps_and_a_barrier(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """A loop with fewer steps, and a barrier behind it: no one can end that but its own group, when a rank is gone."""
+    try:
+        for _ in range(2 if rank == 0 else 4):
+            step(model, optimizer)
+    except sw.WireError as error:
+        os._exit(7 if "barrier" in str(error) else 8)
     dist.barrier()
+
+
+def fewer_steps_and_an_end(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for _ in range(2):
+        step(model, optimizer)
+    if rank == 0:
+        sys.exit("the loop is over")
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def a_death(model: nn.Module, optimizer: Any, rank: int) -> None:
+    step(model, optimizer)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        step(model, optimizer)
+
+
+def stuck_in_code(model: nn.Module, optimizer: Any, rank: int) -> None:
+    sw.init(hang_timeout_s=1, timeout_s=5)
+    step(model, optimizer)
+    if rank == 0:
+        time.sleep(12)
+    step(model, optimizer)
+
+
+def slow_in_code(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Slower than ranks wait for each other in different places: that is no reason to end."""
+    sw.init(hang_timeout_s=1)
+    for _ in range(2):
+        if rank == 0:
+            time.sleep(4)
+        step(model, optimizer)
+
+
+def an_evaluation_of_whole_weights(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """On one rank: nothing is gathered, so nobody is asked."""
+    for _ in range(3):
+        step(model, optimizer)
+        if rank == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 16))
+
+
+def everything_on_all_ranks(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """What was never done before, by all: it is announced, and goes on."""
+    for number in range(4):
+        step(model, optimizer, order=(0, 3, 2, 1, 4) if number % 2 else (0, 1, 2, 3, 4, 0))
+        with torch.no_grad():
+            for _ in range(number):
+                model(torch.ones(2, 16))
+        sw.full_state_dict(model)
+        for _ in range(number):
+            with sw.accumulate(model):
+                model(torch.ones(2, 16)).square().mean().backward()
+        try:
+            model(torch.ones(2, 16), order=(0, 1, 99))
+        except IndexError:
+            continue
 
 
 def a_save_of_one_rank(model: nn.Module, optimizer: Any, rank: int) -> None:
@@ -164,8 +231,8 @@ def another_model(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 EVERYWHERE = [
     another_order, an_extra_forward, an_extra_training_forward, a_unit_called_twice, a_failed_forward,
-    a_failed_backward, more_micro_batches, a_state_dict_on_one_rank, clipping_on_one_rank, a_barrier_of_fewer_steps,
-    a_save_of_one_rank, another_model,
+    a_failed_backward, more_micro_batches, a_state_dict_on_one_rank, clipping_on_one_rank, a_save_of_one_rank,
+    another_model,
 ]  # fmt: skip
 
 
@@ -185,6 +252,57 @@ def assert_reported(found: list[Ending], *words: str) -> None:
     assert len({ending.error for ending in found}) == 1
 
 
-@pytest.mark.parametrize("script", EVERYWHERE)
+@pytest.mark.parametrize("script", [another_order, a_state_dict_on_one_rank])
 def test_a_report_on_every_rank(run_ranks: Pool, script: Script) -> None:
     assert_reported(endings(run_ranks, script, "zero3"), "rank 0", "rank 1")
+
+
+@pytest.mark.parametrize("script", [everything_on_all_ranks])
+def test_ranks_that_differ_from_before_but_not_from_each_other(run_ranks: Pool, script: Script) -> None:
+    for strategy in ("zero3", "shard_grad_op", "zero1"):
+        run_ranks(2, run, script, strategy, 2, {})
+
+
+def test_an_evaluation_on_one_rank(run_ranks: Pool) -> None:
+    run_ranks(2, run, an_evaluation_of_whole_weights, "ddp", 2, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "shard_grad_op", "zero3_offload"])
+@pytest.mark.parametrize("script", EVERYWHERE)
+def test_under_every_layout(run_ranks: Pool, script: Script, strategy: str) -> None:
+    """Where no collective differs, nothing has to end."""
+    found = endings(run_ranks, script, strategy)
+    if any(ending.kind != "returned" for ending in found):
+        assert_reported(found, "rank 0", "rank 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", EVERYWHERE)
+def test_on_two_nodes(run_ranks: Pool, script: Script) -> None:
+    assert_reported(endings(run_ranks, script, "hsdp", world=4, node_size=2), "rank 0", "rank 3")
+
+
+@pytest.mark.slow
+def test_a_loop_with_fewer_steps(run_ranks: Pool) -> None:
+    waiting, reported = endings(run_ranks, fewer_steps_and_a_barrier, "zero3")
+    assert reported.exitcode == 7, reported.detail
+    assert waiting.kind == "raised", waiting
+    _, reported = endings(run_ranks, fewer_steps_and_an_end, "zero3")
+    assert reported.error.startswith("WireError"), reported.detail
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies(run_ranks: Pool) -> None:
+    dead, reported = endings(run_ranks, a_death, "zero3")
+    assert dead.kind == "died"
+    assert reported.error.startswith("WireError"), reported.detail
+    assert "rank 0 has died" in reported.error
+
+
+@pytest.mark.slow
+def test_a_rank_in_code_of_its_own(run_ranks: Pool) -> None:
+    for ending in endings(run_ranks, stuck_in_code, "zero3"):
+        assert ending.error.startswith("WireError"), ending.detail
+        assert "time.sleep(12)" in ending.error
+    assert [ending.kind for ending in endings(run_ranks, slow_in_code, "zero3")] == ["returned", "returned"]
