@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         x, weight = kept(ctx)
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
-        gradient = ctx.state.gradient
+        gradient, param = ctx.state.gradient, ctx.state.compute_params[ctx.index]
         try:
             # Whether this backward is meant to add to weight.grad, which next_functions[1] does, and nobody wants to
             # see the gradient on its way there.
@@ -44,8 +44,9 @@ class _Linear(torch.autograd.Function):
                 gradient.places is not None
                 and not torch.is_grad_enabled()
                 and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-                and not ctx.state.compute_params[ctx.index]._backward_hooks
-                and not ctx.state.compute_params[ctx.index]._post_accumulate_grad_hooks
+                and param.requires_grad  # it may have been frozen since the forward
+                and not param._backward_hooks
+                and not param._post_accumulate_grad_hooks
             )
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was asked for this very weight

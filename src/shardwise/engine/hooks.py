@@ -36,6 +36,9 @@ class _UnitHooks:
         unit = engine.units[index]
         is_leaf = not engine.schedule.units[index].holds_units
         self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
+        self._is_trained = bool(unit.trainable_states)
+        # The inputs of this forward, and where they came from: what is handed through is no output of the unit.
+        self._given: dict[Tensor, Any] = {}
         self._watched: set[nn.Module] = set()
         self._num_looks = NUM_LOOKS
         # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
@@ -50,6 +53,7 @@ class _UnitHooks:
         if _is_recompute():
             self._engine.gathers.make_ready(self._index, "backward")
         else:
+            self._given = {value: value.grad_fn for value in args if isinstance(value, Tensor)}
             for inner in self._inner:
                 if inner._forward_hooks and inner not in self._watched:
                     self._watched.add(inner)
@@ -86,7 +90,10 @@ class _UnitHooks:
         self._engine.activations.after(self._index)
         found = list(tensors_in(output))
         self._engine.gathers.refuse_own_weights(self._index, found)
-        recorded = [tensor for tensor in found if tensor.grad_fn is not None]
+        given, self._given = self._given, {}
+        recorded = [
+            tensor for tensor in found if tensor.grad_fn is not None and tensor.grad_fn is not given.get(tensor)
+        ]
         if self._num_looks or self._keepers or self._seen_by_hooks:
             others = [*self._kept_by_modules(), *self._seen_by_hooks]
             recorded += [tensor for tensor in others if tensor.grad_fn is not None]
@@ -95,7 +102,7 @@ class _UnitHooks:
         if call is not None:
             for tensor in recorded:
                 tensor.register_hook(partial(self._engine.before_backward, call))
-        elif not found and output is not None and torch.is_grad_enabled():
+        elif not found and torch.is_grad_enabled() and sys.exception() is None and self._is_trained:
             name = self._engine.units[self._index].name
             raise StateError(
                 f"no tensor was found in the {type(output).__name__} that unit {name!r} ({type(module).__name__}) "

@@ -160,6 +160,8 @@ class Engine:
     def before_forward(self, index: int) -> None:
         if self.whole_modules:
             raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
+        if torch._C._are_functorch_transforms_active():
+            self._refuse_transforms(index)
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
         if self._calls.busy[index]:
@@ -172,6 +174,15 @@ class Engine:
             self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
+
+    def _refuse_transforms(self, index: int) -> None:
+        """vmap, jvp and the like look at every operation, and gathers are none of theirs."""
+        plan = self.schedule.units[index]
+        if plan.layout.gathered_until != "always" or not self.gathers.occupancy.is_ready(index, "forward"):
+            raise StateError(
+                f"a transform of torch.func around unit {plan.name!r}, whose weights are gathered when it runs: use a "
+                "layout whose weights are whole (ddp), or torch.func.functional_call with sw.full_state_dict(model)"
+            )
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
         self._calls.busy[index] -= 1

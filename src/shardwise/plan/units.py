@@ -26,9 +26,10 @@ Units = str | int | Sequence["str | type[nn.Module]"]
 
 def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
     """The units in the order of their modules, the root first. Units without parameters are left out."""
+    params = _params(model)
     paths = ["", *_unit_paths(model, units)]
     owned: dict[str, list[Param]] = {path: [] for path in paths}
-    for param in _params(model):
+    for param in params:
         owned[_common_unit([site.module for site in param.sites], paths)].append(param)
     modules = dict(model.named_modules())
     found = []

@@ -83,8 +83,8 @@ def _move_hooks(original: nn.Parameter, compute: nn.Parameter) -> None:
         hooks, after = original._backward_hooks, original._post_accumulate_grad_hooks
         if hooks:
             compute._backward_hooks = hooks
-        for hook in (after or {}).values():
-            compute.register_post_accumulate_grad_hook(hook)
+    for hook in (after or {}).values():
+        _register_after(original, hook)
 
 
 _VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
@@ -118,6 +118,9 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     is_initialising = getattr(func, "__module__", "") == nn.init.__name__  # without gradients, whoever calls it
     if torch.is_grad_enabled() and not is_initialising and any(target.requires_grad for target in targets):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    for target in targets:
+        if target.place.shown is None and target.place.lender is not None and target.place.lender.is_computing:
+            refuse(target.place.name, f"was changed by {func.__name__} while the model computes with it")
     wants_grad = torch.is_grad_enabled() and not in_place
 
     def stand_in(param: Tensor) -> Tensor:
@@ -155,6 +158,8 @@ def _grad(param: Any) -> Tensor | None:
     place: Place = param.place
     if place.shown is not None:
         return place.shown.grad
+    if place.compute.grad is not None:
+        return place.compute.grad  # during a backward: this rank's own
     gradient = place.state.gradient
     if gradient.stage == "empty" or not gradient.used[place.index]:
         return None
@@ -207,7 +212,7 @@ def _register_hook(param: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _register_after(param: Any, hook: Callable[[Tensor], None]) -> Any:
-    return param.place.compute.register_post_accumulate_grad_hook(hook)
+    return param.place.compute.register_post_accumulate_grad_hook(lambda _: hook(param))
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
