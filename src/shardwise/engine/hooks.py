@@ -98,6 +98,8 @@ class _UnitHooks:
             others = [*self._kept_by_modules(), *self._seen_by_hooks]
             recorded += [tensor for tensor in others if tensor.grad_fn is not None]
             self._seen_by_hooks.clear()
+        if torch._C._are_functorch_transforms_active():
+            recorded = []
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:
             for tensor in recorded:

@@ -161,7 +161,7 @@ class Engine:
         if self.whole_modules:
             raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
         if torch._C._are_functorch_transforms_active():
-            self._refuse_transforms(index)
+            self._enter_transform(index)
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
         if self._calls.busy[index]:
@@ -175,14 +175,19 @@ class Engine:
             self.gathers.read_ahead_in_forward(index)
         self._calls.busy[index] += 1
 
-    def _refuse_transforms(self, index: int) -> None:
-        """vmap, jvp and the like look at every operation, and gathers are none of theirs."""
+    def _enter_transform(self, index: int) -> None:
+        """vmap, jvp and the like look at every operation, and gathers are none of theirs. What a unit returns is theirs
+        as well: gradients are waited for at its parameters."""
         plan = self.schedule.units[index]
-        if plan.layout.gathered_until != "always" or not self.gathers.occupancy.is_ready(index, "forward"):
+        is_there = self.gathers.occupancy.is_ready(index, "forward") or all(f.master_is_whole for f in plan.flats)
+        if plan.layout.gathered_until != "always" or not is_there:
             raise StateError(
                 f"a transform of torch.func around unit {plan.name!r}, whose weights are gathered when it runs: use a "
                 "layout whose weights are whole (ddp), or torch.func.functional_call with sw.full_state_dict(model)"
             )
+        for state in self.units[index].trainable_states:
+            for at in range(len(state.compute_params)):
+                self.lend(state, at)
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
         self._calls.busy[index] -= 1
