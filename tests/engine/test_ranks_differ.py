@@ -16,7 +16,7 @@ import shardwise as sw
 from tests.harness import Ending, Pool
 
 HANG_S = 3.0
-WITHIN_S = 40.0  # of the start of a job, on a machine with much else to do
+WITHIN_S = 120.0  # of the start of a job, on a machine with much else to do
 
 
 class Block(nn.Module):

@@ -103,7 +103,8 @@ class Gathers:
 
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is under way, and show its compute parameters."""
-        self.arrive(index)
+        if index in self._in_flight:
+            self._finish(index)
         self._units[index].show_compute()
 
     def arrive(self, index: int) -> None:
@@ -140,10 +141,12 @@ class Gathers:
     def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
         if self.occupancy.is_ready(index, pass_):
             return
-        # What is owed is owed to a forward. Where nothing was put off, a unit may have been gathered for both passes.
-        self._start_owed(before=index if pass_ == "forward" else None)
-        if not self.occupancy.is_ready(index, pass_):
-            self._start_in_turn(index, pass_, needed_now)
+        if self._owed:
+            # To a forward. Where nothing was put off, a unit may have been gathered for both passes.
+            self._start_owed(before=index if pass_ == "forward" else None)
+            if self.occupancy.is_ready(index, pass_):
+                return
+        self._start_in_turn(index, pass_, needed_now)
 
     def _start_owed(self, before: int | None = None) -> None:
         while self._owed:

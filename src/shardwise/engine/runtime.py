@@ -245,19 +245,16 @@ class Engine:
             if plan.backward_reads:
                 self.gathers.make_ready(index, "backward")
             return
-        self._enter_backward(index)
-        self.gathers.read_ahead_in_backward(index)
-        if plan.backward_reads:
-            self.gathers.show(index)
+        self._enter_backward(index, self.gathers.show)
 
     def _come_to(self, call: ForwardCall | None) -> None:
         """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
         is None."""
-        ended = self._calls.opened_after(call)
+        ended, units = self._calls.opened_after(call), self.gathers.schedule.units
         for other in ended:
-            if not self.schedule.units[other.unit].holds_units:
+            if not units[other.unit].holds_units:
                 self._close(other)
-        if call is None or not self.schedule.units[call.unit].holds_units:
+        if call is None or not units[call.unit].holds_units:
             for index in self._progress.reach_in_backward(None if call is None else call.unit):
                 if not self._calls.busy[index] and not self._calls.may_come(index, call):
                     self._pass_in_backward(index)
@@ -268,22 +265,23 @@ class Engine:
             if other.is_open:
                 self._close(other)
 
-    def _enter_backward(self, index: int) -> None:
+    def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
         """The collectives before a unit's backward: the same ones on a rank that computes it and one that does not."""
         schedule = self.gathers.schedule
         for other in schedule.before_backward[index]:
             self.gathers.start(other, "backward", needed_now=other == index)
+        self.gathers.read_ahead_in_backward(index)
         for other in self._progress.reducible():
             self.reductions.start(other, self.is_sync)
         if schedule.units[index].backward_reads:
-            self.gathers.arrive(index)
+            receive(index)
         if self.units[index].writes_directly and self._progress.is_next_to_reduce(index):
             self.reductions.open_for_compute(index)
 
     def _pass_in_backward(self, index: int) -> None:
         """A unit that this rank leaves out, and others may not."""
         if self._is_in_backward[index] and self._progress.is_leaf(index):
-            self._enter_backward(index)
+            self._enter_backward(index, self.gathers.arrive)
         if not self._calls.live(index):
             self.gathers.drop(index)
         self._complete(index)

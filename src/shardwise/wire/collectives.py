@@ -119,7 +119,8 @@ class Journey:
 
 def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
     """Fill `buffer` with every rank's part; this rank's own part is already in its place."""
-    return start_gather(InFlight("all_gather", channel, what, buffer))
+    flight = InFlight("all_gather", channel, what, buffer)
+    return _start(flight, _ALL_GATHER, buffer, _own_part(channel, buffer), _GATHER)
 
 
 def start_reduce_scatter(

@@ -122,7 +122,9 @@ class Watch:
         if is_meeting and threading.current_thread() is not threading.main_thread():
             work.wait()  # of a thread beside the training
             return
-        self._wait = _Wait("meeting" if is_meeting else "collective", f"{kind} of {what}", time.monotonic())
+        self._wait = _Wait(
+            "meeting" if is_meeting else "collective", f"{kind} of {what}{self._in_phase()}", time.monotonic()
+        )
         try:
             while not self.verdict:
                 try:
@@ -136,6 +138,9 @@ class Watch:
         finally:
             self._wait = None
 
+    def _in_phase(self) -> str:
+        return f" ({self.order.phase})" if self.order.phase else ""
+
     def _announce(self, event: Event) -> None:
         """Sums of numbers that stand for events: when all ranks have added the same, the sum is known. Two keys take
         turns: a rank is one announcement ahead of another at most."""
@@ -145,7 +150,8 @@ class Watch:
         key, turn = f"announced/{self._num_announced % 2}", self._num_announced % 2
         self._num_announced += 1
         self._totals[turn] += self.num_ranks * number
-        self._wait = _Wait("announcing", describe(event), time.monotonic(), number)
+        what = f"{describe(event)}{self._in_phase() if isinstance(event[0], Call) else ''}"
+        self._wait = _Wait("announcing", what, time.monotonic(), number)
         try:
             total = self._store.add(key, number)
             num_tries = 0
@@ -231,9 +237,7 @@ class Watch:
         recent = [describe(event) for event in list(order.recent)[-NUM_SHOWN:]]
         dead = [rank for rank in self._neighbours_now() if not _is_alive(self._neighbours[rank])]
         if wait is not None:
-            phase = f" ({order.phase})" if order.phase and order.phase != wait.what else ""
-            waited_s = time.monotonic() - wait.since_s
-            what = f"{wait.what}{phase}"
+            waited_s, what = time.monotonic() - wait.since_s, wait.what
             passed, announced = order.num_passed, wait.announced
             return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), dead)
         doing: Doing = "barrier" if is_in_barrier() else "code"
@@ -325,9 +329,10 @@ class Watch:
 
 def describe(event: Event) -> str:
     head, *rest = event
+    whose = f" of sharded model {rest[-1]}" if rest[-1] != 0 else ""
     if isinstance(head, Call):
-        return f"{head.kind} of {rest[0]} over axis {head.axis!r}"
-    return str(head)
+        return f"{head.kind} of {rest[0]}{whose} over axis {head.axis!r}"
+    return f"{head}{whose}"
 
 
 def _is_deadlock(states: dict[int, State], hang_s: float) -> bool:
