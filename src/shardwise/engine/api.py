@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..optim.host.cores import cores_for
 from ..optim.host_updates import HostUpdates, is_eight_bit
 from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
 from ..optim.scaler import LossScaler
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, settings_number
 from ..plan.assess import Machine
 from ..plan.flat import Flat, flats_of
 from ..plan.memory import state_bytes
@@ -133,6 +134,7 @@ def shard(
         )
     if early_update:
         engine.updates.make_early(sharded[0].update_early)
+    engine.gradients.settings = partial(settings_number, optimizers)
 
     def zero_grad(set_to_none: bool = True) -> None:
         for each in sharded:

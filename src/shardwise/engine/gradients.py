@@ -1,6 +1,6 @@
 """Gradients between the backward and the optimizer: complete, agreed on by the ranks, and forgotten again."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ..unit.state import FlatState
 from ..wire.collectives import Channel, finish, start_all_reduce
 from .host_jobs import HostJobs
 from .reductions import Reductions
-from .streams import host_waits_for
+from .streams import Later, host_waits_for, is_capturing
 
 
 class Gradients:
@@ -28,6 +28,9 @@ class Gradients:
         self._channel = channel
         self._device = device
         self.all_used: Tensor | None = None
+        # A small number that stands for the optimizers' settings; and the last sum of the ranks' numbers, to be read.
+        self.settings: Callable[[], int] = lambda: 0
+        self._sum: tuple[Later, int] | None = None
 
     def refuse_late(self) -> None:
         for state in self._states:
@@ -46,21 +49,39 @@ class Gradients:
     def agree_on_use(self) -> None:
         """A parameter that no rank used gets no gradient at all, as with one process.
 
-        Every rank joins; only one that left something out itself has to read, and wait for, the answer.
+        Every rank joins; only one that left something out itself has to read, and wait for, the answer. With it goes
+        a number for the optimizers' settings, whose sum a GPU's rank reads when it has long arrived.
         """
         used = [flag for state in self._states for flag in state.gradient.used]
         if self.all_used is None:
-            self.all_used = torch.ones(len(used), dtype=torch.int32, device=self._device)
-        left_out = not all(used)
+            self.all_used = torch.ones(len(used) + 1, dtype=torch.int32, device=self._device)
+        left_out, settings = not all(used), self.settings()
+        self._refuse_other_settings()
         with self._reductions.lane.after_compute():
-            mine = torch.tensor(used, dtype=torch.int32) if left_out else self.all_used
+            mine = torch.tensor([*used, 0], dtype=torch.int32) if left_out else self.all_used
             flags = mine.to(self._device, copy=True)
+            flags[-1] = settings
             finish(start_all_reduce(self._channel, flags, "which parameters were used", sums=True))
+            if not is_capturing(self._device):
+                self._sum = (Later(flags[-1]), settings)
+        if self._device.type == "cpu":
+            self._refuse_other_settings()
         if left_out:
             self._reductions.lane.join()
             answers = iter(flags.tolist())
             for state in self._states:
                 state.gradient.used = [next(answers) > 0 for _ in state.gradient.used]
+
+    def _refuse_other_settings(self) -> None:
+        """Where the ranks' numbers are not all this rank's own."""
+        if self._sum is not None:
+            later, own = self._sum
+            self._sum = None
+            if later.read()[0] != self._channel.num_ranks * own:
+                raise StateError(
+                    "the ranks' optimizers have different settings, so their weights would drift apart: give every "
+                    "rank the same learning rate and the like (optimizer.param_groups)"
+                )
 
     @property
     def local(self) -> list[FlatState]:

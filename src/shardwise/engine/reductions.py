@@ -122,6 +122,8 @@ class Reductions:
         self._release_left(1)
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
+        if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
+            taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
         lane = self.lane.after_compute()
         for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
             lane.after(freed)

@@ -198,7 +198,7 @@ class Engine:
         if unit.was_written(self.gathers.versions[index]):
             raise StateError(
                 f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
-                "average), which would be lost: use a layout that leaves parameters and optimizer whole, in fp32"
+                "average), which other ranks do not know of: change weights between steps, on all ranks alike"
             )
         if leads_to_backward:
             if self._seen_order is not None:

@@ -107,6 +107,11 @@ def has_passed(mark: Mark) -> bool:
     return mark is None or mark.query()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the device is given is recorded instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Later:
     """The numbers of a small tensor on their way to the host, to be read when they have long arrived.
 

@@ -1,6 +1,6 @@
 """The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,46 @@ def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
         [shard for param in group["params"] if (shard := shard_of(param)) is not None]
         for group in optimizer.param_groups
     ]
+
+
+class UserState(MutableMapping[Tensor, Any]):
+    """What an optimizer keeps, by the user's parameters; of each, what it keeps for this rank's part.
+
+    `was_changed` is called with a part whose state was put in or taken out.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, was_changed: Callable[[Tensor], None]) -> None:
+        self._optimizer = optimizer
+        self._was_changed = was_changed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        kept = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for param in list(group["params"]):
+                if (shard := shard_of(param)) is not None and shard in kept:
+                    yield param
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, param: Tensor) -> Any:
+        """Empty where nothing is kept, as torch's own."""
+        shard = shard_of(param)
+        return {} if shard is None else self._optimizer.state[shard]
+
+    def __setitem__(self, param: Tensor, value: Any) -> None:
+        if (shard := shard_of(param)) is not None:
+            self._optimizer.state[shard] = value
+            self._was_changed(shard)
+
+    def __delitem__(self, param: Tensor) -> None:
+        if (shard := shard_of(param)) is not None:
+            del self._optimizer.state[shard]
+            self._was_changed(shard)
+
+    def clear(self) -> None:
+        for param in list(self):
+            del self[param]
 
 
 def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:

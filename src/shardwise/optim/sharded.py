@@ -4,8 +4,8 @@ Class, groups, hyper-parameters and state stay the inner optimizer's own. Its gr
 it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, overload
@@ -21,7 +21,7 @@ from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from ..wire.collectives import exchange
 from .clip import global_norm, require_norm_type
-from .groups import as_list, names_of_joining, shard_groups, shard_of
+from .groups import UserState, as_list, names_of_joining, shard_groups
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .probe import refuse_unless_elementwise
 from .scaler import LossScaler
@@ -112,13 +112,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if state.flat.host_updates:
             self._host.take_over([state])
 
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> UserState:
         """What is kept for each of the user's parameters that this rank has a part of: of that part."""
-        kept = self._inner.state
-        users = [param for group in self._inner.param_groups for param in group["params"]]
-        held = {user: kept[shard] for user in users if (shard := shard_of(user)) is not None and shard in kept}
-        return defaultdict(dict, held)
+        return UserState(self._inner, self.was_restored)
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        shown = self.state
+        shown.clear()
+        shown.update(value)
 
     def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
         if not self._places:
@@ -465,6 +468,11 @@ def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
         for group in optimizer.param_groups
     ]
+
+
+def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Stands for all plain settings; so small that a sum over ranks fits into 32 bits."""
+    return zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,11 @@ class _Teller:
 
 
 def _agreement(schedule: Schedule) -> Event:
-    """The ranks tell each other which parameters were used: one number each, once a step."""
+    """The ranks tell each other which parameters were used, one number each, and what their optimizers are set to."""
     num_params = sum(len(flat.params) for flat in schedule.trainable_flats)
     num_ranks = schedule.num_ranks
-    calls = [describe_call("all_reduce", "world", num_ranks, num_params, INT32)] if num_ranks > 1 and num_params else []
-    return Event("agree", ALL, tuple(calls))
+    call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)
+    return Event("agree", ALL, (call,) if num_ranks > 1 and num_params else ())
 
 
 def _norm_calls(schedule: Schedule) -> Iterator[Call]:

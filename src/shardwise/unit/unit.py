@@ -58,9 +58,9 @@ class Unit:
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def was_written(self, version: int) -> bool:
-        """Whether a forward changed its own compute parameters where the change would be lost."""
+        """Whether a forward changed its own compute parameters, where that is lost or other ranks do not know."""
         changed = [state for state in self.states for param in state.compute_params if param._version != version]
-        return bool([state for state in changed if not state.flat.master_is_whole])
+        return bool([state for state in changed if not state.flat.master_is_whole or state.flat.num_ranks > 1])
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """Whether one of the modules with these parameter dicts holds a parameter of this unit."""

@@ -3,12 +3,15 @@
 import linecache
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 NUM_FRAMES = 6
+# Of processor time, between two looks: less is waking up and going to sleep again.
+LITTLE_S = 0.02
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _BARRIERS = ("barrier", "monitored_barrier")
 
@@ -24,6 +27,23 @@ def caller() -> str:
         if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
             return f"called from {_line(frame)}"
     return ""
+
+
+class Idle:
+    """For how long the main thread has stood at one place without using a processor."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, float] = ("", 0.0)
+        self._since_s = time.monotonic()
+
+    def seconds(self, where: str) -> float:
+        ident = threading.main_thread().ident
+        used_s = 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
+        at, before_s = self._seen
+        self._seen = (where, used_s)
+        if where != at or used_s - before_s > LITTLE_S:
+            self._since_s = time.monotonic()
+        return time.monotonic() - self._since_s
 
 
 def is_in_barrier() -> bool:

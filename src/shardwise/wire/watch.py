@@ -8,7 +8,8 @@ Who finds that the ranks cannot go on writes a verdict, which is raised on every
 - a rank has left or died,
 - every rank has waited for `hang_s`, and not in the same thing.
 
-A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`.
+A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`. If
+it does nothing there (its main thread stands at one place and uses no processor time), after three times `hang_s`.
 """
 
 import json
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore
 from ..errors import WireError
 from .ledger import Call
 from .order import Event, Order
-from .stacks import caller, is_in_barrier, stack_of_main
+from .stacks import Idle, caller, is_in_barrier, stack_of_main
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ ANNOUNCED_S = 1.0
 # Those that fail because another one is gone wait for its last words.
 LAST_WORDS_S = 3.0
 NUM_SHOWN = 16
+# How many times `hang_s` a rank may do nothing in code of its own, while others wait for it.
+NUM_HANGS = 3
 
 Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
 
@@ -57,6 +60,7 @@ class State:
     announced: int  # stands for the event
     recent: list[str]
     where: str
+    idle_s: float = 0.0
     dead: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -65,7 +69,7 @@ class State:
             "announcing": f"wants to go on with {self.what}, which the others must do too",
             "meeting": f"waits in {self.what}",
             "barrier": "waits in a barrier of its own code",
-            "code": "is in code of its own",
+            "code": "is in code of its own" + (f", idle for {self.idle_s:.0f} s" if self.idle_s > 1 else ""),
         }[self.doing]
         return f"{what}, {self.where}" if self.where else what
 
@@ -100,6 +104,7 @@ class Watch:
         self._num_answered = 0
         self._has_warned = False
         self._neighbours: dict[int, int] = {}
+        self._idle = Idle()
         self._closing = threading.Event()
         self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
         self._thread = threading.Thread(target=self._run, name="shardwise-ranks", daemon=True)
@@ -239,10 +244,11 @@ class Watch:
         if wait is not None:
             waited_s, what = time.monotonic() - wait.since_s, wait.what
             passed, announced = order.num_passed, wait.announced
-            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), dead)
+            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), 0.0, dead)
         doing: Doing = "barrier" if is_in_barrier() else "code"
         where = "".join(f"\n    {line}" for line in stack_of_main())
-        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, dead)
+        idle_s = self._idle.seconds(where)
+        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead)
 
     def _neighbours_now(self) -> dict[int, int]:
         """Processes of the ranks on this machine, as far as they could be seen alive."""
@@ -290,6 +296,8 @@ class Watch:
             self._judge(self._report(apart, states, gone))
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
             self._judge(self._report("no rank can go on", states, gone))
+        elif idle := [rank for rank, state in states.items() if state.idle_s > NUM_HANGS * self._limits.hang_s]:
+            self._judge(self._report(f"rank {idle[0]} does nothing, and rank {self.rank} waits for it", states, gone))
         elif waited_s > self._limits.timeout_s:
             self._judge(self._report(headline, states, gone))
         elif waited_s > self._limits.hang_s and not self._has_warned:
