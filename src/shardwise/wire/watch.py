@@ -217,6 +217,7 @@ class Watch:
         if self.verdict:
             self.order.stop()
             return
+        self._neighbours_now()  # as long as they are alive
         asks = wait is not None and time.monotonic() - wait.since_s > self._patience_s(wait)
         num_asked = store.add("asked", 1 if asks else 0)
         if num_asked > self._num_answered:
@@ -245,7 +246,7 @@ class Watch:
         return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, dead)
 
     def _neighbours_now(self) -> dict[int, int]:
-        """Processes of the ranks on this machine, as far as they could be seen alive."""
+        """Processes of the ranks on this machine, this one among them, as far as they could be seen alive."""
         if not self._neighbours:
             keys = [f"process/{rank}" for rank in range(self.num_ranks)]
             if self._store.check(keys):
