@@ -205,9 +205,7 @@ def connect(axes: Axes) -> Mesh:
     # A mean multiplies by 1/N in the dtype that travels, which is exact for powers of two only.
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     watch = _watch()
-    number = 0 if watch is None else watch.num_meshes
-    if watch is not None:
-        watch.num_meshes += 1
+    number = 0 if watch is None else watch.number_mesh()
     channels = {
         (lane, axis): Channel(
             axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages, watch, number

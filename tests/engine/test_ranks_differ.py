@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import mesh
 from tests.harness import Ending, Pool
 
 HANG_S = 3.0
@@ -157,7 +157,8 @@ def fewer_steps_and_an_end(model: nn.Module, optimizer: Any, rank: int) -> None:
     for _ in range(2):
         step(model, optimizer)
     if rank == 0:
-        sys.exit("the loop is over")
+        mesh.leave()
+        return
     for _ in range(3):
         step(model, optimizer)
 
@@ -290,6 +291,7 @@ def test_a_loop_with_fewer_steps(run_ranks: Pool) -> None:
     assert waiting.kind == "raised", waiting
     _, reported = endings(run_ranks, fewer_steps_and_an_end, "zero3")
     assert reported.error.startswith("WireError"), reported.detail
+    assert "rank 0 has left" in reported.error
 
 
 @pytest.mark.slow

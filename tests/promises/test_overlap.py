@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -78,9 +79,12 @@ class SlowWork:
     work: dist.Work
     through_at: float
 
-    def wait(self) -> None:
+    def wait(self, *limit: timedelta) -> None:
         Clock.now_s = max(Clock.now_s, self.through_at)
-        self.work.wait()
+        self.work.wait(*limit)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
 
 @contextmanager

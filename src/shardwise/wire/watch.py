@@ -95,7 +95,7 @@ class Watch:
         self.rank, self.num_ranks = rank, num_ranks
         self._limits = limits
         self.order = Order(self._announce)
-        self.num_meshes = 0
+        self._num_meshes = 0
         self.verdict = ""
         self._store = PrefixStore("shardwise_watch", store)
         self._wait: _Wait | None = None
@@ -109,6 +109,16 @@ class Watch:
         self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
         self._thread = threading.Thread(target=self._run, name="shardwise-ranks", daemon=True)
         self._thread.start()
+
+    def number_mesh(self) -> int:
+        """A mesh is made, so every rank is there: it is time to learn which processes of this machine they are."""
+        keys = [f"process/{rank}" for rank in range(self.num_ranks)]
+        for rank, value in enumerate(self._store.multi_get(keys)):
+            pid, host = value.decode().split(" ", 1)
+            if host == socket.gethostname() and _is_alive(int(pid)):
+                self._neighbours[rank] = int(pid)
+        self._num_meshes += 1
+        return self._num_meshes - 1
 
     def close(self, words: str) -> None:
         """This rank leaves, with these last words."""
@@ -240,7 +250,7 @@ class Watch:
     def _state(self, num_asked: int) -> State:
         wait, order = self._wait, self.order
         recent = [describe(event) for event in list(order.recent)[-NUM_SHOWN:]]
-        dead = [rank for rank in self._neighbours_now() if not _is_alive(self._neighbours[rank])]
+        dead = [rank for rank in self._neighbours if not _is_alive(self._neighbours[rank])]
         if wait is not None:
             waited_s, what = time.monotonic() - wait.since_s, wait.what
             passed, announced = order.num_passed, wait.announced
@@ -250,20 +260,9 @@ class Watch:
         idle_s = self._idle.seconds(where)
         return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead)
 
-    def _neighbours_now(self) -> dict[int, int]:
-        """Processes of the ranks on this machine, as far as they could be seen alive."""
-        if not self._neighbours:
-            keys = [f"process/{rank}" for rank in range(self.num_ranks)]
-            if self._store.check(keys):
-                for rank, value in enumerate(self._store.multi_get(keys)):
-                    pid, host = value.decode().split(" ", 1)
-                    if host == socket.gethostname() and _is_alive(int(pid)):
-                        self._neighbours[rank] = int(pid)
-        return self._neighbours
-
     def _gone(self, states: dict[int, State] | None = None) -> dict[int, str]:
         """Ranks that have left, or whose processes are gone, and what is known about that."""
-        found = {rank: f"rank {rank} has died" for rank, pid in self._neighbours_now().items() if not _is_alive(pid)}
+        found = {rank: f"rank {rank} has died" for rank, pid in self._neighbours.items() if not _is_alive(pid)}
         for state in (states or {}).values():
             found |= {rank: f"rank {rank} has died" for rank in state.dead}
         for rank in range(self.num_ranks):
