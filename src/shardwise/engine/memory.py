@@ -52,9 +52,10 @@ class GatherMemory:
 
     def rearrange(self, schedule: Schedule) -> None:
         """Take over another order of units; nothing may be gathered or in flight."""
+        # There may be fewer than before: units that are kept gathered need none.
         self.slots = [
             old if old.numel() >= size else self._bytes(size)
-            for old, size in zip(self.slots, schedule.slot_bytes, strict=True)
+            for old, size in zip(self.slots, schedule.slot_bytes, strict=False)
         ]
         for unit in self._units:
             slot = schedule.slot_of[unit.index]
