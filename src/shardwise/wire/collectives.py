@@ -69,7 +69,7 @@ class InFlight:
     what: str
     buffer: torch.Tensor
     work: dist.Work | None = None
-    then: Callable[[], None] | None = None
+    then: Callable[[], object] | None = None
     call: Call | None = None  # for the ledger, where bytes stand for something else
 
 
@@ -130,6 +130,11 @@ def start_reduce_scatter(
     in `out`, or without it in its own part of `buffer`, and the rest means nothing."""
     flight = InFlight("reduce_scatter", channel, what, buffer)
     part = _own_part(channel, buffer) if out is None else out
+    if channel.watch is not None and not buffer.is_cuda and channel.num_ranks > 1:
+        # As gloo does it itself; but what it returns cannot be waited for with a limit.
+        summed = buffer.clone()
+        flight.then = partial(part.copy_, summed.view(channel.num_ranks, -1)[channel.index])
+        return _start(flight, "allreduce", [summed], _ALL_REDUCE[channel.averages])
     return _start(flight, _REDUCE_SCATTER, part, buffer, _SCATTER[channel.averages])
 
 
