@@ -28,7 +28,8 @@ def gloo_averages() -> Iterator[None]:
     def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
         *tensors, options = arguments
         if id(options) in sums:
-            flight.buffer.div_(flight.channel.num_ranks)
+            sent = tensors[0][0] if isinstance(tensors[0], list) else flight.buffer
+            sent.div_(flight.channel.num_ranks)
         return original(flight, method, *tensors, sums.get(id(options), options))
 
     mesh.AVERAGING, collectives._start = ("gloo",), start

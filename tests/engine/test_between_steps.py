@@ -249,7 +249,7 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict(Stack().state_dict()),
     "load_state_dict of a part": lambda model: model.layers[1].load_state_dict(Block().state_dict()),
     "to a dtype": lambda model: model.to(torch.bfloat16),
-    "to a device": lambda model: model.to("cpu"),
+    "to a device": lambda model: model.to("meta"),
     "half": lambda model: model.half(),
     "double of a part": lambda model: model.layers[0].double(),
     "share_memory": lambda model: model.share_memory(),

@@ -8,13 +8,13 @@ arena on the host and of one file on disk; on a CPU that is how it is told from 
 
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
 from shardwise.engine.guards import engine_of
@@ -300,11 +300,11 @@ def test_slots_obey_the_budget(run_ranks: Pool, num_units: int) -> None:
 def are_originals_gone(strategy: Strategy) -> list[bool]:
     sw.init()
     model = Rows()
-    originals = [weakref.ref(param) for param in model.parameters()]
+    memory = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = sw.shard(model, optimizer, strategy, precision="bf16")
     gc.collect()
-    return [original() is None for original in originals]
+    return [storage.expired() for storage in memory]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

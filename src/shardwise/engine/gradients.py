@@ -55,14 +55,15 @@ class Gradients:
         used = [flag for state in self._states for flag in state.gradient.used]
         if self.all_used is None:
             self.all_used = torch.ones(len(used) + 1, dtype=torch.int32, device=self._device)
-        left_out, settings = not all(used), self.settings()
-        self._refuse_other_settings()
+        left_out, settings, is_recorded = not all(used), self.settings(), is_capturing(self._device)
+        if not is_recorded:
+            self._refuse_other_settings()
         with self._reductions.lane.after_compute():
             mine = torch.tensor([*used, 0], dtype=torch.int32) if left_out else self.all_used
             flags = mine.to(self._device, copy=True)
-            flags[-1] = settings
+            flags[-1:].fill_(settings)
             finish(start_all_reduce(self._channel, flags, "which parameters were used", sums=True))
-            if not is_capturing(self._device):
+            if not is_recorded:
                 self._sum = (Later(flags[-1]), settings)
         if self._device.type == "cpu":
             self._refuse_other_settings()

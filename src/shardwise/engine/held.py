@@ -201,7 +201,7 @@ def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tenso
     if optimizer is not None:
         for entries in list(optimizer.inner.state.values()):
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
-    yield from (param for unit in engine.units for state in unit.states for param in state.user_params)
+    yield from (state.blank for unit in engine.units for state in unit.states)
     yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
 
 

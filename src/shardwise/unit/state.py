@@ -54,6 +54,8 @@ class FlatState:
         ]
         # The objects that the user had before: what modules and optimizers show between steps.
         self.user_params: list[nn.Parameter] = []
+        # One number, which they stand on.
+        self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
 
     @property
     def device(self) -> torch.device:

@@ -61,8 +61,7 @@ class UserParameter(nn.Parameter):
 
 def adopt(original: nn.Parameter, place: Place) -> nn.Parameter:
     """Make the user's own Parameter stand for a weight at a place; what it was is let go of."""
-    flat = place.state.flat
-    blank = torch.zeros((), dtype=flat.compute.torch, device=place.state.device).expand(place.shape)
+    blank = place.state.blank.expand(place.shape)
     with torch.no_grad():
         original.grad = None
         if original.is_meta:
