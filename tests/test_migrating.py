@@ -173,11 +173,10 @@ def calls() -> dict[str, Any]:
     optimizer.step()
     with torch.inference_mode():
         found["encoded"] = tuple(model.encode(batch).shape)
-    param = optimizer.param_groups[0]["params"][0]
-    found["local state"] = optimizer.state[param]["exp_avg"].shape == param.shape
+    found["has state"] = all("exp_avg" in kept for kept in optimizer.state.values())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch).square().mean()).backward()
-    with pytest.raises(sw.StateError, match="gradients lie in flat shards"):
+    with pytest.raises(sw.StateError, match="GradScaler"):
         scaler.step(optimizer)
     return found
 
@@ -189,7 +188,7 @@ def test_calls_of_the_tables(run_ranks: Pool) -> None:
     assert after == pytest.approx(1e-3, rel=1e-3)
     assert first == second
     assert first["encoded"] == (4, 8)
-    assert first["local state"]
+    assert first["has state"]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -73,10 +73,11 @@ class Calls:
         self.busy[call.unit] += 1
 
     def may_come(self, index: int, call: ForwardCall | None) -> bool:
-        """Whether a backward that has come to `call` may still come to a forward of this unit: one before it, which
-        this backward has not been through. Autograd runs what was recorded last first. The end is None."""
+        """Whether a backward that has come to `call` may still come to a forward of this unit: one before its end (its
+        own forward may have called the unit), which this backward has not been through. Autograd runs what was recorded
+        last first. The end is None."""
         return call is not None and any(
-            other.began < call.began and not self.is_closed(other) for other in self.live(index)
+            other.began < call.ended and not self.is_closed(other) for other in self.live(index)
         )
 
     def opened_after(self, call: ForwardCall | None) -> list[ForwardCall]:
