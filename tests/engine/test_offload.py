@@ -25,6 +25,7 @@ import shardwise as sw
 from shardwise.engine.guards import engine_of
 from shardwise.layout import layout_of
 from shardwise.optim import host_updates
+from shardwise.optim.groups import shard_groups
 from shardwise.plan import offload
 from tests.harness import Pool, num_open_files
 from tests.optim.test_optimizers import OPTIMIZERS
@@ -467,13 +468,13 @@ def test_an_optimizer_without_a_learning_rate(run_ranks: Pool) -> None:
 
 
 def with_hooks(model: nn.Module, optimizer: Any) -> list[Any]:
-    """They run once a step, and see all parameters."""
+    """They run once a step, and see this rank's parts of all parameters."""
     values = steps(model, optimizer, 1)
     seen = []
     optimizer.register_step_pre_hook(lambda inner, *_: seen.append(sum(len(g["params"]) for g in inner.param_groups)))
     handle = optimizer.register_step_post_hook(lambda *_: seen.append(0))
     values += steps(model, optimizer, 2, first=1, clip=0.5)
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    num_params = sum(len(shards) for shards in shard_groups(optimizer.inner))
     assert seen == [num_params, 0] * 2
     handle.remove()
     return values + steps(model, optimizer, 2, first=3, clip=0.5)
@@ -798,26 +799,24 @@ def read_from_disk() -> None:
     kept = optimizer.state[param]["exp_avg"]
     assert sum(param.numel() for param in model.parameters()) > 0
     assert param.dtype == kept.dtype == torch.float32
-    assert param.shape == kept.shape
+    assert param.numel() == kept.numel()
+    assert "of a sharded model" in repr(param)
     reads: list[Callable[[], Any]] = [
         lambda: param + 1,
         param.norm,
         lambda: float(param.detach().sum()),
-        param.data.clone,
+        lambda: param.data + 1,
         param.tolist,
         lambda: param[0],
         lambda: torch.stack([param, param]),
         kept.max,
         lambda: kept.cpu().numpy(),
-        lambda: print(param),
     ]
     for read in reads:
-        with pytest.raises(sw.StateError, match=r"rests on disk: read weights with sw\.full_state_dict"):
+        with pytest.raises(sw.StateError, match=r"rests on disk"):
             read()
     with torch.no_grad(), pytest.raises(sw.StateError, match="rests on disk"):
         param.mul_(0.5)
-    with pytest.raises(sw.StateError, match="flat shards"):
-        param.grad.norm()
     steps(model, optimizer, 1, first=2)
 
 
@@ -831,7 +830,6 @@ def read_from_host(strategy: str) -> None:
     reads: list[Callable[[Tensor], Tensor]] = [
         lambda param: param.detach().clone(),
         lambda param: param.data.clone(),
-        lambda param: torch.stack([param, param])[0].detach(),
         lambda param: torch._foreach_mul([param.detach()], 1.0)[0],
     ]
     with SlowUpdates(0.02):
@@ -843,7 +841,8 @@ def read_from_host(strategy: str) -> None:
             sw.traffic(model)  # waits for updates
             for name, param in model.named_parameters():
                 assert isinstance(param, nn.Parameter)
-                assert torch.equal(seen[name], param), (step, name)
+                now = param.detach().as_subclass(Tensor)
+                assert torch.equal(seen[name].as_subclass(Tensor), now), (step, name)
 
 
 @pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5"])
@@ -854,14 +853,16 @@ def test_nobody_reads_weights_that_are_being_updated(run_ranks: Pool, strategy: 
 def changed_in_place(strategy: str) -> None:
     model, optimizer = sharded(strategy)
     steps(model, optimizer, 1)
+    before = sw.full_state_dict(model)
+    name, param = next(iter(model.named_parameters()))
     with torch.no_grad():
-        next(param for param in model.parameters() if param.numel()).mul_(0.5)
-    with pytest.raises(sw.StateError, match="changed in place between steps"):
-        loss_of(model, 1)
+        param.mul_(0.5)
+    loss_of(model, 1)
+    assert torch.equal(sw.full_state_dict(model)[name], before[name] * 0.5)
 
 
 @pytest.mark.parametrize("strategy", ["zero2+optimizer=host", "zero3_offload"])
-def test_changes_in_place_do_not_go_unnoticed(run_ranks: Pool, strategy: str) -> None:
+def test_changes_in_place_are_changes_of_the_weights(run_ranks: Pool, strategy: str) -> None:
     run_ranks(2, changed_in_place, strategy)
 
 

@@ -397,10 +397,12 @@ def test_dtype_and_trainability_are_recorded() -> None:
     ] * 2
 
 
-def test_a_parameter_that_is_not_floating_point_is_refused_by_name() -> None:
+def test_a_parameter_that_is_not_floating_point_is_in_no_unit() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].table = nn.Parameter(torch.arange(3), requires_grad=False)
-    with pytest.raises(ConfigurationError, match=r"'1\.table' is torch\.int64"):
+    assert "1.table" not in owned(find_units(model))
+    model[1].turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match=r"'1\.turn' is trained and is torch\.complex64"):
         find_units(model)
 
 

@@ -237,10 +237,10 @@ def test_frozen_units_that_stay_whole_are_not_gathered_again() -> None:
 
 
 def test_ranks_agree_on_use_once_a_step() -> None:
-    """One number for each parameter that is trained, whatever the accumulation."""
+    """A number for each parameter that is trained, and one for the optimizers' settings, once for all micro-batches."""
     units = [unit("a"), unit("b", trainable=False), unit("c")]
     agreements = [event for event in step_events(schedule_of(units), 3) if event.verb == "agree"]
-    assert [[(call.dtype, call.num_bytes) for call in event.calls] for event in agreements] == [[("int32", 8)]]
+    assert [[(call.dtype, call.num_bytes) for call in event.calls] for event in agreements] == [[("int32", 12)]]
 
 
 def test_gradients_are_reduced_in_reverse() -> None:

@@ -96,6 +96,8 @@ class Engine:
         self.update_order = self._ordered_for_update()
         self._unit_of = {state: unit for unit in units for state in unit.states}
         self._num_forwards = 0  # of the model, under way
+        # Hosts are not equally fast: gathers that wait for them come in other phases on other ranks, in the same order.
+        self._gathers_anytime = any(state.flat.host_updates for state in self.trainable_states)
         # Parameters whose gradients may come from outside every unit.
         self._lent: set[nn.Parameter] = set()
         self._in_backward = False
@@ -141,11 +143,15 @@ class Engine:
         if not self._in_backward:
             self._begin_backward()
 
+    def _begin_phase(self, name: str) -> None:
+        if not self._gathers_anytime:
+            self.mesh.begin(name)
+
     # Phases 1 and 2: the forward, as the hooks report it.
 
     def begin_forward(self, leads_to_backward: bool) -> None:
         self._host_jobs.raise_failure()
-        self.mesh.begin("a forward with gradients" if leads_to_backward else "a forward without gradients")
+        self._begin_phase("a forward with gradients" if leads_to_backward else "a forward without gradients")
         self.abandon_backward()
         self.activations.abandon_forward()
         self.await_gradients()
@@ -306,7 +312,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self.updates.refuse_after_early("backward")
         self.await_gradients()
-        self.mesh.begin("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
+        self._begin_phase("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
         self._calls.begin_backward()
@@ -410,6 +416,8 @@ class Engine:
 
     def close_step(self, updated: bool, changed: Sequence[int]) -> None:
         """Of an optimizer that changes these units."""
+        if self._gathers_anytime:
+            self.gathers.settle()
         self.mesh.begin("optimizer.step()")
         self.updates.close_step()
         if updated:

@@ -80,8 +80,14 @@ def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     ]
 
 
-class UserState(MutableMapping[Tensor, Any]):
-    """What an optimizer keeps, by the user's parameters; of each, what it keeps for this rank's part.
+def _own_key(key: Any) -> Any:
+    """The key under which an optimizer keeps what the user has under `key`; None if this rank has no part of it."""
+    return shard_of(key) if isinstance(key, Tensor) and place_of(key) is not None else key
+
+
+class UserState(MutableMapping[Any, Any]):
+    """What an optimizer keeps, by the user's parameters: of each, what it keeps for this rank's part. Other keys are
+    the optimizer's own.
 
     `was_changed` is called with a part whose state was put in or taken out.
     """
@@ -90,34 +96,36 @@ class UserState(MutableMapping[Tensor, Any]):
         self._optimizer = optimizer
         self._was_changed = was_changed
 
-    def __iter__(self) -> Iterator[Tensor]:
-        kept = self._optimizer.state
-        for group in self._optimizer.param_groups:
-            for param in list(group["params"]):
-                if (shard := shard_of(param)) is not None and shard in kept:
-                    yield param
+    def __iter__(self) -> Iterator[Any]:
+        users = [param for group in self._optimizer.param_groups for param in group["params"]]
+        user_of = {shard: user for user in users if (shard := shard_of(user)) is not None}
+        return iter([user_of.get(key, key) for key in list(self._optimizer.state)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __getitem__(self, param: Tensor) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         """Empty where nothing is kept, as torch's own."""
-        shard = shard_of(param)
-        return {} if shard is None else self._optimizer.state[shard]
+        own = _own_key(key)
+        return {} if own is None else self._optimizer.state[own]
 
-    def __setitem__(self, param: Tensor, value: Any) -> None:
-        if (shard := shard_of(param)) is not None:
-            self._optimizer.state[shard] = value
-            self._was_changed(shard)
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own = _own_key(key)
+        if own is not None:
+            self._optimizer.state[own] = value
+            if own is not key:
+                self._was_changed(own)
 
-    def __delitem__(self, param: Tensor) -> None:
-        if (shard := shard_of(param)) is not None:
-            del self._optimizer.state[shard]
-            self._was_changed(shard)
+    def __delitem__(self, key: Any) -> None:
+        own = _own_key(key)
+        if own is not None:
+            del self._optimizer.state[own]
+            if own is not key:
+                self._was_changed(own)
 
     def clear(self) -> None:
-        for param in list(self):
-            del self[param]
+        for key in list(self):
+            del self[key]
 
 
 def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:

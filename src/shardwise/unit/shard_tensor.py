@@ -60,6 +60,11 @@ class Place:
         return flat.num_master == flat.num_elems and flat.master_on == "device"
 
     @property
+    def whereabouts(self) -> str:
+        on = self.state.flat.master_on
+        return "is split over the ranks" if on == "device" else f"rests on {'disk' if on == 'disk' else 'the host'}"
+
+    @property
     def whole(self) -> Tensor:
         interval = self.state.flat.intervals[self.index]
         return self.state.master[interval.start : interval.stop].view(self.shape)
@@ -67,7 +72,7 @@ class Place:
     def part(self) -> Tensor:
         """This rank's part of the weight: memory of the master."""
         if isinstance(self.state.master, OnDisk):
-            refuse(self.name, "is on disk")
+            refuse(self.name, self.whereabouts)
         if self.lender is not None:
             self.lender.await_update_of(self.state)
         return _as_part(self.resting.detach().view(-1), self, is_master=True)
@@ -129,7 +134,7 @@ class ShardTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.removeprefix("_foreach_").strip("_") not in _ELEMENTWISE:
-            refuse(place.name, f"is split over the ranks, and {name} needs all of it")
+            refuse(place.name, f"{place.whereabouts}, and {name} needs all of it")
         return _run_in_parts(func, args, kwargs, place)
 
 

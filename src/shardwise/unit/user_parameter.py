@@ -146,7 +146,7 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
     if place.is_whole:
         return place.whole.detach()
     if wants_grad and param.requires_grad:
-        refuse(place.name, f"is split over the ranks, and {what} outside the forward of its unit has no gradient")
+        refuse(place.name, f"{place.whereabouts}, and {what} outside the forward of its unit has no gradient")
     return place.part()
 
 
