@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StateError
 from ..unit.shard_tensor import Place
 from ..unit.state import FlatState
 from ..unit.user_parameter import place_of
@@ -80,6 +80,12 @@ def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     ]
 
 
+class NoPartError(StateError, KeyError):
+    """A mapping asks for it as for any key that is not there."""
+
+    __str__ = Exception.__str__
+
+
 def _own_key(key: Any) -> Any:
     """The key under which an optimizer keeps what the user has under `key`; None if this rank has no part of it."""
     return shard_of(key) if isinstance(key, Tensor) and place_of(key) is not None else key
@@ -105,9 +111,14 @@ class UserState(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
-        """Empty where nothing is kept, as torch's own."""
+        """Empty where nothing is kept yet, as torch's own."""
         own = _own_key(key)
-        return {} if own is None else self._optimizer.state[own]
+        if own is None:
+            raise NoPartError(
+                f"{key!r}: this rank has no part of it, so the optimizer keeps nothing for it: optimizer.state is of "
+                "this rank's parts; sw.save writes all of it"
+            )
+        return self._optimizer.state[own]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         own = _own_key(key)
