@@ -185,7 +185,7 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
             if target.is_master and target.place.lender is not None:
                 target.place.state.publish()
                 target.place.lender.was_rewritten()
-        return args[0] if not lists else None
+        return None if lists else targets[0]
     if lists:
         return [_as_part(result, its, is_master=False) for result, its in zip(results, places, strict=True)]
     # What returns its input as it is (`detach`, `.to` that changes nothing) is the same memory.
