@@ -87,7 +87,7 @@ def layers_skipped_in_micro_batches(loop: Loop) -> nn.Module:
     return model
 
 
-@scenario(equal=ALL)
+@scenario(equal=ALL, tolerance=1e-3)  # Adam makes much of rounding
 def layers_that_no_rank_ran(loop: Loop) -> nn.Module:
     model, optimizer = start(loop, SkipNet(), adam)
     nobody = dict.fromkeys(range(loop.world), (0, 3))
