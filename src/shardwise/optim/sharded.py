@@ -262,13 +262,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._given.clear()
 
     def _update_on_host(self, states: Iterable[FlatState]) -> None:
+        ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
+        if not ready:
+            return
         settings: dict[Tensor, dict[str, Any]] = {}
         for group, shards in zip(self._inner.param_groups, shard_groups(self._inner), strict=True):
             # A scheduler may change a tensor in place before the update runs.
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
             settings |= dict.fromkeys(shards, now)
-        ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
         for state in ready:
             # Of the last step, if nothing has asked for its weights since.
             self._stepper.await_update_of(state)
