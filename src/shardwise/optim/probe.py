@@ -85,9 +85,16 @@ def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         return ()
     names: dict[str, None] = {}
     for group in optimizer.param_groups:
-        with torch.random.fork_rng(devices=[]):
-            trial = _trial(optimizer, [group], [[nn.Parameter(torch.ones(2, 3))]])
-            _take_step(optimizer, trial, [torch.ones(2, 3)])
+        try:
+            with torch.random.fork_rng(devices=[]):
+                trial = _trial(optimizer, [group], [[nn.Parameter(torch.ones(2, 3))]])
+                _take_step(optimizer, trial, [torch.ones(2, 3)])
+        except Exception as error:
+            name = type(optimizer).__name__
+            raise ConfigurationError(
+                f"optimizer {name} fails on a trial step, so the host cannot update with it ({error}): leave the "
+                "optimizer on the device, or use an elementwise one such as AdamW"
+            ) from error
         for state in trial.state.values():
             names |= {key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
     return tuple(names)
