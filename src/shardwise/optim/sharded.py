@@ -473,8 +473,8 @@ def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Stands for all plain settings; so small that a sum over ranks fits into 32 bits."""
-    return zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
+    """A number above zero that stands for all plain settings; so small that a sum over ranks fits into 32 bits."""
+    return 1 + zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
 
 
 @dataclass(frozen=True, slots=True)
