@@ -126,7 +126,7 @@ def refuse_saves(path: Path) -> None:
     refused(lambda: sw.save(path / "x", model, optimizer), "keeps state for 'a counter'")
     del optimizer.state["a counter"]
     step(model, optimizer)
-    states = [optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
+    states = list(optimizer.inner.state.values())
     for value, words in {
         (1, 2): "as a tuple, which a checkpoint cannot hold",
         torch.zeros(3): "cannot be cut for another world",
