@@ -312,11 +312,15 @@ class Gathers:
         for index in units:
             self.versions[index] += 2
 
+    def was_rewritten(self) -> None:
+        """Weights were set from outside, frozen ones too."""
+        self.was_updated(range(len(self._units)))
+        self.occupancy.forget_all()
+
     def follow_changed_masters(self) -> None:
         """Whole masters may have been changed in place, through tensors that parameters gave out."""
         if self._masters_version != self._version_of_masters():
-            self.was_updated(range(len(self._units)))
-            self.occupancy.forget_all()
+            self.was_rewritten()
 
     def _version_of_masters(self) -> int:
         return sum([state.master._version for unit in self._units for state in unit.states])

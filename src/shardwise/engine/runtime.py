@@ -410,9 +410,7 @@ class Engine:
         self.gradients.forget(states, set_to_none)
 
     def was_rewritten(self) -> None:
-        """Weights were set from outside, frozen ones too."""
-        self.gathers.was_updated(range(len(self.units)))
-        self.gathers.occupancy.forget_all()
+        self.gathers.was_rewritten()
 
     def close_step(self, updated: bool, changed: Sequence[int]) -> None:
         """Of an optimizer that changes these units."""
