@@ -23,6 +23,8 @@ from .wire.watch import Limits, Watch, last_words
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
+# How much longer than in a step ranks wait for each other where disks work.
+_DISK_PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,11 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     if len(ranks) > 1 and key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
     return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger(), watch=_watch())
+
+
+def patient_hosts() -> Channel:
+    """All ranks, for what takes as long as the slowest disk; beside the devices, whose watchdogs would end the run."""
+    return hosts(_DISK_PATIENCE * timeout_s(), purpose="checkpoints")
 
 
 def timeout_s() -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError
+from ..mesh import patient_hosts
 from ..shard import Interval, pieces
 from ..unit.state import FlatState
 from .compare import require_same_groups, require_same_model
@@ -34,7 +35,7 @@ from .state import (
     restore_optimizers,
     restore_state,
 )
-from .together import patient_hosts, together
+from .together import together
 
 
 def load(

@@ -25,6 +25,7 @@ from ..engine.agree import Facts, require_agreement
 from ..engine.guards import engine_of
 from ..engine.runtime import Engine
 from ..errors import CheckpointError, SaveError, StateError
+from ..mesh import patient_hosts
 from ..version import VERSION
 from ..wire.collectives import Channel, collect, exchange
 from . import folder, whole
@@ -35,7 +36,7 @@ from .merge import merge
 from .share import Share, share_of
 from .state import Optimizers, describe_optimizers, own_optimizers
 from .tensors import lay_out, write_file
-from .together import patient_hosts, together
+from .together import together
 
 
 def save(

@@ -5,18 +5,9 @@ from typing import TypeVar
 
 from ..engine.agree import attempt
 from ..errors import CheckpointError
-from ..mesh import hosts, timeout_s
 from ..wire.collectives import Channel
 
 T = TypeVar("T")
-
-# How much longer than in a step ranks wait for each other where disks work.
-_PATIENCE = 6
-
-
-def patient_hosts() -> Channel:
-    """All ranks, for what takes as long as the slowest disk; beside the devices, whose watchdogs would end the run."""
-    return hosts(_PATIENCE * timeout_s(), purpose="checkpoints")
 
 
 def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:

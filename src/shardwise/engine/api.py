@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,41 @@ from .hooks import install_encoder_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
 from .moments import num_moments
 from .own_flats import OwnFlats
+from .pretrained import serve_save_pretrained
 from .runtime import Engine, channels_of
 
 logger = logging.getLogger("shardwise")
 
+M = TypeVar("M", bound=nn.Module)
 
+
+class _Words(TypedDict, total=False):
+    """The keywords of `shard`, for type checkers."""
+
+    precision: str | Precision
+    reduce_dtype: DTypeLike | None
+    node_size: int | None
+    units: Units
+    memory_budget: int | None
+    early_update: bool
+    skip_nonfinite: bool
+    seed: int | None
+    batch: Batch | None
+    disk_path: str | Path | None
+
+
+@overload
+def shard(model: M, optimizer: None = None, strategy: Strategy = AUTO, **words: Unpack[_Words]) -> tuple[M, None]: ...
+@overload
 def shard(
-    model: nn.Module,
+    model: M, optimizer: torch.optim.Optimizer, strategy: Strategy = AUTO, **words: Unpack[_Words]
+) -> tuple[M, ShardedOptimizer]: ...
+@overload
+def shard(
+    model: M, optimizer: Sequence[torch.optim.Optimizer], strategy: Strategy = AUTO, **words: Unpack[_Words]
+) -> tuple[M, list[ShardedOptimizer]]: ...
+def shard(
+    model: M,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     strategy: Strategy = AUTO,
     *,
@@ -70,7 +98,7 @@ def shard(
     seed: int | None = None,
     batch: Batch | None = None,
     disk_path: str | Path | None = None,
-) -> tuple[nn.Module, Any]:
+) -> tuple[M, ShardedOptimizer | list[ShardedOptimizer] | None]:
     """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
 
     optimizer: or several, each with parameters of its own; then a list comes back. In fp16 they share one loss scale.
@@ -94,9 +122,9 @@ def shard(
         the host is short, too.
     """
     world = everyone()
+    whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
+    optimizers = all_or_none(world, lambda: _given(model, optimizer, whole_numbers))
     path = None if disk_path is None else Path(disk_path)
-    is_one = isinstance(optimizer, torch.optim.Optimizer)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     machine = None if moves_behind_auto(strategy) is None else _machine(world, node_size, path)
     plan = all_or_none(
         world,
@@ -143,12 +171,40 @@ def shard(
             engine.forget_gradients(engine.trainable_states, set_to_none)
 
     guard(model, engine, zero_grad)
+    serve_save_pretrained(model)
     if mesh.rank == 0:
         logger.info("%s", describe(model))
         if sharded and plan.idle:
             logger.warning("trained by no optimizer, though requires_grad is True: %s", _some(plan.idle))
     tell_of_statistics(model, mesh)
-    return model, (None if optimizer is None else sharded[0] if is_one else sharded)
+    return model, (None if optimizer is None else sharded[0] if optimizer in optimizers else sharded)
+
+
+def _given(model: Any, optimizer: Any, whole_numbers: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers. Arguments of another kind than they should be are refused."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"sw.shard(model, optimizer, strategy): the model is a {_kind(model)}, no nn.Module")
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
+    if isinstance(found, str):
+        raise ConfigurationError(
+            f"sw.shard(model, {found!r}): the second argument is the optimizer; write sw.shard(model, optimizer, "
+            f"{found!r}), or strategy={found!r}"
+        )
+    if not isinstance(found, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in found):
+        raise ConfigurationError(
+            f"sw.shard(model, optimizer, strategy): the optimizer is a {_kind(optimizer)}; give a "
+            "torch.optim.Optimizer, a list of them, or None"
+        )
+    for name, value in whole_numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigurationError(f"{name}={value!r}: give a whole number, not a {type(value).__name__}")
+    return list(found)
+
+
+def _kind(value: object) -> str:
+    members = ", ".join(sorted({type(each).__name__ for each in value})) if isinstance(value, (list, tuple)) else ""
+    name = f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    return f"{name} of {members}" if members else name
 
 
 def _some(names: Sequence[str]) -> str:

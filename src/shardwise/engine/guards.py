@@ -102,8 +102,8 @@ def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
     engine = find_engine(module)
     if engine is None or new is None or module._modules.get(name) is new:
         return
-    places = [place_of(param) for param in new.parameters()]
-    if name == "parametrizations" or any(place is None or place.lender is not engine for place in places):
+    strange = any(part._parameters and find_engine(part) is not engine for part in new.modules())
+    if name == "parametrizations" or strange:
         raise StateError(
             f"a module {name!r} ({type(new).__name__}) with parameters of its own was given to a "
             f"{type(module).__name__} that is sharded already, and would not be trained: build the whole model, "
@@ -112,6 +112,11 @@ def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
 
 
 def engine_of(module: nn.Module) -> Engine:
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"a sharded model is expected, not the {type(module).__name__} {module!r}: sw.save and sw.load take the "
+            "path first, all else the model"
+        )
     engine = find_engine(module)
     if engine is None:
         raise StateError(f"this {type(module).__name__} is not sharded: call sw.shard(model, optimizer, ...) first")

@@ -11,23 +11,22 @@ strategy and with other ranks; `save_model` writes what `from_pretrained` opens.
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..checkpoint.load import load
 from ..checkpoint.others import dcp, deepspeed
 from ..checkpoint.save import save
-from ..checkpoint.together import patient_hosts, together
+from ..checkpoint.together import together
 from ..engine.guards import find_engine
-from ..engine.whole import whole_parts
+from ..engine.pretrained import whole_weights
 from ..errors import SaveError
-from ..mesh import init, is_first
+from ..mesh import init, is_first, patient_hosts
 from .accelerate import CHECKPOINT, Accelerator
 from .arguments import refuse_arguments, without_effect
 from .prepare import refuse_unknown
@@ -50,7 +49,6 @@ class _ShardedTrainer(Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _given_dtype: torch.dtype | None = None
 
     # preparing
 
@@ -76,7 +74,6 @@ class _ShardedTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if find_engine(self.model) is None:
             _keep_what_shards_do_not_tell(self.model)
-            self._given_dtype = self.model.dtype if isinstance(self.model, PreTrainedModel) else None
             place = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
             if place is not None and _sharded_in(place) is None and (place / OPTIMIZER_NAME).is_file():
                 # Of a Trainer that did not shard: it is cut with the optimizer.
@@ -100,18 +97,10 @@ class _ShardedTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         place = output_dir or self.args.output_dir or "."
-        parts = whole_parts(self.model, rank0_only=True, wants=_wanted(self.model))
-        weights = {name: value for part in parts for name, value in part.items()}
-        together(patient_hosts(), lambda: self._write(place, weights) if self.args.should_save else None, SaveError)
+        weights = whole_weights(self.model)
+        together(patient_hosts(), lambda: self._save(place, weights) if self.args.should_save else None, SaveError)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _write(self, place: str, weights: dict[str, Tensor]) -> None:
-        self._save(place, state_dict=weights)
-        if self._given_dtype is not None:
-            # `save_pretrained` asked the masters.
-            self.model.config.dtype = self._given_dtype
-            self.model.config.save_pretrained(place)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / CHECKPOINT, self.model, self.optimizer.optimizer)
@@ -147,27 +136,6 @@ def _sharded_in(place: Path) -> Path | None:
         return place / CHECKPOINT
     marks = (deepspeed.LATEST, dcp.MODEL_PART)
     return place if any((place / mark).exists() for mark in marks) else None
-
-
-def _wanted(model: Any) -> Callable[[str], bool]:
-    """What of a model is written: of one that PEFT wraps, its adapters, and embeddings, which may belong to them."""
-    adapters = None if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", None)
-    if adapters is None:
-        return lambda name: True
-    embeddings = {
-        id(param)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-        for param in module.parameters()
-    }
-    left_out = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not param.requires_grad
-        and id(param) not in embeddings
-        and not any(f".{adapter}." in f"{name}." for adapter in adapters)
-    }
-    return lambda name: name not in left_out
 
 
 def _keep_what_shards_do_not_tell(model: nn.Module) -> None:

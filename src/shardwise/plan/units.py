@@ -8,6 +8,7 @@ and keeps the rest, such as norms and a router. Large modules outside the blocks
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ def _common_unit(modules: list[str], units: list[str]) -> str:
     return max(around, key=len)
 
 
-def _unit_paths(model: nn.Module, units: Units) -> list[str]:
+def _unit_paths(model: nn.Module, units: Any) -> list[str]:
     if isinstance(units, str):
         if units != "auto":
             raise ConfigurationError(
@@ -125,6 +126,11 @@ def _unit_paths(model: nn.Module, units: Units) -> list[str]:
         if units < 1:
             raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
         return _by_size(model, units)
+    if not isinstance(units, Sequence) or not all(isinstance(each, (str, type)) for each in units):
+        raise ConfigurationError(
+            f"units={units!r}: give 'auto', a number of parameters, or a list of class names, as in "
+            "['LlamaDecoderLayer']"
+        )
     return modules_of_class(model, units, "units")
 
 

@@ -18,9 +18,10 @@ class Elsewhere(Tensor):
     """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
 
     why = (
-        "gradients lie in flat shards, not in param.grad: give every optimizer to sw.shard, clip with "
-        "optimizer.clip_grad_norm(...), read with sw.grad_norms(model) or inside `with sw.whole(model, grads=True):`, "
-        "clear with optimizer.zero_grad(), and leave a GradScaler out (precision='fp16' scales by itself)"
+        "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
+        "them), clip with optimizer.clip_grad_norm(...), read with sw.grad_norms(model) or inside "
+        "`with sw.whole(model, grads=True):`, clear with optimizer.zero_grad(), and leave a GradScaler out "
+        "(precision='fp16' scales by itself)"
     )
     harmless = _HARMLESS
 

@@ -171,8 +171,8 @@ def _set_grad(param: Any, value: Tensor | None = None) -> None:
         place.shown.grad = value
     elif value is not None or _grad(param) is not None:
         raise StateError(
-            f"the gradient of {place.name!r} was set by hand: clear gradients with optimizer.zero_grad(), change them "
-            "inside `with sw.whole(model, grads=True, write=True):`"
+            f"the gradient of {place.name!r} was set by hand: clear gradients with zero_grad() of the optimizer that "
+            "sw.shard returned, change them inside `with sw.whole(model, grads=True, write=True):`"
         )
 
 
