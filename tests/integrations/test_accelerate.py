@@ -10,8 +10,10 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.cli import app
 from shardwise.errors import ConfigurationError
 from shardwise.integrations.accelerate import Accelerator
 from tests.harness import Pool
@@ -128,6 +130,30 @@ def test_its_state_goes_on_under_another_strategy(run_ranks: Pool, tmp_path: Pat
     expected = run_ranks(2, loop, {"strategy": "zero3"}, tmp_path, shuffle=False)[0]
     found = run_ranks(2, loop, {"strategy": "zero1"}, tmp_path, epochs=(1,), shuffle=False)[0]
     assert flat(found) == pytest.approx(flat(expected[-len(found) :]), abs=TOLERANCE, rel=TOLERANCE)
+
+
+def test_state_of_plain_accelerate_goes_on(run_ranks: Pool, tmp_path: Path) -> None:
+    """Its optimizer is saved by number: the parameters have the order of this one's groups."""
+    expected = run_ranks(2, loop, None, tmp_path, shuffle=False)[0]
+    found = run_ranks(2, loop, {"strategy": "zero3"}, tmp_path, epochs=(1,), shuffle=False)[0]
+    assert flat(found) == pytest.approx(flat(expected[-len(found) :]), abs=TOLERANCE, rel=TOLERANCE)
+
+
+def test_its_state_is_verified(run_ranks: Pool, tmp_path: Path) -> None:
+    run_ranks(2, loop, {"strategy": "zero3"}, tmp_path)
+    place = tmp_path / "state"
+    assert CliRunner().invoke(app, ["verify", str(place)]).exit_code == 0
+    assert "Adam" in CliRunner().invoke(app, ["inspect", str(place)]).stdout
+    shard = place / "shardwise" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    # As the Trainer has it, with whole weights beside it.
+    (place / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
+    damaged = CliRunner().invoke(app, ["verify", str(place)])
+    assert damaged.exit_code == 5
+    assert "rank-00000.safetensors is damaged" in damaged.stdout
+    assert "model.safetensors: good" in damaged.stdout
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from .share import buffers_of
 from .state import (
     Optimizers,
     homes_in,
+    names_in_groups,
     own_optimizers,
     require_same_optimizers,
     restore_optimizers,
@@ -100,7 +101,7 @@ def _prepare(
     allow_rounding: bool,
     keep_groups: bool,
 ) -> _Job:
-    opened = open_checkpoint(place)
+    opened = open_checkpoint(place, names_in_groups(optimizers))
     index = opened.index
     try:
         buffers = buffers_of(model, engine)

@@ -9,6 +9,7 @@ from . import folder, steps
 from .index import Index
 from .index_json import from_json
 from .others import dcp, deepspeed, hugging_face
+from .others.described import Groups
 from .reader import Reader
 
 _LOOKED_FOR = (
@@ -30,33 +31,34 @@ class Opened:
         return Reader(self.folder, self.index.files, is_shared)
 
 
-def open_checkpoint(path: Path) -> Opened:
+def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
     """Any checkpoint, of ours or of the others. Tensors are not read.
 
-    The path of a run leads to its newest complete checkpoint. Raises CheckpointError, with the path, where there is
-    none or it cannot be understood.
+    The path of a run leads to its newest complete checkpoint, and a folder of the Trainer's or of Accelerate's to the
+    checkpoint in it. `groups`: the parameters that an optimizer has, for one that was saved by number. Raises
+    CheckpointError, with the path, where there is none or it cannot be understood.
     """
     try:
-        return _open(path)
+        return _open(path, groups)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> Opened:
+def _open(path: Path, groups: Groups) -> Opened:
     path = steps.newest_in(path)
     if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
         path, text = folder.read_index(path)
     else:
         text = None
     try:
-        return _open_others(path) if text is None else Opened(path, from_json(text))
+        return _open_others(path, groups) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
         if str(error).startswith((f"cannot read {path}", f"{path} ")):  # or something in it: it is named already
             raise
         raise type(error)(f"cannot read {path}: {error}") from error
 
 
-def _open_others(path: Path) -> Opened:
+def _open_others(path: Path, groups: Groups) -> Opened:
     if path.is_file():
         if _OWN_FILE.fullmatch(path.name) and (path.parent / folder.INDEX).is_file():
             raise CheckpointError(f"{path} is one file of a checkpoint: give the folder, {path.parent}")
@@ -68,7 +70,7 @@ def _open_others(path: Path) -> Opened:
     if (place := deepspeed.folder_of(path)) is not None:
         return Opened(place, deepspeed.read(place))
     if (name := hugging_face.file_of(path)) is not None:
-        return Opened(path, hugging_face.read(path, name))
+        return Opened(path, hugging_face.read(path, name, groups))
     if (newest := _newest_run_in(path)) is not None:
         raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
     raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")

@@ -20,6 +20,7 @@ from ..optim.probe import KNOWN_PACKAGES
 from ..optim.scaler import LossScaler
 from ..optim.sharded import ShardedOptimizer
 from ..unit.stand_ins import OnDisk
+from ..unit.user_parameter import place_of
 from .dtypes import NAMES
 from .index import Optimizer, Plain, Saved, Stored
 
@@ -63,6 +64,11 @@ def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
         for group, shards in zip(each.inner.param_groups, shard_groups(each.inner), strict=True)
     ]
     return {shard: Home(each, number, group) for number, (each, group, shards) in enumerate(groups) for shard in shards}
+
+
+def names_in_groups(optimizers: Optimizers) -> list[list[str]]:
+    places = [[place_of(param) for param in group["params"]] for group in _groups_of(optimizers)]
+    return [[place.name for place in group if place is not None] for group in places]
 
 
 def _groups_of(optimizers: Optimizers) -> list[dict[str, Any]]:

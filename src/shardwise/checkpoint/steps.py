@@ -13,6 +13,7 @@ from pathlib import Path
 from .folder import find, partial_of, remove, replaced_of, settle
 
 CHECKPOINTS = "checkpoints"  # where a run has them
+INSIDE = "shardwise"  # where a folder of the Trainer's or of Accelerate's has ours; of further models, shardwise_1 ...
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})(\.partial|\.replaced)?")
 
@@ -41,9 +42,13 @@ def latest(root: Path) -> Path | None:
 
 
 def newest_in(path: Path) -> Path:
-    """A run's folder, or that of its checkpoints, stands for the newest complete one; any other path for itself."""
-    if find(path) is not None:
-        return path
+    """A run's folder, or that of its checkpoints, stands for the newest complete one; any other path for itself.
+
+    A folder of the Trainer's or of Accelerate's stands for the checkpoint in it.
+    """
+    for place in (path, path / INSIDE):
+        if find(place) is not None:
+            return place
     return latest(path / CHECKPOINTS) or latest(path) or path
 
 

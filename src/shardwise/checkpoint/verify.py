@@ -7,6 +7,7 @@ it are looked at. Files of others have no checksums; their lengths, places and n
 import cmath
 import hashlib
 import math
+import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from .index import Check, Index, Piece, Stored, require_sound
 from .index_json import from_json
 from .opened import Opened, open_checkpoint
 from .reader import Reader
-from .steps import CHECKPOINTS, all_steps, step_folder
+from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
 from .write import Tell
 
 
@@ -108,6 +109,16 @@ def checkpoints_in(path: Path) -> list[Path]:
         return []
     roots = (path / CHECKPOINTS, path)
     return next(([step_folder(root, step) for step in steps] for root in roots if (steps := all_steps(root))), [])
+
+
+def parts_of_others(path: Path) -> list[Path]:
+    """Our checkpoints in a folder of the Trainer's or of Accelerate's, one of each model, then the weights beside them.
+
+    None where it holds none of ours.
+    """
+    names = {place.name.removesuffix(".partial") for place in path.glob(f"{INSIDE}*") if place.is_dir()}
+    parts = [path / name for name in sorted(names) if re.fullmatch(rf"{INSIDE}(_\d+)?", name)]
+    return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
 
 
 def verify(report: Report, opened: Opened, tell: Tell) -> None:

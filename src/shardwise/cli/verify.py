@@ -20,7 +20,8 @@ def verify(
     """Read a checkpoint to its end: complete, every checksum, every number finite.
 
     All that is wrong is listed, and the exit code is 5; it is 0 where all
-    is well. Files of others have no checksums: their structure and their
+    is well. Of a folder of the Trainer's or of Accelerate's, the checkpoint
+    in it and the weights beside it are read. Files of others have no checksums: their structure and their
     numbers are looked at. Of a run, every checkpoint is verified, and the
     one is named that `train --resume-from-checkpoint latest` would take, or
     where it would stop: one of another format is not passed over. A save
@@ -34,7 +35,7 @@ def verify(
 
     require_there(path)
     places = verifying.checkpoints_in(path)
-    reports = [_verified(place) for place in places or [path]]
+    reports = [_verified(place) for place in places or verifying.parts_of_others(path) or [path]]
     newest = reversed(reports) if places else iter(())
     decisive = next((report for report in newest if report.is_usable or report.is_refused), None)
     resumed, stops = (None, decisive) if decisive is not None and decisive.is_refused else (decisive, None)

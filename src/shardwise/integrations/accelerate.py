@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.load import load
 from ..checkpoint.save import save
+from ..checkpoint.steps import INSIDE
 from ..engine.api import accumulate
 from ..engine.guards import engine_of, find_engine
 from ..engine.whole import full_state_dict
@@ -32,9 +33,6 @@ from ..mesh import everyone, init
 from ..optim.sharded import ShardedOptimizer
 from .arguments import refuse_keywords, refuse_surroundings
 from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_as_asked
-
-# The folder of our checkpoint in one of theirs.
-CHECKPOINT = "shardwise"
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no annotations
@@ -200,6 +198,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return place
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """What `save_state` wrote, or a folder of Accelerate's own with one model and optimizer."""
         places: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, place: places.append(place))
         try:
@@ -208,7 +207,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         finally:
             hook.remove()
         for number, (model, optimizer) in enumerate(sharded):
-            load(_folder(places[0], number), model, optimizer)
+            own = _folder(places[0], number)
+            load(own if number or own.exists() else places[0], model, optimizer)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, ShardedOptimizer | None]]]:
@@ -224,4 +224,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
 
 def _folder(place: str | Path, number: int) -> Path:
-    return Path(place) / (CHECKPOINT if number == 0 else f"{CHECKPOINT}_{number}")
+    return Path(place) / (INSIDE if number == 0 else f"{INSIDE}_{number}")

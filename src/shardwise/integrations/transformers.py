@@ -22,12 +22,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ..checkpoint.load import load
 from ..checkpoint.others import dcp, deepspeed
 from ..checkpoint.save import save
+from ..checkpoint.steps import INSIDE
 from ..checkpoint.together import together
 from ..engine.guards import find_engine
 from ..engine.pretrained import whole_weights
 from ..errors import SaveError
 from ..mesh import init, is_first, patient_hosts
-from .accelerate import CHECKPOINT, Accelerator
+from .accelerate import Accelerator
 from .arguments import refuse_arguments, without_effect
 from .prepare import refuse_unknown
 
@@ -103,7 +104,7 @@ class _ShardedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / CHECKPOINT, self.model, self.optimizer.optimizer)
+        save(Path(output_dir) / INSIDE, self.model, self.optimizer.optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -132,8 +133,8 @@ class _ShardedTrainer(Trainer):
 
 def _sharded_in(place: Path) -> Path | None:
     """What a sharded model is loaded from: our part of a Trainer's checkpoint, or all of DeepSpeed's or FSDP's."""
-    if (place / CHECKPOINT).is_dir():
-        return place / CHECKPOINT
+    if (place / INSIDE).is_dir():
+        return place / INSIDE
     marks = (deepspeed.LATEST, dcp.MODEL_PART)
     return place if any((place / mark).exists() for mark in marks) else None
 

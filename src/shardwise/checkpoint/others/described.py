@@ -4,7 +4,7 @@ Whoever reads a format collects tensors by name, state by name, and the groups' 
 together, and names lose what wrappers put in front of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 _REPLICA = "module."
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
 _MOST_TOLD = 20
+# Names of parameters, by group of an optimizer, in its order.
+Groups = Sequence[Sequence[str]]
 # In a group, beside its settings.
 _MEMBERS = ("params", "param_names")
 

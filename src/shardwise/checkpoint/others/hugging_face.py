@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..index import Index
+from ..index import Index, Stored
 from ..index_json import in_words
 from ..tensors import read_header
 from . import archives
-from .described import Described, add_model, add_optimizer, index_of
+from .described import Described, Groups, add_model, add_optimizer, index_of
 from .sources import Sources
 
 # In this order, because a folder may hold several.
@@ -30,8 +30,8 @@ def file_of(folder: Path) -> str | None:
     return next((name for name in (_GATHERED, *names) if (folder / name).is_file()), None)
 
 
-def read(folder: Path, name: str) -> Index:
-    """`name`: the file that the weights are in, or their index."""
+def read(folder: Path, name: str, groups: Groups = ()) -> Index:
+    """`name`: the file that the weights are in, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
     with Sources(folder) as sources:
         found = Described(sources)
@@ -43,14 +43,37 @@ def read(folder: Path, name: str) -> Index:
             for beside in _OPTIMIZERS:
                 if not (folder / beside).is_file():
                     continue
-                if name == _GATHERED:
-                    given = archives.load(sources.source(beside))
-                    add_optimizer(found, given["param_groups"], given["state"])
-                else:
+                given = archives.load(sources.source(beside)) if name == _GATHERED or groups else None
+                if given is not None and name != _GATHERED:
+                    given = _named(given, groups)
+                if given is None:
                     found.leave_out(f"the optimizer in {beside}, whose state has no names")
+                else:
+                    add_optimizer(found, given["param_groups"], given["state"])
+                    _require_same_order(found)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
+
+
+def _named(given: Any, groups: Groups) -> dict[str, Any] | None:
+    """An optimizer's state by number, with names for the numbers; None where its groups have other sizes."""
+    saved = given["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(names) for names in groups]:
+        return None
+    pairs = zip(saved, groups, strict=True)
+    return {"state": given["state"], "param_groups": [{**group, "param_names": names} for group, names in pairs]}
+
+
+def _require_same_order(found: Described) -> None:
+    for name, items in found.state.items():
+        for key in ("exp_avg", "momentum_buffer"):
+            item, weight = items.get(key), found.tensors.get(name)
+            if isinstance(item, Stored) and weight is not None and item.shape != weight.shape:
+                raise CheckpointError(
+                    f"the optimizer is saved by number, and {key} of {name!r} has shape {item.shape}, the parameter "
+                    f"{weight.shape}: build the optimizer's groups in the order of the one that was saved"
+                )
 
 
 def read_file(path: Path) -> Index:
