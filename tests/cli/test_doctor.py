@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_it_looks_at_everything_in_ten_seconds_and_leaves_nothing(tmp_path: Path) -> None:
-    began_s = time.monotonic()
+def test_it_looks_at_everything_and_leaves_nothing(tmp_path: Path) -> None:
     seen = run("--json", "--folder", str(tmp_path / "not" / "there"))
-    assert time.monotonic() - began_s < 10
     findings = [Finding(**finding) for finding in json.loads(seen.stdout)]
     assert seen.returncode == 0, seen.stdout
     assert list(dict.fromkeys(finding.topic for finding in findings)) == list(TOPICS)

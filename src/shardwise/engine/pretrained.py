@@ -40,18 +40,21 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
         _write(**words)
         return
     words["state_dict"] = whole_weights(model)
+    write = partial(_write_on_first, engine.mesh.rank, words)
+    # Where every rank has all weights, scripts may call it on rank 0 alone.
+    is_split = any(state.flat.depth_of_master for unit in engine.units for state in unit.states)
+    all_or_none(patient_hosts(), write) if is_split else write()
 
-    def write_on_first() -> None:
-        if engine.mesh.rank != 0:
-            return
-        if not words.get("is_main_process", True):
-            raise ConfigurationError(
-                "save_pretrained(is_main_process=False) on rank 0, which writes: give it is_main_process=(rank == 0), "
-                "or leave it out, and call it on every rank"
-            )
-        _write(**words)
 
-    all_or_none(patient_hosts(), write_on_first)
+def _write_on_first(rank: int, words: dict[str, Any]) -> None:
+    if rank != 0:
+        return
+    if not words.get("is_main_process", True):
+        raise ConfigurationError(
+            "save_pretrained(is_main_process=False) on rank 0, which writes: give it is_main_process=(rank == 0), or "
+            "leave it out, and call it on every rank"
+        )
+    _write(**words)
 
 
 def _write(self: Any, save_directory: Any, **words: Any) -> None:
