@@ -119,6 +119,20 @@ def other_backend() -> None:
     sw.init(backend="nccl")
 
 
+def given(*args: Any) -> None:
+    sw.init()
+    sw.shard(*args)
+
+
+def use_the_old_one(verb: str) -> None:
+    sw.init()
+    model = net()
+    old = torch.optim.AdamW(model.parameters())
+    sw.shard(model, old, "zero3", precision="fp32")
+    loss_of(model).backward()
+    getattr(old, verb)()
+
+
 # name -> (what is done on every rank, the error's type, what its message says)
 MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "unknown preset": (
@@ -217,6 +231,39 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no parameters": (no_parameters, "ConfigurationError", r"this Sequential has no parameters"),
     "meta without seed": (meta_without_seed, "ConfigurationError", r"meta device.*seed="),
     "not sharded": (not_sharded, "StateError", r"this Net is not sharded: call sw\.shard"),
+    "the strategy in the optimizer's place": (
+        lambda: given(net(), "zero3"),
+        "ConfigurationError",
+        r"write sw\.shard\(model, optimizer, 'zero3'\)",
+    ),
+    "the model in another place": (lambda: given("zero3", net()), "ConfigurationError", r"the model is a str"),
+    "parameters for an optimizer": (
+        lambda: given(net(), list(net().parameters()), "zero3"),
+        "ConfigurationError",
+        r"the optimizer is a list of Parameter",
+    ),
+    "an optimizer's class": (
+        lambda: given(net(), torch.optim.AdamW, "zero3"),
+        "ConfigurationError",
+        r"the optimizer is a class AdamW",
+    ),
+    "a size in words": (lambda: shard(memory_budget="2GB"), "ConfigurationError", r"memory_budget='2GB': .*not a str"),
+    "a class for units": (lambda: shard(units=nn.Linear), "ConfigurationError", r"units=.*a list of class names"),
+    "the model in the path's place": (
+        lambda: sw.save(net(), "somewhere"),  # type: ignore[arg-type]
+        "ConfigurationError",
+        r"not the str 'somewhere': sw\.save and sw\.load take the path first",
+    ),
+    "the old optimizer steps": (
+        lambda: use_the_old_one("step"),
+        "StateError",
+        r"step the optimizer that sw\.shard returned",
+    ),
+    "the old optimizer clears": (
+        lambda: use_the_old_one("zero_grad"),
+        "StateError",
+        r"zero_grad\(\) of the optimizer that sw\.shard re",
+    ),
     "other backend": (other_backend, "ConfigurationError", r"backend='nccl'.*'gloo' exists already"),
 }
 
