@@ -32,7 +32,7 @@ from tests.loops.loop import Loop, Record, UserError
 
 DEADLINE_S = 20.0
 HEALTH_DEADLINE_S = 10.0
-LAST_BREATH_S = 3.0  # from a rank's exception to the end of its process
+LAST_BREATH_S = 1.5  # from a rank's exception to the end of its process
 WARM_UP_DEADLINE_S = 120.0  # fresh ranks import half of torch in their first loop
 TOLERANCE = 1e-5
 
