@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,6 +157,34 @@ def end_late(settings: str) -> int:
     if os.environ["RANK"] == "1":
         time.sleep(600)
     return 0
+
+
+def _hang(settings: str, hang: Callable[[], None]) -> int:
+    """A whole run whose last rank hangs when it takes the samples of its sixth batch."""
+    from shardwise import mesh
+    from shardwise.train.data.samples import Samples
+    from shardwise.train.run import run_rank
+
+    mesh._limits.hang_s = 1.0
+    batch, num_calls = Samples.batch, 0
+
+    def hanging(samples: Samples, *arguments: Any, **more: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if os.environ["RANK"] == "1" and num_calls == 6:
+            hang()
+        return batch(samples, *arguments, **more)
+
+    Samples.batch = hanging  # type: ignore[method-assign]
+    return run_rank(settings)
+
+
+def hang_in_data(settings: str) -> int:
+    return _hang(settings, lambda: time.sleep(600))
+
+
+def stop_in_a_step(settings: str) -> int:
+    return _hang(settings, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def starve(settings: str) -> int:

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,14 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from shardwise.errors import ConfigurationError
 from shardwise.processes import temporary_folder
+from shardwise.train.beside import Run
+from shardwise.train.folder import require_still_there
 from shardwise.train.rendezvous import random_id, shared_key
+from shardwise.train.run import run_rank
+from tests.harness import Pool
+from tests.support.running import settings_for
 from tests.train.test_launch import (
     DEADLINE_S,
     free_port,
@@ -133,6 +140,45 @@ def test_folders_of_the_living_and_of_others_stay(tmp_path: Path) -> None:
             assert (living / "file").exists()
         assert not other.exists()
     assert {entry.name for entry in tmp_path.iterdir()} == {"shardwise-tmp-elsewhere-abc", link.name}
+
+
+def moved_under(settings: str) -> int:
+    """The run folder is moved away while the second step is done."""
+    show, folder = Run.show, Path(str(json.loads(settings)["output_dir"]))
+
+    def showing(run: Run, step: int) -> None:
+        if step == 2 and run.is_first:
+            folder.rename(folder.with_name("moved"))
+        show(run, step)
+
+    Run.show = showing  # type: ignore[method-assign]
+    try:
+        return run_rank(settings)
+    finally:
+        Run.show = show  # type: ignore[method-assign]
+
+
+def test_a_run_folder_that_is_moved_is_one_sentence(run_ranks: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (error,) = run_ranks.errors(1, moved_under, settings_for(folder).to_json())
+    assert error is not None
+    assert error.startswith(f"SaveError: cannot write {folder}/"), error
+    assert f"{folder} was moved or removed under the run: move it back, then go on with --output-dir {folder}" in error
+    with pytest.raises(ConfigurationError, match="moved or removed"):
+        require_still_there(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["hang_in_data", "stop_in_a_step"])
+def test_a_run_with_a_rank_that_hangs_ends_and_says_where(tmp_path: Path, entry: str) -> None:
+    run_settings = json.loads(settings_for(tmp_path).to_json())
+    words = [f"{name}={json.dumps(run_settings[name])}" for name in ("seq_length", "global_batch_size", "shape")]
+    code, _, err = run(entry, tmp_path, *words, "max_steps=50", "sample_tokens=0", "export=false")
+    assert code == 1
+    assert re.search(r"^rank 1 (does nothing|is stopped), and rank 0 waits for it:$", err, re.MULTILINE)
+    assert "Traceback" not in err
+    assert ("time.sleep(600)" if entry == "hang_in_data" else "kill -CONT") in err
+    assert "rank 0 waits in " in err or "rank 0 wants to go on with" in err
 
 
 BENCH = """

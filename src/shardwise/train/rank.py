@@ -14,7 +14,7 @@ from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 
-from ..errors import SaveError
+from ..errors import SaveError, WireError
 from ..processes import end_with
 from . import notes, signals
 
@@ -49,10 +49,11 @@ def run_task(task: Task) -> int:
         code = call(task.entry, task.settings)
     except Exception as error:  # noqa: BLE001, it is told by the launcher
         raised_s = time.time()
-        # From the entry on: what called it is ours, and the same for every failure. A disk's failure is a sentence.
+        # From the entry on: what called it is ours, and the same for every failure. A failure of a disk, or of other
+        # ranks, is a sentence.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
-        text = f"{error}\n" if isinstance(error, SaveError) else "".join(lines)
+        text = f"{error}\n" if isinstance(error, SaveError | WireError) else "".join(lines)
         notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)
