@@ -14,7 +14,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from .errors import ConfigurationError, StateError, WireError
 from .wire.collectives import Channel
@@ -85,7 +86,7 @@ def init(
     if not dist.is_initialized():
         backend = backend or ("nccl" if found.type == "cuda" else "gloo")
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            _join(backend, timeout)
         else:
             _refuse_other_launchers()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -288,6 +289,31 @@ def _refuse_other_launchers() -> None:
                 f"sw.init: {name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every process would "
                 "train alone: start a torchrun per node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
             )
+
+
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """As torchrun's environment says. Who waits in vain says for whom."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None
+    try:
+        store, *_ = next(rendezvous("env://", rank, num_ranks, timeout=timeout))
+        store.set(f"shardwise_here/{rank}", "")
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend, store=PrefixStore("default_pg", store), rank=rank, world_size=num_ranks, timeout=timeout
+        )
+    except dist.DistError as error:
+        if store is not None:
+            missing = [str(other) for other in range(num_ranks) if not store.check([f"shardwise_here/{other}"])]
+            if not missing:
+                raise
+            whom = f"rank {', '.join(missing)} has not come"
+        else:  # rank 0 may serve it, and waits there for the others
+            whom = "rank 0, which serves the store, has not come" if rank else "not all others have come"
+        raise WireError(
+            f"rank {rank} could not join the process group of {num_ranks} ranks within {timeout.total_seconds():g} s: "
+            f"{whom}; {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

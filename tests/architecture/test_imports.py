@@ -12,6 +12,7 @@ LAYERS: dict[str, int] = {
     "json_file": 0,
     "version": 0,
     "cgroup": 0,
+    "processes": 0,
     "shard": 0,
     "dtypes": 0,
     "kept": 0,

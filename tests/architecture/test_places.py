@@ -34,9 +34,10 @@ def test_torch_distributed_is_called_in_wire_and_mesh_only() -> None:
     def distributed(name: str) -> bool:
         return f"{name}.".startswith(("torch.distributed.", "torch._C._distributed"))
 
+    launcher = ("train/agent.py", "train/rendezvous.py")
     assert not uses(
         distributed,
-        allowed=("wire/", "mesh.py", "checkpoint/others/dcp_write.py", "train/agent.py", "doctor/", "bench/"),
+        allowed=("wire/", "mesh.py", "checkpoint/others/dcp_write.py", *launcher, "doctor/", "bench/"),
     )
 
 
@@ -54,7 +55,8 @@ def test_the_environment_is_read_where_a_process_begins_only() -> None:
 
     # What is compiled goes where the user keeps caches.
     caches = "optim/host/library.py"
-    allowed = ("mesh.py", "config.py", "train/launch.py", "train/rank.py", "cli/", "bench/", caches)
+    starting = ("processes.py", "train/launch.py", "train/rank.py", "doctor/rings.py")
+    allowed = ("mesh.py", "config.py", *starting, "cli/", "bench/", caches)
     assert not uses(environment, allowed)
 
 

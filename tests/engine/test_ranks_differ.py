@@ -1,6 +1,7 @@
 """Ranks that do not do the same: it works, or every rank ends soon in one report that names what each was at."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -179,6 +180,21 @@ def stuck_in_code(model: nn.Module, optimizer: Any, rank: int) -> None:
     step(model, optimizer)
 
 
+def stopped(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """And continued when the other rank has given up."""
+    sw.init(hang_timeout_s=0.5)
+    step(model, optimizer)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            step(model, optimizer)
+    except sw.WireError as error:
+        for pid in re.findall(r"kill -CONT (\d+)", str(error)) if rank == 0 else []:
+            os.kill(int(pid), signal.SIGCONT)
+        raise
+
+
 def slow_in_code(model: nn.Module, optimizer: Any, rank: int) -> None:
     """Slower than ranks wait for each other in different places: that is no reason to end."""
     sw.init(hang_timeout_s=1)
@@ -300,6 +316,11 @@ def test_a_rank_that_dies(run_ranks: Pool) -> None:
     assert dead.kind == "died"
     assert reported.error.startswith("WireError"), reported.detail
     assert "rank 0 has died" in reported.error
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped(run_ranks: Pool) -> None:
+    assert_reported(endings(run_ranks, stopped, "zero3"), "rank 1 is stopped, and rank 0 waits for it")
 
 
 @pytest.mark.slow

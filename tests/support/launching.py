@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,6 +126,67 @@ def add_up(settings: str) -> int:
     return 0
 
 
+def meet(settings: str) -> int:
+    """The ranks have communicators, and tell where the store is. They go on when there is a file for each."""
+    from shardwise import mesh
+
+    mesh.init(device="cpu", timeout_s=60)
+    mesh.connect(mesh.make_axes(None))
+    mesh.hosts()
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _say(settings, json.dumps([os.getpid(), *address, os.environ["TORCHELASTIC_RUN_ID"]]))
+    while not (_folder(settings) / f"go-{os.environ['RANK']}").exists():
+        time.sleep(0.02)
+    mesh.leave()
+    return 0
+
+
+def come_late(settings: str) -> int:
+    """Rank 1 never joins."""
+    from shardwise import mesh
+
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    mesh.init(device="cpu", timeout_s=3)
+    raise AssertionError
+
+
+def end_late(settings: str) -> int:
+    """Rank 1 does not come to an end."""
+    _say(settings, str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return 0
+
+
+def _hang(settings: str, hang: Callable[[], None]) -> int:
+    """A whole run whose last rank hangs when it takes the samples of its sixth batch."""
+    from shardwise import mesh
+    from shardwise.train.data.samples import Samples
+    from shardwise.train.run import run_rank
+
+    mesh._limits.hang_s = 1.0
+    batch, num_calls = Samples.batch, 0
+
+    def hanging(samples: Samples, *arguments: Any, **more: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if os.environ["RANK"] == "1" and num_calls == 6:
+            hang()
+        return batch(samples, *arguments, **more)
+
+    Samples.batch = hanging  # type: ignore[method-assign]
+    return run_rank(settings)
+
+
+def hang_in_data(settings: str) -> int:
+    return _hang(settings, lambda: time.sleep(600))
+
+
+def stop_in_a_step(settings: str) -> int:
+    return _hang(settings, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
 def starve(settings: str) -> int:
     """A whole run whose last rank finds no memory in the forward of a block, its fourth."""
     import torch
@@ -150,7 +212,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     if os.isatty(0):
         os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that a session's leader opens becomes its terminal
-    watch.AFTER_A_DEATH_S = watch.AFTER_A_REFUSAL_S = 1.0
+    watch.AFTER_A_DEATH_S = watch.AFTER_A_REFUSAL_S = watch.STOPPED_S = 1.0
     given = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
     settings = Settings(**{"output_dir": folder, "device": "cpu", **given})
     try:

@@ -49,6 +49,16 @@ def test_a_file_is_no_folder(here: Path) -> None:
         choose(Settings(output_dir="mine"))
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "metrics.jsonl/", "traffic.json/"])
+def test_what_is_in_the_way_is_named_before_a_run(here: Path, name: str, resume: str | None) -> None:
+    """A folder's name ends in a slash."""
+    (here / "mine").mkdir()
+    (here / "mine" / name).mkdir() if name.endswith("/") else (here / "mine" / name).write_text("")
+    with pytest.raises(ConfigurationError, match=f"mine: its {name.removesuffix('/')} is a .*move it away"):
+        choose(Settings(output_dir="mine", resume_from_checkpoint=resume))
+
+
 def test_latest_is_the_newest_complete_one(here: Path) -> None:
     claim(choose(Settings(output_dir="mine")))
     complete(here / "mine/checkpoints/step-000010")

@@ -42,14 +42,17 @@ def environment(**more: str) -> dict[str, str]:
 def launcher(
     entry: str, folder: Path, *words: str, terminal: int | None = None, **variables: str
 ) -> Iterator[subprocess.Popen[str]]:
+    """It may leave nothing among temporary files, however it ends."""
     command = [sys.executable, "-m", "tests.support.launching", entry, str(folder), *words]
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
         command,
         text=True,
         stdin=terminal,
         stdout=subprocess.PIPE if terminal is None else terminal,
         stderr=subprocess.PIPE if terminal is None else terminal,
-        env=environment(**variables),
+        env=environment(TMPDIR=str(temporary), **variables),
         start_new_session=True,  # a group of its own, as a terminal makes for a command
         # Whoever started the tests may ignore it, which is inherited.
         preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509  it takes no lock
@@ -60,6 +63,13 @@ def launcher(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    assert process.returncode == -signal.SIGKILL or not left_in(folder)
+
+
+def left_in(folder: Path) -> list[str]:
+    """Temporary files of its launchers. Torch makes a folder of its own when it is imported, and keeps it."""
+    names = [path.name for path in (folder / "tmp").iterdir()]
+    return [name for name in names if not name.startswith("torchinductor")]
 
 
 def run(entry: str, folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
@@ -212,7 +222,7 @@ def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(notes, "started", unreliable)
     rank = subprocess.Popen(["sleep", "60"])
     notes.write(tmp_path, Started(0, 0, rank.pid, ""))
-    with Watch(say, stop_agent=AssertionError("not here")) as watch:
+    with Watch(say, AssertionError("not here"), timeout_s=60.0, temporary_folder=tmp_path) as watch:
         watch.look_in(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         assert rank.wait(DEADLINE_S) == -signal.SIGUSR1, "it was asked to stop"

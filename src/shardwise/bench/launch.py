@@ -7,16 +7,15 @@ them, and returns what they wrote down. None of them outlives it, whatever ends 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from ..processes import as_child, temporary_folder
+from ..wire.loopback import ADDRESS, rank_variables, store_at
 from .case import Case
 from .names import SOLO
 
@@ -42,26 +41,24 @@ def launch(case: Case, timeout_s: float) -> Outcome:
     """What rests on disk does so in a folder of its own, of which nothing is left: some leave all of it behind."""
     if not case.disk_path:
         return _launch(case, timeout_s)
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=case.disk_path) as own:
-        return _launch(replace(case, disk_path=own), timeout_s)
+    with temporary_folder(case.disk_path) as own:
+        return _launch(replace(case, disk_path=str(own)), timeout_s)
 
 
 def _launch(case: Case, timeout_s: float) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+    with temporary_folder() as folder:
         ranks = range(num_processes(case))
-        files = [Path(folder) / f"rank{rank}.json" for rank in ranks]
-        logs = [Path(folder) / f"rank{rank}.log" for rank in ranks]
-        port = _free_port()
+        files = [folder / f"rank{rank}.json" for rank in ranks]
+        logs = [folder / f"rank{rank}.log" for rank in ranks]
+        store = store_at(ADDRESS)
+        joining = rank_variables(store, os.environ)
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank, file, log in zip(ranks, files, logs, strict=True):
                 command = [sys.executable, "-m", "shardwise.bench.measure", case.to_json(), str(file)]
+                variables = as_child({**environment(case, rank, store.port), **joining})
                 with log.open("w") as sink:
-                    workers.append(
-                        subprocess.Popen(
-                            command, env=environment(case, rank, port), stdout=sink, stderr=subprocess.STDOUT
-                        )
-                    )
+                    workers.append(subprocess.Popen(command, env=variables, stdout=sink, stderr=subprocess.STDOUT))
             is_late = _wait(workers, timeout_s)
         finally:
             for worker in workers:
@@ -106,13 +103,6 @@ def num_threads(case: Case) -> int:
         return 1
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, num_cores // num_processes(case))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
+from ..processes import end_with_parent
 from . import fabric
 from .calls import count_calls
 from .case import Case, case_from_json
@@ -253,4 +254,5 @@ def overlap_in(file: Path, host_updates: str) -> Answer:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(case_from_json(sys.argv[1]), Path(sys.argv[2])))

@@ -19,6 +19,7 @@ from typing import Any
 from ..checkpoint.steps import CHECKPOINTS
 from ..errors import ConfigurationError
 from ..layout import layout_of
+from ..processes import as_child
 from ..train.checks import check_all, look_ahead
 from ..train.folder import DATA
 from ..train.offload import is_auto
@@ -168,7 +169,7 @@ def _codecs(asked: Asked, run_folder: Path) -> tuple[dict[str, Any], str]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with log.open("w") as sink:
         command = [sys.executable, "-m", "shardwise.bench.wire_codecs", json.dumps(question), str(answer)]
-        worker = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        worker = subprocess.Popen(command, env=as_child(environment), stdout=sink, stderr=subprocess.STDOUT)
         try:
             code = worker.wait()
         finally:

@@ -23,6 +23,7 @@ from ..engine.guards import engine_of
 from ..layout import MOST_SPLIT
 from ..mesh import leave
 from ..plan.flat import is_encodable
+from ..processes import end_with_parent
 from ..train.checks import check_all
 from ..train.data.prepare import prepare
 from ..train.data.samples import Batch, open_samples
@@ -147,6 +148,7 @@ def _silent(_: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     asked = json.loads(sys.argv[1])
     try:
         answer = measure(Path(asked.pop("run")), **asked)

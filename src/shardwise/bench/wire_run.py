@@ -1,6 +1,7 @@
 """One strategy, trained: `shardwise train` in a process of its own, and what its run folder tells in the end."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan.traffic import crossing_bytes
+from ..processes import as_child
 from ..report.run import METRICS, read_run
 from ..train.settings import Settings
 from ..wire.ledger import SHARE_OF_BUFFER, Call
@@ -51,6 +53,7 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
         # A group of its own: who interrupts this process ends the run below, once.
         worker = subprocess.Popen(
             [sys.executable, "-m", "shardwise", "train", str(config)],
+            env=as_child(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

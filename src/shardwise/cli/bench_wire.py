@@ -6,7 +6,6 @@ Its flags are those of `shardwise train`, but for what every run of the bench ha
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
+from ..processes import temporary_folder
 from ..train.settings import Settings
 from .bench_end import end_on_sigterm, interrupted, say
 from .train import train
@@ -52,7 +52,7 @@ DECIDED: dict[str, Any] = {
     "node_rank": None,
     "rdzv_backend": "c10d",
     "rdzv_endpoint": None,
-    "rdzv_id": "shardwise",
+    "rdzv_id": None,
     "max_restarts": 0,
 }
 # What stands here in place of the trainer's flag.
@@ -178,8 +178,8 @@ def _asked(
 def _folder(runs: Path | None) -> Iterator[Path]:
     """For the run folders: this one, if it is empty, or one of which nothing is left."""
     if runs is None:
-        with tempfile.TemporaryDirectory(prefix="shardwise-bench-wire-") as own:
-            yield Path(own)
+        with temporary_folder() as own:
+            yield own
         return
     if runs.exists() and any(runs.iterdir()):
         raise ConfigurationError(f"--runs {runs} is not empty: name a folder that is, or a new one")

@@ -4,18 +4,20 @@ Bus bandwidth, as nccl-tests has it: the bytes of the whole times (N - 1) / N, t
 """
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+
+from ..processes import as_child, end_with_parent, temporary_folder
+from ..wire.loopback import interfaces
 
 WHOLE_BYTES = {"nccl": 1 << 30, "gloo": 1 << 25}
 BUDGET_S = 0.4
@@ -34,11 +36,13 @@ class Rings:
 
 def measure_rings(backend: str, num_ranks: int) -> Rings:
     """Nothing is known where the ranks do not find each other."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
+    with temporary_folder() as folder:
+        store = str(folder / "store")
+        variables = as_child({**os.environ, **interfaces(os.environ)})
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, backend, str(rank), str(num_ranks), store],
+                env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -102,4 +106,5 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

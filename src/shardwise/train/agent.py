@@ -9,11 +9,11 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..errors import WireError
+from ..processes import temporary_folder
 from .cause import first_failure
 from .rank import Task, run_task
 from .watch import Watch
@@ -31,21 +32,22 @@ GRAVITY = (0, 130, 143, 2, 3, 4, 5, 1)
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Who takes part, and where they meet. `local_addr` None: this machine's name, which the others must know."""
+    """Who takes part, and where they meet: at a backend of `rendezvous`, or at one of torch's."""
 
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
     backend: str
-    endpoint: str
-    run_id: str
-    local_addr: str | None = None
+    endpoint: str = ""
+    run_id: str = field(default_factory=lambda: uuid4().hex)
     configs: dict[str, Any] = field(default_factory=dict)
 
 
-def run_agent(machines: Machines, max_restarts: int, task: Task, host: str) -> int:
-    """Start the ranks of this machine; the gravest of their exit codes, or 1 and the cause of their failure."""
-    watch = Watch(say, stop_agent=SignalException("the ranks are to be killed", signal.SIGKILL))
+def run_agent(machines: Machines, max_restarts: int, task: Task, host: str, timeout_s: float) -> int:
+    """Start the ranks of this machine; the gravest of their exit codes, or 1 and the cause of their failure.
+
+    A rank may take `timeout_s` longer than the first to end.
+    """
 
     def on_start(folder: Path, num_starts: int) -> None:
         if num_starts > 1:
@@ -56,17 +58,17 @@ def run_agent(machines: Machines, max_restarts: int, task: Task, host: str) -> i
             say(f"{why}\nstarting again, from the last checkpoint")
         watch.look_in(folder)
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, watch:
+    stop_agent = SignalException("the ranks are to be killed", signal.SIGKILL)
+    with temporary_folder() as folder, Watch(say, stop_agent, timeout_s, folder) as watch:
         config = LaunchConfig(
             min_nodes=machines.min_nodes,
             max_nodes=machines.max_nodes,
             nproc_per_node=machines.nproc_per_node,
-            logs_specs=_Notes(Path(folder), on_start),
+            logs_specs=_Notes(folder, on_start),
             run_id=machines.run_id,
             rdzv_backend=machines.backend,
             rdzv_endpoint=machines.endpoint,
             rdzv_configs=dict(machines.configs),
-            local_addr=machines.local_addr,
             max_restarts=max_restarts,
             monitor_interval=0.1,
             start_method="spawn",
@@ -87,9 +89,8 @@ def run_agent(machines: Machines, max_restarts: int, task: Task, host: str) -> i
             return 1
         except RendezvousError as error:
             raise WireError(
-                f"no meeting with the other machines at {machines.endpoint} ({machines.backend}, id "
-                f"{machines.run_id}): {error}; every machine needs the same --rdzv-endpoint, --rdzv-id and --nnodes, "
-                "and a way to that port"
+                f"no meeting with the other machines at {machines.endpoint} (id {machines.run_id}): {error}; every "
+                "machine needs the same --rdzv-endpoint, --rdzv-id, --nnodes and --output-dir, and a way to that port"
             ) from error
     return gravest(codes.values())
 

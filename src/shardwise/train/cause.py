@@ -1,4 +1,4 @@
-"""Why the ranks of a machine failed, in words: the first of them to fail, once, and nothing about the others."""
+"""Why the ranks of a machine failed, in words: the first of them to fail, once, and where those were that hung."""
 
 import re
 import signal
@@ -9,6 +9,7 @@ from .notes import Ended
 from .watch import POLL_S, Seen
 
 LAST_LINES = 15
+MOST_HUNG = 4  # that are told of
 # A death is noticed this late; a rank that raised so shortly before it was probably its victim.
 NOTICED_S = 5 * POLL_S
 # What failed on one rank, and was told to all: any of them may have raised it first.
@@ -19,6 +20,19 @@ def first_failure(
     ranks: Mapping[int, Seen], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
 ) -> str:
     """All by local rank. `reported` is the agent's word: the rank and the exit code of one that failed."""
+    return "\n".join([_first_failure(ranks, endings, reported, host), *_hung(ranks)])
+
+
+def _hung(ranks: Mapping[int, Seen]) -> list[str]:
+    """Ranks that had to be killed: the first one may have failed because it waited for them."""
+    places = [seen.where for seen in ranks.values() if seen.is_killed and seen.where]
+    more = [f"and {len(places) - MOST_HUNG} more"] if len(places) > MOST_HUNG else []
+    return ["did not end by themselves, and were killed:", *places[:MOST_HUNG], *more] if places else []
+
+
+def _first_failure(
+    ranks: Mapping[int, Seen], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
+) -> str:
     raised = sorted((end for end in endings.values() if end.code is None), key=lambda end: end.time_s)
     silent = sorted(
         (seen for rank, seen in ranks.items() if _died_silently(seen) and rank not in endings),

@@ -19,13 +19,13 @@ from typing import Any
 
 from ..checkpoint.folder import INDEX, find, read_index
 from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import CheckpointError, ConfigurationError, SaveError
 from ..json_file import read_object
 from .settings import Settings
 
 RUNS = Path("runs")
 CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
-PLAN, TRAFFIC, OOM_FILES = "plan.json", "traffic.json", "oom-rank*.json"
+PLAN, TRAFFIC, METRICS, OOM_FILES = "plan.json", "traffic.json", "metrics.jsonl", "oom-rank*.json"
 LATEST, AUTO = "latest", "auto"
 
 
@@ -63,8 +63,6 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     folder = folder or new_folder(settings)
     if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
         raise _taken(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
     return _with(settings, folder, None)
 
 
@@ -166,7 +164,48 @@ def new_folder(settings: Settings) -> Path:
     return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
+def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
+    """What to say, and to do, when a file of this run cannot be written; None: it is no file of this run."""
+    text = str(error)
+    if isinstance(error, OSError):
+        if not isinstance(error.filename, str | Path) or not Path(error.filename).is_relative_to(folder):
+            return None
+        text = f"cannot write {error.filename}: {error.strerror}"
+    fix = f"then go on with --output-dir {folder} --resume-from-checkpoint auto"
+    if not folder.is_dir():
+        return SaveError(f"{text}; the run folder {folder} was moved or removed under the run: move it back, {fix}")
+    return SaveError(f"{text}; see to it that {folder} can be written, {fix}")
+
+
+def require_still_there(folder: Path) -> None:
+    """Of ranks that are started again: where their folder is gone, they would begin anew."""
+    if not (folder / LOGS).is_dir():
+        raise ConfigurationError(
+            f"the run folder {folder} was moved or removed under the run, so it is not started again: move it back, "
+            "then go on with --resume-from-checkpoint auto"
+        )
+
+
+def _require_kinds(folder: Path) -> None:
+    """Refuse a folder in which something else has a name that the run will write to."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
+    for name in (CHECKPOINTS, DATA, EXPORT, LOGS):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ConfigurationError(
+                f"output_dir {folder}: its {name} is a file, where the run needs a folder; move it away, or name "
+                "another output_dir"
+            )
+    for name in (CONFIG, PLAN, TRAFFIC, METRICS):
+        if (folder / name).is_dir():
+            raise ConfigurationError(
+                f"output_dir {folder}: its {name} is a folder, where the run needs a file; move it away, or name "
+                "another output_dir"
+            )
+
+
 def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
+    _require_kinds(folder)
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 
 

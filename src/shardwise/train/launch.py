@@ -74,26 +74,32 @@ def _start_ranks(
     # Reports of broken connections, which follow every failure and are never its cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+    from ..wire import loopback
     from .agent import Machines, run_agent
     from .rank import Task
+    from .rendezvous import ALONE, SIGNED, random_id, shared_key
 
-    configs: dict[str, object] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S}
-    if settings.rdzv_backend == "static":
-        configs["rank"] = settings.node_rank or 0
-    elif settings.node_rank is not None:
-        configs["is_host"] = settings.node_rank == 0
-    machines = Machines(
-        min_nodes,
-        max_nodes,
-        nproc_per_node,
-        backend=settings.rdzv_backend if settings.rdzv_endpoint else "c10d",
-        endpoint=settings.rdzv_endpoint or "localhost:0",
-        run_id=settings.rdzv_id,
-        local_addr="localhost" if is_alone else None,
-        configs=configs,
-    )
+    if is_alone:
+        os.environ.update(loopback.interfaces(os.environ))
+        machines = Machines(1, 1, nproc_per_node, ALONE)
+    else:
+        key = shared_key(logs)
+        configs: dict[str, object] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S, "key": str(key)}
+        if settings.rdzv_backend == "static":
+            configs["rank"] = settings.node_rank
+        elif settings.node_rank is not None:
+            configs["is_host"] = settings.node_rank == 0
+        machines = Machines(
+            min_nodes,
+            max_nodes,
+            nproc_per_node,
+            backend=SIGNED if settings.rdzv_backend == "c10d" else settings.rdzv_backend,
+            endpoint=settings.rdzv_endpoint or "",
+            run_id=settings.rdzv_id or random_id(key),
+            configs=configs,
+        )
     task = Task(entry, settings.to_json(), str(logs), os.getpid())
-    code = run_agent(machines, settings.max_restarts, task, socket.gethostname())
+    code = run_agent(machines, settings.max_restarts, task, socket.gethostname(), settings.timeout)
     if code == MemoryExceededError.exit_code:
         _tell_of_memory(folder)
     return code

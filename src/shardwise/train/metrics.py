@@ -16,8 +16,7 @@ from uuid import uuid4
 
 from ..engine.held import Memory
 from ..errors import ConfigurationError
-
-FILE = "metrics.jsonl"
+from .folder import METRICS
 
 Row = Mapping[str, float | int | None]
 
@@ -61,7 +60,7 @@ class Metrics:
     def __init__(
         self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], is_writer: bool, run_name: str
     ) -> None:
-        self._file = folder / FILE if is_writer else None
+        self._file = folder / METRICS if is_writer else None
         self._reporters: list[Reporter] = []
         if is_writer:
             check_reporters(report_to)

@@ -1,12 +1,11 @@
 """A rank that the launcher's agent has started, from its first line to its exit code.
 
 It dies with its launcher, writes to its own log unless it is rank 0, hears signals, and runs the entry. An ending
-that was decided (any exit code) is returned: what is raised is a crash, after which the agent may start it again.
+that was decided (any exit code) is returned. A crash is an exit, after which the agent may start it again.
 """
 
 import io
 import os
-import signal
 import sys
 import time
 import traceback
@@ -15,9 +14,8 @@ from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 
-import torch.multiprocessing
-
-from ..errors import SaveError
+from ..errors import SaveError, WireError
+from ..processes import end_with
 from . import notes, signals
 
 
@@ -32,28 +30,34 @@ class Task:
 
 
 def run_task(task: Task) -> int:
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
-    if os.getppid() != task.launcher_pid:  # it died before it was asked to take this rank along
-        os._exit(1)
+    end_with(task.launcher_pid)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     log = str(Path(task.logs) / f"rank-{rank:05}.log") if rank else ""
-    if log:
-        _write_to(log, rank)
+    try:
+        if log:
+            _write_to(log, rank)
+    except OSError as error:
+        notes.write(folder, notes.Started(rank, local_rank, os.getpid(), ""))
+        text = f"its log {log} cannot be written: {error.strerror}; is the run folder still there?\n"
+        notes.write(folder, notes.Ended(local_rank, time.time(), error=text))
+        sys.exit(1)
     signals.listen(has_launcher=True)
+    notes.offer_stack(folder, local_rank)
     notes.write(folder, notes.Started(rank, local_rank, os.getpid(), log))
     try:
         code = call(task.entry, task.settings)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001, it is told by the launcher
         raised_s = time.time()
-        # From the entry on: what called it is ours, and the same for every failure. A disk's failure is a sentence.
+        # From the entry on: what called it is ours, and the same for every failure. A failure of a disk, or of other
+        # ranks, is a sentence.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
-        text = f"{error}\n" if isinstance(error, SaveError) else "".join(lines)
+        text = f"{error}\n" if isinstance(error, SaveError | WireError) else "".join(lines)
         notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)
-        raise
+        sys.exit(1)  # what is raised torch would write into a file of its own, which nobody removes
     notes.write(folder, notes.Ended(local_rank, time.time(), code=code))
     return code
 

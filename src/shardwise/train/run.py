@@ -9,9 +9,10 @@ import time
 import torch
 
 from .. import mesh
-from ..errors import DivergenceError, ShardwiseError
+from ..errors import DivergenceError, SaveError, ShardwiseError
 from .banner import banner, summary
 from .checks import completed
+from .folder import failed_write
 from .loop import run_steps
 from .out_of_memory import OutOfMemoryHereError, Scene, explain, is_out_of_memory
 from .postmortem import write_postmortem
@@ -47,6 +48,11 @@ def _run(settings: Settings) -> int:
     scene = Scene(settings)
     try:
         return _train(settings, scene)
+    except (OSError, SaveError) as error:
+        told = None if scene.folder is None else failed_write(scene.folder, error)
+        if told is None:
+            raise
+        raise told from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -139,8 +139,8 @@ class Settings:
     nnodes: str = setting(LAUNCH, "1", "Machines, or MIN:MAX of them.")
     node_rank: int | None = setting(LAUNCH, None, "Which of them this is, for rdzv-backend static.", least=0)
     rdzv_backend: str = setting(LAUNCH, "c10d", "How machines find each other.")
-    rdzv_endpoint: str | None = setting(LAUNCH, None, "HOST:PORT where they meet.")
-    rdzv_id: str = setting(LAUNCH, "shardwise", "The job's name there.")
+    rdzv_endpoint: str | None = setting(LAUNCH, None, "HOST:PORT where several machines meet.")
+    rdzv_id: str | None = setting(LAUNCH, None, "The job's name there. Default: a random one, of the run folder.")
     max_restarts: int = setting(LAUNCH, 0, "How often a machine's ranks are started again after a crash; they go on from the last checkpoint.", least=0)
     timeout: float = setting(LAUNCH, 600.0, "Seconds that a collective may take.", least=1)
     # fmt: on

@@ -34,7 +34,7 @@ from .checks import Checked, check_all, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
-from .folder import DATA, choose, claim, forget_oom, run_folder, to_try
+from .folder import DATA, choose, claim, forget_oom, require_still_there, run_folder, to_try
 from .learning_rate import num_warmup_steps
 from .loop import Between, Job
 from .metrics import Metrics
@@ -113,6 +113,8 @@ def set_up(settings: Settings, scene: Scene) -> Run:
 
 
 def _chosen(asked: Settings, num_restarts: int) -> Settings:
+    if num_restarts and has_launcher():
+        require_still_there(run_folder(asked))
     chosen = choose(asked, num_restarts)
     forget_oom(run_folder(chosen))
     return chosen

@@ -10,11 +10,16 @@ sends SIGUSR2 to the main thread, where an exception is raised that the agent kn
   minute. They are killed earlier.
 - A rank has refused to run: the agent waits for all others, which may wait for that rank. They are given time to find
   the same mistake.
+- A rank has ended as it should, and another does not end: it is killed after `timeout_s`, or earlier if it is stopped.
+
+A rank that is killed is asked where it is first: a signal makes it write its stack into the folder of its notes, also
+while it is deep in a library.
 """
 
 import contextlib
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -25,12 +30,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from ..processes import state_of
 from . import notes
 from .signals import ASKS, INTERRUPTED, STOPPING, TERMINATED
 
 POLL_S = 0.1
 AFTER_A_DEATH_S = 5.0
 AFTER_A_REFUSAL_S = 15.0
+STOPPED_S = 30.0  # a process that is stopped may be about to be continued
+ANSWER_S = 1.0  # for a stack to be written
+LONGEST_TURN_S = 1.0  # what is more, the launcher was stopped itself, as by Ctrl-Z
 MAIN_THREAD_S = 5.0  # for the agent to let go of what it waits for
 REFUSALS = (2, 3, 5)
 
@@ -42,6 +51,7 @@ class Seen:
     started: notes.Started
     is_asked: bool = False
     is_killed: bool = False  # by us
+    where: str = ""  # when it was killed
     gone_s: float | None = None
     status: int | None = None  # its exit code, negative for a signal; None: runs, or the agent was faster
 
@@ -49,8 +59,14 @@ class Seen:
 class Watch:
     """`stop_agent` is raised in the main thread when the ranks are to be killed; `code` then says why."""
 
-    def __init__(self, say: Callable[[str], None], stop_agent: Exception) -> None:
+    def __init__(
+        self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, temporary_folder: Path
+    ) -> None:
         self.code: int | None = None
+        self._timeout_s = timeout_s
+        self._temporary_folder = temporary_folder
+        self._turned_s = time.monotonic()
+        self._late_s = self._stopped_s = 0.0
         self.ranks: dict[int, Seen] = {}
         self.endings: dict[int, notes.Ended] = {}
         self._say = say
@@ -70,6 +86,7 @@ class Watch:
             self._folder = folder
             self.ranks, self.endings = {}, {}
             self._grace_end_s = float("inf")
+            self._late_s = self._stopped_s = 0.0
 
     def __enter__(self) -> Self:
         self._pipe = os.pipe()
@@ -139,6 +156,8 @@ class Watch:
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
         if time.monotonic() > self._grace_end_s:
             self._lose_patience()
+        elif grace_s is None:
+            self._look_at_the_late()
 
     def _look_at(self, seen: Seen, has_ended: bool) -> None:
         pid = seen.started.pid
@@ -165,16 +184,53 @@ class Watch:
             return AFTER_A_REFUSAL_S
         return None
 
+    def _look_at_the_late(self) -> None:
+        """Ranks that have not ended though another has, as it should."""
+        now_s = time.monotonic()
+        turn_s, self._turned_s = min(now_s - self._turned_s, LONGEST_TURN_S), now_s
+        late = self._running()
+        is_waiting = bool(late and self.endings)
+        self._late_s = self._late_s + turn_s if is_waiting else 0.0
+        is_stopped = is_waiting and all(_is_stopped(seen) for seen in late)
+        self._stopped_s = self._stopped_s + turn_s if is_stopped else 0.0
+        if self._stopped_s > STOPPED_S or self._late_s > self._timeout_s:
+            first = min(self.endings.values(), key=lambda ending: ending.time_s)
+            ended = self.ranks[first.local_rank].started.rank
+            places = self._where_they_are(late)
+            hint = "" if is_stopped else f"; --timeout gives it more than {self._timeout_s:g} s"
+            self._end(1, f"rank {ended} has ended, but not all others, which are killed{hint}:\n{places}")
+
+    def _running(self) -> list[Seen]:
+        return [seen for rank, seen in self.ranks.items() if seen.gone_s is None and rank not in self.endings]
+
+    def _where_they_are(self, running: list[Seen]) -> str:
+        """Ask ranks for their stacks. Nothing else is asked of one that is to be killed."""
+        asked = [seen for seen in running if not _is_stopped(seen)]
+        for seen in asked:
+            _send(seen.started.pid, notes.TELL_STACK)
+        end_s = time.monotonic() + ANSWER_S
+        assert self._folder is not None
+        while time.monotonic() < end_s and not all(notes.stack(self._folder, seen.started) for seen in asked):
+            time.sleep(0.02)
+        for seen in running:
+            pid = seen.started.pid
+            stopped = f"is stopped (kill -CONT {pid} would let it go on)"
+            told = notes.stack(self._folder, seen.started) or "does not answer"
+            seen.where = f"  rank {seen.started.rank}, process {pid}, {told if seen in asked else stopped}"
+        return "\n".join(seen.where for seen in running)
+
     def _lose_patience(self) -> None:
         self._grace_end_s = float("inf")
         refusals = [e.code for e in self.endings.values() if e.code in REFUSALS]
+        running = self._running()
+        places = self._where_they_are(running)
         if refusals and len(self.endings) < len(self.ranks):
-            self._end(refusals[0], "a rank has refused to run; the others did not notice, and are killed")
+            why = "a rank has refused to run; the others did not notice, and are killed"
+            self._end(refusals[0], f"{why}:\n{places}" if places else why)
             return
-        for local_rank, seen in self.ranks.items():
-            if seen.gone_s is None and local_rank not in self.endings:
-                seen.is_killed = True
-                _send(seen.started.pid, signal.SIGKILL)
+        for seen in running:
+            seen.is_killed = True
+            _send(seen.started.pid, signal.SIGKILL)
 
     def _end(self, code: int, why: str) -> None:
         """Get the agent to kill its ranks and return; and if it cannot, do without it."""
@@ -187,6 +243,7 @@ class Watch:
             for seen in self.ranks.values():
                 if seen.gone_s is None:
                     _send(seen.started.pid, signal.SIGKILL)
+            shutil.rmtree(self._temporary_folder, ignore_errors=True)
             os._exit(code)
 
     def _end_agent(self, _: int, __: FrameType | None) -> None:
@@ -196,6 +253,11 @@ class Watch:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # the agent has just reaped it
         os.kill(pid, number)
+
+
+def _is_stopped(seen: Seen) -> bool:
+    """By a signal, not by a debugger."""
+    return state_of(seen.started.pid) == "T"
 
 
 def _nothing(*_: Any) -> None:

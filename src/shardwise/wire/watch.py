@@ -9,7 +9,8 @@ Who finds that the ranks cannot go on writes a verdict, which is raised on every
 - every rank has waited for `hang_s`, and not in the same thing.
 
 A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`. If
-it does nothing there (its main thread stands at one place and uses no processor time), after three times `hang_s`.
+it does nothing there (its main thread stands at one place and uses no processor time), or its process is stopped, after
+three times `hang_s`.
 """
 
 import json
@@ -20,15 +21,16 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import WireError
+from ..processes import state_of
 from .ledger import Call
 from .order import Event, Order
 from .stacks import Idle, caller, is_in_barrier, stack_of_main
@@ -42,7 +44,7 @@ ANNOUNCED_S = 1.0
 # Those that fail because another one is gone wait for its last words.
 LAST_WORDS_S = 3.0
 NUM_SHOWN = 16
-# How many times `hang_s` a rank may do nothing in code of its own, while others wait for it.
+# How many times `hang_s` a rank may do nothing in code of its own, or be stopped, while others wait for it.
 NUM_HANGS = 3
 
 Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
@@ -62,6 +64,7 @@ class State:
     where: str
     idle_s: float = 0.0
     dead: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)  # of its machine, as `dead`
 
     def __str__(self) -> str:
         what = {
@@ -104,6 +107,8 @@ class Watch:
         self._num_answered = 0
         self._has_warned = False
         self._neighbours: dict[int, int] = {}
+        # Looks at which a rank was stopped, one after the other. Seconds would count while this rank is stopped, too.
+        self._stopped: Counter[int] = Counter()
         self._idle = Idle()
         self._closing = threading.Event()
         self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
@@ -239,6 +244,8 @@ class Watch:
             store.set(f"state/{self.rank}", json.dumps(asdict(self._state(num_asked))))
         if asks:
             self._judge_all(num_asked)
+        else:
+            self._stopped.clear()
 
     def _patience_s(self, wait: _Wait) -> float:
         return (
@@ -251,14 +258,15 @@ class Watch:
         wait, order = self._wait, self.order
         recent = [describe(event) for event in list(order.recent)[-NUM_SHOWN:]]
         dead = [rank for rank in self._neighbours if not _is_alive(self._neighbours[rank])]
+        stopped = [rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"]
         if wait is not None:
             waited_s, what = time.monotonic() - wait.since_s, wait.what
             passed, announced = order.num_passed, wait.announced
-            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), 0.0, dead)
+            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), 0.0, dead, stopped)
         doing: Doing = "barrier" if is_in_barrier() else "code"
         where = "".join(f"\n    {line}" for line in stack_of_main())
         idle_s = self._idle.seconds(where)
-        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead)
+        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead, stopped)
 
     def _gone(self, states: dict[int, State] | None = None) -> dict[int, str]:
         """Ranks that have left, or whose processes are gone, and what is known about that."""
@@ -287,6 +295,8 @@ class Watch:
         passed = self.order.num_passed
         if wait is None or wait is not self._wait:
             return  # it has gone on meanwhile
+        seen = {rank for state in states.values() for rank in state.stopped}
+        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in seen})
         waited_s = time.monotonic() - wait.since_s
         headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
         if gone:
@@ -297,6 +307,8 @@ class Watch:
             self._judge(self._report("no rank can go on", states, gone))
         elif idle := [rank for rank, state in states.items() if state.idle_s > NUM_HANGS * self._limits.hang_s]:
             self._judge(self._report(f"rank {idle[0]} does nothing, and rank {self.rank} waits for it", states, gone))
+        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > NUM_HANGS * self._limits.hang_s]:
+            self._judge(self._report(f"rank {stopped[0]} is stopped, and rank {self.rank} waits for it", states, gone))
         elif waited_s > self._limits.timeout_s:
             self._judge(self._report(headline, states, gone))
         elif waited_s > self._limits.hang_s and not self._has_warned:
@@ -325,6 +337,10 @@ class Watch:
         lines = [f"{headline}:"]
         for rank in range(self.num_ranks):
             known = str(states[rank]) if rank in states else "does not answer"
+            if self._stopped[rank]:
+                pid = self._neighbours.get(rank)
+                fix = "" if pid is None else f"; kill -CONT {pid} would let it go on"
+                known = f"was stopped by a signal (SIGSTOP, Ctrl-Z){fix}"
             lines.append(f"  {gone[rank]}" if rank in gone else f"  rank {rank} {known}")
         return "\n".join(lines)
 
@@ -352,11 +368,9 @@ def _is_alive(pid: int) -> bool:
     """Also where nobody has asked for its exit code yet."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return state_of(pid) not in ("Z", "X")
     except PermissionError:
         return True
-    except FileNotFoundError:
-        return not Path("/proc/self").is_dir()
     except OSError:
         return False
 

@@ -1,0 +1,84 @@
+"""Nothing is left of a process that was killed: its children end with it, and the next one removes its folders.
+
+A child that is started as a command gets `as_child` as its environment and calls `end_with_parent` first.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PARENT = "SHARDWISE_PARENT_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def as_child(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """If this process was started with `as_child`. What it starts itself is not concerned."""
+    pid = os.environ.pop(PARENT, None)
+    if pid is not None:
+        end_with(int(pid))
+
+
+def end_with(parent_pid: int) -> None:
+    """From here on the kernel kills this process when its parent is gone. A parent that is gone already counts."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process: "T" where a signal has stopped it, "Z" after its end; "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def temporary_folder(place: str | Path | None = None) -> Iterator[Path]:
+    """A folder in `place` (default: where temporary files go) that is removed at the end.
+
+    It is locked as long as this process lives. What others of this machine have left in the same place without a lock
+    is removed first: they were killed.
+    """
+    place = Path(tempfile.gettempdir() if place is None else place)
+    # A lock may not be seen on other machines that share the place.
+    prefix = f"shardwise-tmp-{socket.gethostname()}-"
+    for folder in place.glob(f"{prefix}*"):
+        _remove_if_abandoned(folder)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned, either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            break
+        os.close(lock)  # it was found in the instant before it was locked
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another user's, or just removed by its owner
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

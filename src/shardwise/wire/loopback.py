@@ -1,0 +1,43 @@
+"""Where the ranks of one machine meet: at a store in their launcher that other machines do not reach.
+
+A store that rank 0 makes listens on every interface, whatever address it is given. It would also be gone, or silent,
+when rank 0 is.
+"""
+
+import socket
+import sys
+from collections.abc import Mapping
+
+from torch._C._distributed_c10d import TCPStore
+
+ADDRESS = "127.0.0.1"
+INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+
+
+def store_at(address: str, port: int = 0) -> TCPStore:
+    """A store of this process that listens at one address only. OSError: the address is not this machine's, or taken.
+
+    Port 0 is any that is free. The store ends with the object.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=4096) as listener:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store closes it
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def rank_variables(store: TCPStore, given: Mapping[str, str]) -> dict[str, str]:
+    """For ranks that join at this store, and whose communicators are to listen on the loopback as well.
+
+    An interface that the user has named in `given` counts.
+    """
+    return {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 makes none
+        **interfaces(given),
+    }
+
+
+def interfaces(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: given.get(name) or INTERFACE for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
