@@ -213,7 +213,7 @@ def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> d
     return {
         "digest": prepared.digest,
         "seq_length": checked.seq_length,
-        "packing": settings.packing,
+        "packing": "packed whole" if settings.packing == "packed" and prepared.is_rows else settings.packing,
         "seed": settings.seed,
         "eval_fraction": None if settings.eval_file else settings.eval_fraction,
     }

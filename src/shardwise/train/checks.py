@@ -101,7 +101,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
     if num_empty == len(numbers):
         raise ConfigurationError(
             f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer than "
-            "seq_length; make it longer, or use --packing packed"
+            "seq_length; make it longer"
         )
     if num_empty:
         say(f"{num_empty / len(numbers):.0%} of the samples hold nothing to train on: prompts longer than seq_length?")

@@ -83,7 +83,7 @@ class Settings:
     max_eval_samples: int = setting(DATA, 1000, "At most so many of them are evaluated at a time.", least=1)
     token_dtype: Literal["uint16", "uint32"] = setting(DATA, "uint16", "How wide the numbers of .bin files are.")
     seq_length: int | None = setting(DATA, None, "Tokens of a sample. Default: what the model can take, at most 2048.", least=1)
-    packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length; padded: a document a sample.")
+    packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length, but rows with prompts or messages stay whole; padded: a document a sample.")
     isolate_documents: bool | None = setting(DATA, None, "Whether attention stops at the ends of documents. Default: for rows with prompts or messages.")
     max_bad_rows: int = setting(DATA, 100, "Rows that may be left out because they cannot be read; one more is an error.", least=0)
 

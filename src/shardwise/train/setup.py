@@ -77,9 +77,14 @@ def set_up(settings: Settings, scene: Scene) -> Run:
     tell: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
     begun = resume(candidates, model, optimizer, tell)
     settings = replace(settings, resume_from_checkpoint=begun.checkpoint)
-    is_same_data = begun.data is None or begun.data == data_identity(settings, prepared, checked)
+    identity = data_identity(settings, prepared, checked)
+    before = identity if begun.data is None else begun.data
+    is_same_data = before == identity
     if not is_same_data:
-        tell("the data is not what the checkpoint was trained on: it is read from its beginning")
+        changed = [f"{name} {before.get(name)}, now {now}" for name, now in identity.items() if before.get(name) != now]
+        tell(
+            f"the data is not what the checkpoint was trained on ({'; '.join(changed)}): it is read from its beginning"
+        )
     first_step = begun.step
     first_sample = begun.num_samples_seen if is_same_data else 0
     num_steps = _num_steps(settings, checked.batching, samples, begun, first_sample)
@@ -233,8 +238,8 @@ def _book(run: Run, num_ranks: int) -> Book:
     settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
     peak = peak_flops(device_name(job.device), precision.products)
     # Padding is not counted.
-    is_padded = settings.packing == "padded"
-    tokens_per_sample = job.samples.tokens_per_sample if is_padded else run.checked.seq_length
+    has_padding = job.samples.windows.has_padding
+    tokens_per_sample = job.samples.tokens_per_sample if has_padding else run.checked.seq_length
     return Book(
         tokens_per_step=round(job.batching.global_size * tokens_per_sample),
         first_step=job.first_step,
