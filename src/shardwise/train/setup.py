@@ -153,7 +153,7 @@ def _is_own(folder: Path, begun: Resumed) -> bool:
 def _take_folder(settings: Settings, begun: Resumed, planned: RunPlan) -> None:
     folder = claim(settings)
     try:
-        write_plan(folder, planned)
+        write_plan(folder, planned, begun.step)
         left = go_on_from(folder / CHECKPOINTS, begun.step)
     except OSError as error:
         raise ConfigurationError(f"{folder}: cannot be written: {error.strerror or error}") from error
