@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..train.figures import size
 from .bars import is_far
-from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, number, rows, stacked, text_of
+from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of
 from .figures import seconds
 from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
 
