@@ -53,7 +53,7 @@ class StandIns(TorchFunctionMode):
         if func is F.dropout and kwargs.get("training", True):
             return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
-            return _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
+            return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # who asks for values asks whether a mask hides nothing
         return func(*args, **kwargs)
@@ -78,8 +78,8 @@ class _GroupedProduct(torch.autograd.Function):
     """Rows (tokens, width), each times the matrix of its expert (experts, width, new width)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
         num_experts, width, new_width = weight.shape
         # As many operations: the rows of one expert times the matrices of all.
         of_one = rows[: -(-rows.shape[0] // num_experts)]
