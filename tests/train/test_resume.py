@@ -208,6 +208,8 @@ def test_whole_rows_go_on_under_another_number_of_ranks(run_ranks: Pool, tmp_pat
     checkpoints = [open_checkpoint(tmp_path / run / "checkpoints/step-000008") for run in ("one", "two")]
     assert checkpoints[0].index.extra["num_samples_seen"] == checkpoints[1].index.extra["num_samples_seen"] == 64
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
-    code, said = go_on(run_ranks, tmp_path / "one", **{**given, "packing": "padded", "max_steps": 9})
+    changed = {**given, "packing": "padded", "max_steps": 9, "learning_rate": 0.1}
+    code, said = go_on(run_ranks, tmp_path / "one", **changed)
     assert code == 0
+    assert "the learning rate goes up, from 1.00e-02 at step 8 to" in said
     assert "(packing packed whole, now padded): it is read from its beginning" in said

@@ -119,6 +119,11 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     check_optimizer(settings)
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
+    if facts.folder is not None and not settings.train_file and settings.dataset is None:
+        raise ConfigurationError(
+            f"model {settings.model}: no data is named, and Python's manual is only for trying out the in-tree shapes: "
+            "give --train-file or --dataset"
+        )
     tokenizer = tokenizer_for(facts.tokenizer)
     require_vocabulary(facts, tokenizer.vocab_size)
     seq_length = settings.seq_length or min(facts.max_seq, LONGEST_BY_DEFAULT)

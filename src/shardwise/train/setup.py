@@ -35,7 +35,7 @@ from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
 from .folder import DATA, choose, claim, forget_oom, run_folder, to_try
-from .learning_rate import num_warmup_steps
+from .learning_rate import num_warmup_steps, rise
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
@@ -46,7 +46,7 @@ from .planned import RunPlan, draft, plan_before, plan_of, write_plan
 from .progress import Progress
 from .resume import Resumed, resume
 from .rounds import Rounds
-from .saves import saves_of
+from .saves import num_saves_of, require_room, saves_of
 from .settings import Settings, units_asked
 from .signals import Requests, has_launcher
 from .told import device_name
@@ -92,16 +92,22 @@ def set_up(settings: Settings, scene: Scene) -> Run:
         tell(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
     elif num_warmup_steps(settings, num_steps) >= num_steps:
         tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
+    elif rising := rise(settings, begun.learning_rate, first_step, num_steps):
+        tell(rising)
     job = Job(
         settings, model, optimizer, samples, checked.batching, rank, device, num_steps, updates_early(settings),
         first_step, first_sample,
     )  # fmt: skip
+    hosts = mesh.hosts()
+    num_moments = planned.entry.training.num_moments
+    saves = saves_of(engine_of(model), num_moments, settings.async_save, free_host_bytes, hosts)
+    if num_steps > first_step:
+        num_saves = num_saves_of(settings, first_step, num_steps)
+        all_or_none(world, lambda: require_room(folder, saves, num_saves, settings, tell) if rank == 0 else None)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
     all_or_none(world, lambda: _take_folder(settings, begun, planned) if rank == 0 else None)
     metrics.truncate_after(first_step)
-    hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
-    saves = saves_of(engine_of(model), settings.async_save, free_host_bytes, hosts)
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress,
         planned, saves, free_host_bytes,
