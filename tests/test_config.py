@@ -60,7 +60,34 @@ def test_the_stronger_source_wins(tmp_path: Path) -> None:
 def test_the_preset_is_that_of_the_model_wherever_it_is_named() -> None:
     assert said("model=50m").settings.max_steps is None
     assert said(environment={"SHARDWISE_MODEL": "50m"}).settings.max_steps is None
-    assert said("model=some/folder").settings.learning_rate == Settings().learning_rate
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        (["model=some/folder"], 2e-5),
+        (["model=some/folder", "lora=r=8"], 2e-4),
+        (["model=some/folder", "lora=true"], 2e-4),
+        (["model=some/folder", "lora=false"], 2e-5),
+        (["model=some/folder", "random_weights=true"], 3e-4),
+        (["model=some/config.json"], 3e-4),
+        (["model=50m"], 3e-4),
+        (["model=some/folder", "learning_rate=1e-3"], 1e-3),
+    ],
+)
+def test_pretrained_weights_get_a_lower_rate(words: list[str], rate: float) -> None:
+    assert resolve(words, {}, {}).settings.learning_rate == rate
+
+
+def test_a_run_that_goes_on_without_a_disk_needs_no_folder(tmp_path: Path) -> None:
+    before = ("run/config.json", '{"strategy": "zero3-nvme", "offload": ["disk:/nvme"]}')
+    assert resolve([], {"strategy": "zero2"}, {}, before).settings.offload == ()
+    assert resolve([], {"max_steps": "9"}, {}, before).settings.offload == ("disk:/nvme",)
+    assert resolve([], {"strategy": "auto"}, {}, before).settings.offload == ("disk:/nvme",)
+    moved = ("run/config.json", '{"strategy": "zero3", "offload": ["disk:/nvme", "optimizer=disk"]}')
+    assert resolve([], {"strategy": "zero3"}, {}, moved).settings.offload == ("disk:/nvme", "optimizer=disk")
+    with pytest.raises(ConfigurationError, match="puts nothing on disk"):
+        resolve([], {"strategy": "zero2", "offload": "disk:/nvme"}, {}, before)
 
 
 def test_a_preset_gives_way_to_what_means_the_same() -> None:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from .errors import ConfigurationError, did_you_mean
-from .train.offload import check_strategy
-from .train.settings import Lora, Settings
+from .train.offload import check_strategy, without_unused_folder
+from .train.settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
 from .train.shapes import PRESETS, SHAPE_KEYS, TransformerShape
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def resolve(
     said = [*own, *foreign, *text, *_from_environment(environment)]
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])
-    return Resolved(_typed(values, origins), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
+    goes_on = file is not None and not any(entry.key == "offload" for entry in (*own, *foreign))
+    return Resolved(_typed(values, origins, goes_on), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
 
 
 def explain(resolved: Resolved) -> str:
@@ -230,6 +231,14 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Said]:
             rivals = RIVALS.get(key, ())
             if not rivals or any(values.get(rival) is None for rival in rivals):
                 yield Said(key, value, f"preset {model}")
+    elif values.get("lora") is not None:
+        yield Said("learning_rate", LORA_RATE, "for adapters")
+    elif isinstance(model, str) and not model.endswith(".json") and _is_false(values.get("random_weights")):
+        yield Said("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
+
+
+def _is_false(value: Any) -> bool:
+    return str(value).strip().lower() in ("none", "false", "0", "no", "off", "f", "n")
 
 
 # From texts to settings
@@ -326,11 +335,14 @@ def _adapter() -> "pydantic.TypeAdapter[Settings]":
     return pydantic.TypeAdapter(Settings)
 
 
-def _typed(values: dict[str, Any], origins: Mapping[str, list[str]]) -> Settings:
+def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bool = False) -> Settings:
+    """`goes_on`: what is offloaded was said by an earlier start, whose strategy may have been another."""
     import pydantic
 
     try:
         settings = _adapter().validate_python(values)
+        if goes_on:
+            settings = without_unused_folder(settings)
         check_strategy(settings.strategy, settings.offload, settings.wire)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]

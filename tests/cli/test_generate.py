@@ -1,7 +1,9 @@
 """`shardwise generate` from the outside."""
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from safetensors.torch import save_file
 
 from shardwise.cli import main
 from shardwise.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
+from shardwise.train.data.chat import Message
+from shardwise.train.data.tokenizer import BYTES, Tokenizer
 from shardwise.train.model import Transformer
-from shardwise.train.models import restore
+from shardwise.train.models import restore, sample
 from shardwise.train.models.llama import llama_name
 from shardwise.train.shapes import TransformerShape
 
@@ -76,3 +80,31 @@ def test_help_shows_commands_that_parse() -> None:
     assert seen.returncode == 0
     for word in ("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--seed", "shardwise generate runs/"):
         assert word in seen.stdout
+
+
+def test_a_prompt_is_a_message_where_there_is_a_template(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def template(messages: Sequence[Message], asks: bool) -> str:
+        return "".join(f"[{message['content']}]" for message in messages) + ("?" if asks else "")
+
+    chats = dataclasses.replace(BYTES, template=template)
+
+    def generated(tokenizer: Tokenizer, *words: str) -> str:
+        found = restore.Restored(torch.nn.Linear(1, 1), tokenizer, 8, Path())
+        monkeypatch.setattr(restore, "restore", lambda *_: found)
+        monkeypatch.setattr(sample, "sample", lambda _, __, prompt, *___, **____: f"<{prompt}>")
+        monkeypatch.setattr(sys, "argv", ["shardwise", "generate", "somewhere", *words])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().out.rstrip("\n")
+
+    assert generated(chats, "--prompt", "hi") == "<[hi]?>"
+    assert generated(chats, "--prompt", "hi", "--raw") == "hi<hi>"
+    assert generated(chats) == "<>"
+    assert generated(BYTES, "--prompt", "hi") == "hi<hi>"
+    assert generated(BYTES, "--prompt", "hi", "--chat") == "<user:\nhi\n\nassistant:\n>"
+    monkeypatch.setattr(sys, "argv", ["shardwise", "generate", "somewhere", "--chat"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardwise.config import resolve
 from tests.harness import Pool
-from tests.support.running import losses, rows, save_llama, train
+from tests.support.running import losses, manual_in, rows, save_llama, train
 
 QUICK = ("--device", "cpu", "--logging-steps", "1", "--sample-tokens", "0", "--no-export")
 SMALL = ("--seq-length", "32", "--global-batch-size", "8", "--learning-rate", "1e-2")
@@ -72,7 +72,7 @@ def test_a_fine_tune_survives_sigterm_on_other_ranks_under_another_strategy(
         "model": str(llama), "tokenizer": "bytes", "max_steps": "40", "device": "cpu", "logging_steps": "1",
         "sample_tokens": "0", "export": "false", "seq_length": "32", "global_batch_size": "8", "learning_rate": "2e-3",
         # Gradients that are rounding noise must not become steps of full size, different in every order of summation.
-        "adam_epsilon": "1e-4", **({"lora": lora} if lora else {}),
+        "adam_epsilon": "1e-4", "train_file": str(manual_in(tmp_path)), **({"lora": lora} if lora else {}),
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(run_ranks, 1, resolve([], {**flags, "output_dir": str(whole)}, {}).settings) == 0
@@ -189,6 +189,7 @@ BAD: dict[str, tuple[int, str]] = {
     "--model nowhere/": (2, "no such folder"),
     "--model pickled": (2, "pickled weights only"),
     "--model narrow.json --tokenizer bytes": (2, "has 257 tokens, but the model's vocabulary is 64"),
+    "--model exported --tokenizer bytes": (2, "no data is named"),
     "--tokenizer ./nowhere": (2, "tokenizer ./nowhere: no such folder"),
     "--seq-length 1000": (2, "seq_length 1000 is more than the 512 tokens"),
     "--global-batch-size 5": (2, "global_batch_size 5 is not 2 ranks"),

@@ -85,13 +85,33 @@ def test_the_recommended_one_is_told_instant_by_instant() -> None:
     assert max(peaks) == row["per_gpu_bytes"]["peak_active"]
     assert {span["lane"] for span in row["timeline"]} <= LANES
     assert all(0 <= span["begin_s"] < span["end_s"] for span in row["timeline"])
-    assert all(0 <= instant["at_s"] <= row["step_seconds"] * 1.001 for instant in row["instants"])
+    times = [instant["at_s"] for instant in row["instants"]]
+    assert times == sorted(times)
     days = 1e12 / (row["tokens_per_second_per_gpu"] * 8) / 86400
     assert row["days"] == pytest.approx(days)
     for term in found["explain"]:
         assert set(term) == {"term", "bytes", "formula", "source"}
         assert term["formula"]
         assert term["source"]
+
+
+def test_instants_without_a_computation_of_their_own_begin_where_the_one_before_ends() -> None:
+    found = plan_as_json(plan("llama-3.2-1b", "8xH100-80GB"))
+    row = next(row for row in found["strategies"] if row["name"] == found["recommended"])
+    at = {instant["name"]: instant["at_s"] for instant in row["instants"]}
+    spans = {span["name"]: span for span in row["timeline"] if span["lane"] == "compute"}
+    assert all(at[name] == span["begin_s"] for name, span in spans.items() if name in at)
+    assert at["forward loss"] == at["backward loss"] == spans["forward blocks.15"]["end_s"]
+    assert spans["backward root"]["end_s"] <= at["the gradients' norm"] <= at["update"] < row["step_seconds"]
+
+
+def test_instants_of_every_micro_batch_are_at_its_own_time() -> None:
+    """Also where the root computes nothing worth a span in some of them."""
+    found = plan_as_json(plan("llama-3-8b", "8xH100-80GB", strategy="zero3-offload", num_micro_batches=3))
+    (row,) = found["strategies"]
+    for name in ("forward blocks.7", "backward blocks.7"):
+        begins = [span["begin_s"] for span in row["timeline"] if (span["lane"], span["name"]) == ("compute", name)]
+        assert [instant["at_s"] for instant in row["instants"] if instant["name"] == name] == begins
 
 
 def test_states_have_the_same_keys() -> None:

@@ -139,6 +139,23 @@ def test_blocks_of_transformers_are_torch_to_the_byte(family: str, checkpointing
         assert getattr(planned[end], name) == pytest.approx(getattr(probed[end], name), rel=0.005)
 
 
+def test_experts_are_planned_in_every_dtype() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=272, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    works = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        works[dtype] = probe_works(model, batch=2, seq=64, compute=dtype, loss="plain")["model.layers.0"]
+    bf16, fp32, fp16 = works.values()
+    assert bf16.flops == fp32.flops == fp16.flops
+    assert fp16.saved_bytes == bf16.saved_bytes
+    assert 1.7 < fp32.saved_bytes / bf16.saved_bytes < 2  # bf16 keeps casts of its norms beside
+
+
 def test_adapters_save_what_they_read_and_frozen_layers_nothing() -> None:
     model, shape = in_tree(kv_heads=2)
     adapted = with_adapters(model, adapters_for(LoraSettings(r=16), True), 1, torch.device("cpu"))

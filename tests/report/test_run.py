@@ -118,3 +118,26 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigurationError, match=r"is no run folder: it has no config\.json"):
         read_run(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigurationError, match=r"its config\.json is not of a run"):
+        read_run(tmp_path)
+
+
+def test_figures_are_of_the_strategy_that_the_plan_is_of(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan["starts"] = [
+        {"first_step": 0, "name": "zero3", "num_ranks": 4},
+        {"first_step": 30, "name": "zero2", "num_ranks": 4},  # wrote no row
+        {"first_step": 30, "name": "ddp", "num_ranks": 2},
+    ]
+    before = {"memory_params": 4 * PARAMS, "tokens_per_s": 100.0, "memory_reserved": 9, "memory_peak": 7_000_000}
+    after = {"memory_peak": 95_000_000, "memory_reserved": 120_000_000}
+    steps = [row(step, 5.0, **(before if step <= 30 else after)) for step in range(2, 61, 2)]
+    run, _ = read_run(make_run(tmp_path / "run", steps, plan=plan, traffic=moved()))
+    assert run["memory"][0] == {"class": "params", "planned_bytes": PARAMS, "seen_bytes": PARAMS}
+    assert run["time"]["seen_tokens_per_s"] == 10_000
+    (earlier,) = run["earlier"]
+    assert (earlier["name"], earlier["first_step"], earlier["last_step"]) == ("zero3", 1, 30)
+    assert earlier["time"]["seen_tokens_per_s"] == 100
+    assert "Steps 1 to 30 ran as zero3 on 4 ranks: 100 tokens/s, peak memory 7.00 MB a rank." in text(run)
+    assert [len(run["curve"][name]) for name in ("train", "evaluation")] == [30, 0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.train.data.text import documents
 from shardwise.train.run import run_rank
 from shardwise.train.settings import Settings
 from tests.harness import Pool
@@ -14,7 +15,7 @@ TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 48, "max_se
 
 
 def settings_for(folder: Path, **changes: Any) -> Settings:
-    """A small, quick run that logs every step."""
+    """A small, quick run that logs every step. Models from folders get the embedded text as a file: they need data."""
     values: dict[str, Any] = {
         "shape": TINY,
         "seq_length": 32,
@@ -27,7 +28,15 @@ def settings_for(folder: Path, **changes: Any) -> Settings:
         "device": "cpu",
         "output_dir": str(folder),
     }
+    if "model" in changes and not {"train_file", "dataset"} & set(changes):
+        values["train_file"] = (str(manual_in(folder.parent)),)
     return Settings(**{**values, **changes})
+
+
+def manual_in(folder: Path) -> Path:
+    file = folder / "manual.jsonl"
+    file.write_text("".join(json.dumps({"text": topic}) + "\n" for topic in documents()))
+    return file
 
 
 def save_llama(folder: Path, hidden: int = 32, layers: int = 2) -> Path:

@@ -9,6 +9,12 @@ from shardwise.train.banner import WIDTH, End, Start, banner, summary
 from shardwise.train.figures import count, duration, plural, size
 from shardwise.version import VERSION
 
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+
+
 START = Start(
     folder="runs/tiny",
     model="tiny",
@@ -240,3 +246,14 @@ def test_other_figures() -> None:
         "0:00", "1:00", "12:05", "3:12:05", "2 d 3:12:05"
     ]  # fmt: skip
     assert [plural(1, "rank"), plural(1200, "step"), plural(2, "batch")] == ["1 rank", "1,200 steps", "2 batches"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = replace(END, planned_activations=9**9, seen_activations=9**9, planned_peak=9**9, planned_host=9**9)
+    whole = "\n".join([banner(START), summary(end)])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = "\n".join([banner(START), summary(end)])
+    assert max(len(line) for line in shown.splitlines() if "/" not in line) <= columns
+    assert set(shown.split()) == set(whole.split())
+    assert shown.count("  planned ") == (2 if columns == 60 else 1)

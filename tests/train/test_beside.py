@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.checkpoint import save, steps
+from shardwise.train import saves
 from shardwise.train.run import run_rank
 from tests.harness import Pool
 from tests.support.running import losses, rows, settings_for, train
@@ -149,3 +150,27 @@ def test_older_checkpoints_that_cannot_be_removed_do_not_end_a_run(run_ranks: Po
     assert code == 0
     assert "older checkpoints cannot be removed: [Errno 1] Operation not permitted" in said
     assert steps.complete_steps(tmp_path / "run/checkpoints") == [3, 6]
+
+
+def listen_on_a_small_disk(settings: str, free_bytes: int) -> tuple[int, str]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(saves, "free_bytes_on", lambda _: free_bytes)
+    try:
+        return listen(settings)
+    finally:
+        patch.undo()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(run_ranks: Pool, tmp_path: Path) -> None:
+    (code, error), _ = run_ranks(2, listen_on_a_small_disk, settings_for(tmp_path / "a").to_json(), 100_000)
+    assert code == 2
+    assert "a checkpoint takes" in error
+    assert "but its disk has 100 kB free" in error
+    assert not (tmp_path / "a/config.json").exists(), "the folder is not taken"
+    one = settings_for(tmp_path / "b", max_steps=3).to_json()
+    code, said = run_ranks(2, listen_on_a_small_disk, one, 500_000)[0]
+    assert (code, "checkpoints at once take" in said) == (0, False)
+    three = settings_for(tmp_path / "c", max_steps=3, save_steps=1, save_total_limit=1).to_json()
+    code, said = run_ranks(2, listen_on_a_small_disk, three, 500_000)[0]
+    assert code == 0
+    assert "has 500 kB free, and 2 checkpoints at once take" in said

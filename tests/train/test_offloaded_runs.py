@@ -129,7 +129,7 @@ def how_saved(settings: str, free_bytes: int) -> tuple[bool, str]:
     asked = completed(settings_from_json(settings), has_gpu=False)
     model = setup.set_up(asked, Scene(asked)).job.model
     # One rank has less than the other.
-    found = saves.saves_of(engine_of(model), True, free_bytes - mesh.everyone().index, mesh.hosts())
+    found = saves.saves_of(engine_of(model), 2, True, free_bytes - mesh.everyone().index, mesh.hosts())
     return found.in_background, found.why_not
 
 

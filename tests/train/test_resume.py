@@ -184,3 +184,32 @@ def test_a_hugging_face_folder_brings_weights_alone(run_ranks: Pool, tmp_path: P
     assert "holds no optimizer: its weights are used, and the optimizer begins anew" in said
     code, _ = go_on(run_ranks, tmp_path / "begun", resume_from_checkpoint=None, **changes)
     assert losses(tmp_path / "resumed") == losses(tmp_path / "begun")
+
+
+def test_whole_rows_go_on_under_another_number_of_ranks(run_ranks: Pool, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        "".join(json.dumps({"prompt": "q" * (n % 9), "completion": "a" * (1 + n % 23)}) + "\n" for n in range(90))
+    )
+    given = {
+        "train_file": (str(chats),),
+        "save_steps": 2,
+        "eval_fraction": 0.1,
+        "max_steps": 8,
+        "lr_scheduler_type": "constant",
+    }
+    assert train(run_ranks, 2, settings_for(tmp_path / "two", **given)) == 0
+    assert train(run_ranks, 1, settings_for(tmp_path / "one", **{**given, "max_steps": 3})) == 0
+    resumed = settings_for(tmp_path / "one", **given, resume_from_checkpoint="latest")
+    assert train(run_ranks, 2, resumed) == 0
+    assert [row["tokens"] for row in rows(tmp_path / "one") if "loss" in row] == [
+        row["tokens"] for row in rows(tmp_path / "two") if "loss" in row
+    ]
+    checkpoints = [open_checkpoint(tmp_path / run / "checkpoints/step-000008") for run in ("one", "two")]
+    assert checkpoints[0].index.extra["num_samples_seen"] == checkpoints[1].index.extra["num_samples_seen"] == 64
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
+    changed = {**given, "packing": "padded", "max_steps": 9, "learning_rate": 0.1}
+    code, said = go_on(run_ranks, tmp_path / "one", **changed)
+    assert code == 0
+    assert "the learning rate goes up, from 1.00e-02 at step 8 to" in said
+    assert "(packing packed whole, now padded): it is read from its beginning" in said

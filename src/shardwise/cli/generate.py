@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigurationError
+
 
 def generate(
     path: Annotated[Path, typer.Argument(help="A run folder, a checkpoint in it, or an export (folder or adapter).")],
@@ -13,11 +15,20 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many of the likeliest tokens; 0: all.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="Of the choices.", min=0)] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="The prompt is a user's message, in the tokenizer's chat template, and the answer is printed; or text "
+            "that is continued as it is. Default: a chat where the tokenizer has a template and there is a prompt.",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder, id or 'bytes', where the model has none of its own.")
     ] = None,
 ) -> None:
-    """Continue a text with a trained model, in one process.
+    """Continue a text, or answer a message, with a trained model, in one process.
 
     From a run, its export or its newest checkpoint:
 
@@ -27,26 +38,37 @@ def generate(
 
         shardwise generate runs/tiny/checkpoints/step-000200 --temperature 0
 
+    An answer of a chat model, and the same words as plain text:
+
+        shardwise generate runs/chat --prompt "What is 2 + 2?"
+
+        shardwise generate runs/chat --prompt "What is 2 + 2?" --raw
+
     From any Hugging Face folder or PEFT adapter:
 
         shardwise generate runs/lora-8b/export --prompt "Once upon a time"
     """
+    if chat and not prompt:
+        raise ConfigurationError("--chat: there is no message to answer: give one with --prompt")
     from ..mesh import leave
     from ..train.models.restore import restore
     from ..train.models.sample import sample
 
     try:
         found = restore(path, "ddp", tokenizer)
+        is_chat = bool(prompt and found.tokenizer.template) if chat is None else chat
+        asked, stop_id = found.tokenizer.question(prompt) if is_chat else (prompt, None)
         text = sample(
             found.model,
             found.tokenizer,
-            prompt,
+            asked,
             max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             seed=seed,
             max_seq=found.max_seq,
+            stop_id=stop_id,
         )
     finally:
         leave()
-    print(prompt + text)
+    print(text if is_chat else prompt + text)

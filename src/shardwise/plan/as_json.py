@@ -6,7 +6,8 @@ from typing import Any
 from ..layout import Layout, Strategy
 from ..version import VERSION
 from .assess import Assessment, Machine
-from .cost.peak import CLASSES
+from .cost.lanes import Span
+from .cost.peak import CLASSES, Instant
 from .cost.time import days_for, mfu
 from .explain import explain, peak_text
 from .plan import Plan
@@ -41,7 +42,6 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
 def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool) -> Json:
     """`in_full`: with memory at every instant, and everything that happens when."""
     timing, reserved, peak = entry.timing, entry.reserved, entry.memory.peak
-    begins = {span.name: span.begin_s for span in reversed(timing.spans)}
     found: Json = {
         "name": entry.name,
         "layout": _layout_words(entry),
@@ -74,13 +74,33 @@ def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, 
         "tokens_per_second_per_gpu": entry.tokens_per_s,
         "mfu": mfu(plan.subject.flops_per_token, entry.tokens_per_s, plan.machine.cluster.gpu.flops),
         "instants": [
-            {"name": instant.name, "at_s": begins.get(instant.name, timing.step_s), "bytes": instant.by_class()}
-            for instant in (entry.memory.instants if in_full else ())
+            {"name": instant.name, "at_s": at_s, "bytes": instant.by_class()}
+            for instant, at_s in (_begins(entry) if in_full else ())
         ],
-        "timeline": [dataclasses.asdict(span) for span in (timing.spans if in_full else ())],
+        "timeline": [
+            dataclasses.asdict(span) for span in (timing.spans if in_full else ()) if span.end_s > span.begin_s
+        ],
     }
     if num_tokens is not None:
         found["days"] = days_for(num_tokens, entry.tokens_per_s * plan.machine.cluster.world_size)
+    return found
+
+
+def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
+    """Instants with their times: each begins with the next computation of its name, or where the one before it ends."""
+    spans: dict[str, list[Span]] = {}
+    for span in reversed(entry.timing.spans):
+        if span.lane == "compute":
+            verb = span.name.partition(" ")[0]
+            spans.setdefault({"norm": "the gradients' norm", "update": "update"}.get(verb, span.name), []).append(span)
+    found = []
+    end_s = 0.0
+    for instant in entry.memory.instants:
+        begin_s = end_s
+        if spans.get(instant.name):
+            span = spans[instant.name].pop()
+            begin_s, end_s = max(begin_s, span.begin_s), max(end_s, span.end_s)
+        found.append((instant, begin_s))
     return found
 
 

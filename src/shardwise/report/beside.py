@@ -1,10 +1,12 @@
 """Planned beside seen: memory, traffic and time of a run, as text for a terminal and as parts of the page."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from ..train.banner import width_here
 from ..train.figures import count, plural, size
 from .bars import plain_bar
 from .curve import draw
@@ -47,7 +49,16 @@ def text(run: Json) -> str:
             numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
             lines.append("  ".join([f"  {name:<{widths[0]}}", *numbers]).rstrip())
         lines += [""] if run["notes"] else []
-    return "\n".join([*lines, *(f"  {note}" for note in run["notes"])]).rstrip()
+    for note in run["notes"]:
+        lines += textwrap.wrap(
+            note,
+            width_here(),
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines).rstrip()
 
 
 def _first(loss: Json) -> str:

@@ -165,7 +165,8 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
         memory = {**memory, "drawing": Markup(memory["drawing"])}
     return {
         "name": text_of(chosen.get("name")),
-        "seconds": full_s,
+        "seconds": max(full_s, number(chosen.get("step_seconds")) or 0.0),
+        "is_all": full_s >= amount(chosen, "step_seconds"),
         "memory": memory,
         "peak": peak_words(chosen),
         "parts": [(name, CLASSES[name], value) for name, value in memory["peak"].held.items()] if memory else [],

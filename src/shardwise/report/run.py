@@ -8,9 +8,10 @@ import json
 import math
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError
+from ..train.figures import plural, size
 from .curve import Curve, Point
 from .facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
 from .held import memory_beside
@@ -32,6 +33,9 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
         notes.append("No step is in metrics.jsonl yet: there is no loss, memory or time to show.")
     left = _rows_in(folder / LEFT, []) if (folder / LEFT).exists() else []
     world = world_size(plan) if plan else 0
+    *earlier, newest = _starts(steps, plan)
+    earlier = [start for start in earlier if start.rows]
+    notes += [_told(start) for start in earlier]
     run = {
         "folder": str(folder),
         "name": folder.resolve().name,
@@ -46,9 +50,14 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
         "device": cluster_words(plan) if plan else "",
         "loss": _loss(steps),
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
-        "memory": memory_beside(steps, plan),
+        "earlier": [
+            {"name": start.name, "ranks": start.num_ranks, "first_step": start.first, "last_step": start.last}
+            | {"memory": memory_beside(start.rows, None), "time": _time(start.rows, steps, None, 0)}
+            for start in earlier
+        ],
+        "memory": memory_beside(newest.rows, plan),
         "traffic": _traffic(folder / TRAFFIC, notes),
-        "time": _time(steps, plan, world),
+        "time": _time(newest.rows, steps, plan, world),
         "curve": {
             "train": [[int(row["step"]), row["loss"]] for row in steps],
             "evaluation": [[int(row["step"]), row["eval_loss"]] for row in evaluations],
@@ -65,15 +74,58 @@ def curve_of(run: Json) -> Curve:
     return Curve(train, evaluation, [[Point(*pair) for pair in part] for part in curve.get("left", [])])
 
 
+class _Start(NamedTuple):
+    """Steps that ran under one strategy on one number of ranks."""
+
+    name: str
+    num_ranks: int
+    first: int  # step
+    last: float  # infinite for the newest
+    rows: list[Json]
+
+
+def _starts(steps: list[Json], plan: Json | None) -> list[_Start]:
+    """In their order, the one that the plan is of last. Where the plan does not tell, all steps are one."""
+    known = rows(plan.get("starts")) if plan else []
+    firsts = [int(amount(start, "first_step")) for start in known] or [0]
+    return [
+        _Start(
+            text_of(start.get("name")),
+            int(amount(start, "num_ranks")),
+            first + 1,
+            last,
+            [row for row in steps if first < row["step"] <= last],
+        )
+        for start, first, last in zip(known or [{}], firsts, [*firsts[1:], math.inf], strict=True)
+    ]
+
+
+def _told(start: _Start) -> str:
+    time = _time(start.rows, start.rows, None, 0)
+    peak = max((amount(row, "memory_peak") for row in start.rows), default=0)
+    words = [f"{time['seen_tokens_per_s']:,.0f} tokens/s"] if "seen_tokens_per_s" in time else []
+    words += [f"peak memory {size(peak)} a rank"] if peak else []
+    return (
+        f"Steps {start.first:,} to {start.last:,.0f} ran as {start.name} on {plural(start.num_ranks, 'rank')}"
+        f"{': ' if words else ''}{', '.join(words)}. Memory and time are of the steps after them."
+    )
+
+
 def _require_run(folder: Path) -> None:
     try:
         if not folder.exists():
             raise ConfigurationError(f"{folder}: there is no such folder")
         is_run = (folder / CONFIG).is_file() and folder.is_dir()
+        has_more = any((folder / name).exists() for name in (METRICS, PLAN))
     except OSError as error:
         raise ConfigurationError(f"{folder}: {error.strerror or error}") from error
     if not is_run:
         raise ConfigurationError(f"{folder} is no run folder: it has no {CONFIG}; give one that `shardwise train` made")
+    if not has_more and "strategy" not in mapping(_json_in(folder / CONFIG, [])):
+        raise ConfigurationError(
+            f"{folder} is no run folder: its {CONFIG} is not of a run, and it has no {METRICS}; give one that "
+            "`shardwise train` made"
+        )
 
 
 def _json_in(file: Path, notes: list[str]) -> object:
@@ -162,9 +214,9 @@ def _key(row: Json) -> tuple[str, str, str]:
     return text_of(row.get("axis")), text_of(row.get("kind")), text_of(row.get("dtype"))
 
 
-def _time(steps: list[Json], plan: Json | None, world: int) -> Json:
+def _time(timed: list[Json], steps: list[Json], plan: Json | None, world: int) -> Json:
     """What was seen is the median of all rows but the first, which holds the warm-up."""
-    timed = steps[1:] or steps
+    timed = timed[1:] or timed
     speeds, mfus = ([v for row in timed if (v := number(row.get(key))) is not None] for key in ("tokens_per_s", "mfu"))
     tokens = _tokens_per_step(steps)
     found: Json = {}

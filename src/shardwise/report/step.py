@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from ..train.figures import size
 from .bars import is_far
-from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, number, rows, stacked, text_of
+from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of
 from .figures import seconds
 from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
 
 MOST_INSTANTS = 600
 FINEST = 1 / 2500  # of the step: spans of a lane that lie closer than this are one
+WHOLE = 0.9  # of the step: what is shorter has micro-batches left out
 ZOOMS = (1, 4, 16)
 HEADROOM = 1.1
 FILLED = 0.95  # of a span's width: what is left tells it from the next
@@ -46,26 +47,21 @@ class Lane(NamedTuple):
 
 
 def instants_of(strategy: Json) -> list[Instant]:
-    """In their order. An instant begins with the span of its name, or where the one before it ends."""
-    spans: dict[str, list[Json]] = {}
-    for span in rows(strategy.get("timeline")):
-        if span.get("lane") == "compute":
-            spans.setdefault(text_of(span.get("name")), []).append(span)
+    """In their order."""
     found: list[Instant] = []
-    begin_s = end_s = 0.0
+    at_s = 0.0
     for row in rows(strategy.get("instants")):
-        name = text_of(row.get("name"))
-        span = spans[name].pop(0) if spans.get(name) else {"begin_s": max(end_s, amount(row, "at_s"))}
-        begin_s = max(begin_s, amount(span, "begin_s"))
-        end_s = max(begin_s, amount(span, "end_s"))
-        found.append(Instant(name, begin_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
+        at_s = max(at_s, amount(row, "at_s"))
+        found.append(Instant(text_of(row.get("name")), at_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
     return found
 
 
 def duration_of(strategy: Json) -> float:
+    """Of what is drawn: shorter than the step where micro-batches in its middle, which are alike, are left out."""
     ends = [amount(span, "end_s") for span in rows(strategy.get("timeline"))]
     begins = [instant.at_s for instant in instants_of(strategy)]
-    return max([number(strategy.get("step_seconds")) or 0.0, *ends, *begins])
+    drawn, step_s = max([*ends, *begins], default=0.0), amount(strategy, "step_seconds")
+    return drawn if 0 < drawn < WHOLE * step_s else max(drawn, step_s)
 
 
 def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | None) -> dict[str, Any]:
@@ -95,11 +91,13 @@ def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | 
     share = 100 * peak.at_s / full_s
     side = {"text_anchor": "end", "dx": -8} if share > 50 else {"text_anchor": "start", "dx": 8}
     height = _y(peak.total, top) / 10
-    words = f"peak {size(peak.total)}, {peak.name}"
+    words = f"peak {size(peak.total)}"
+    place = {"x": f"{share:.2f}%", "y": f"{height:.2f}%", "dy": 4, **side}
     marker = [
         element("line", class_="peak", x1=f"{share:.2f}%", x2=f"{share:.2f}%", y1=f"{height:.2f}%", y2="100%"),
         element("circle", class_="peak-dot", cx=f"{share:.2f}%", cy=f"{height:.2f}%", r=4.5),
-        text(words, class_="peak-word", x=f"{share:.2f}%", y=f"{height:.2f}%", dy=4, **side),
+        text(f"{words}, {peak.name}", class_="peak-word on-wide", **place),
+        text(words, class_="peak-word on-narrow", **place),
     ]
     label = f"Memory over a step; {_told(peak)}"
     drawing = element("svg", stretched(shapes), *marker, class_="area", role="img", aria_label=label)

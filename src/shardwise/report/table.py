@@ -233,4 +233,7 @@ def _bar(share: float) -> str:
 
 def _wrapped(text: str, first: str, width: int = WIDTH, indent: int | None = None) -> list[str]:
     below = " " * (len(first) if indent is None else indent)
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=below) or [first.rstrip()]
+    wrapped = textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped or [first.rstrip()]

@@ -1,9 +1,10 @@
 """The first and the last thing a user sees of a run: what is about to happen, and what came of it. Pure text.
 
-Plain ASCII and at most 100 columns, so that a log file reads like the terminal.
+Plain ASCII and at most 100 columns, so that a log file reads like the terminal; fewer where the terminal has fewer.
 """
 
 import math
+import shutil
 import textwrap
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ WIDTH = 100
 _LABEL_WIDTH = 12
 # Lines of the sample: the rest of the summary should stay on the screen.
 _SAMPLE_LINES = 6
+
+
+def width_here() -> int:
+    """Columns of the terminal, or what COLUMNS says."""
+    return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,7 @@ def summary(facts: End) -> str:
         "checkpoint": together(facts.checkpoint),
         "export": together(facts.export),
     }
-    text = [head, "", *table(lines), *_memory_table(facts)]
+    text = [head, "", *table(lines), *_memory_table(facts, width_here())]
     if facts.sample:
         text += ["", *_sample(facts.prompt, facts.sample)]
     return "\n".join(text)
@@ -220,7 +226,7 @@ def _about(seconds: float) -> str:
     return f"about {shown}"
 
 
-def _memory_table(facts: End) -> list[str]:
+def _memory_table(facts: End, limit: int) -> list[str]:
     planned, seen = facts.planned, facts.seen
     is_process = facts.seen_activations is None  # where the allocator keeps no books
     columns: dict[str, tuple[int | None, int | None]] = {
@@ -241,22 +247,30 @@ def _memory_table(facts: End) -> list[str]:
         ("  seen", ["-" if cells[1] is None else size(cells[1]) for cells in shown.values()]),
     ]
     widths = [max(len(cells[at]) for _, cells in rows) for at in range(len(shown))]
-    return [
-        f"  {label:{_LABEL_WIDTH}}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for label, cells in rows
-    ]
+    lines, first = [], 0
+    while first < len(widths):  # what a line has no room for goes on below
+        num = 1
+        while first + num < len(widths) and _LABEL_WIDTH + 2 * num + sum(widths[first : first + num + 1]) + 2 <= limit:
+            num += 1
+        here = slice(first, first + num)
+        for label, cells in rows:
+            numbers = (f"{cell:>{width}}" for cell, width in zip(cells[here], widths[here], strict=True))
+            lines.append(f"  {label:{_LABEL_WIDTH}}" + "  ".join(numbers))
+        first += num
+    return lines
 
 
 def table(lines: dict[str, str]) -> list[str]:
     """A label and its text on each line; what is empty is left out, what is long goes on below itself."""
     begin = " " * (_LABEL_WIDTH + 2)
     found = []
+    width = width_here()
     for label, text in lines.items():
         if text:
             first = f"  {label:{_LABEL_WIDTH}}"
             found += textwrap.wrap(
                 text,
-                WIDTH,
+                width,
                 initial_indent=first,
                 subsequent_indent=begin,
                 break_long_words=False,
@@ -268,6 +282,6 @@ def table(lines: dict[str, str]) -> list[str]:
 def _sample(prompt: str, sample: str) -> list[str]:
     """As it was generated, but for what would move the cursor."""
     visible = "".join(char if char.isprintable() or char == "\n" else "?" for char in f"{prompt}{sample}")
-    wrapped = [part for line in visible.splitlines() for part in textwrap.wrap(line, WIDTH - 4) or [""]]
+    wrapped = [part for line in visible.splitlines() for part in textwrap.wrap(line, width_here() - 4) or [""]]
     more = ["  | ..."] if len(wrapped) > _SAMPLE_LINES else []
     return [f"  | {line}".rstrip() for line in wrapped[:_SAMPLE_LINES]] + more

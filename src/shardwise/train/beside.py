@@ -19,6 +19,7 @@ from .data.prepare import Prepared
 from .data.samples import Samples
 from .evaluate import Evaluation, evaluate
 from .folder import EXPORT
+from .learning_rate import learning_rate
 from .loop import Between, Job
 from .metrics import Metrics, memory_row
 from .models.build import Built
@@ -174,6 +175,7 @@ class Run:
         """What a checkpoint of the trainer says beside weights and optimizer."""
         return {
             "step": step,
+            "learning_rate": learning_rate(self.settings, step - 1, self.job.num_steps) if step else None,
             "num_tokens_seen": self.book.num_tokens_after(step),
             "num_samples_seen": self.job.num_samples_before(step),
             "global_batch_size": self.job.batching.global_size,
@@ -213,7 +215,7 @@ def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> d
     return {
         "digest": prepared.digest,
         "seq_length": checked.seq_length,
-        "packing": settings.packing,
+        "packing": "packed whole" if settings.packing == "packed" and prepared.is_rows else settings.packing,
         "seed": settings.seed,
         "eval_fraction": None if settings.eval_file else settings.eval_fraction,
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..engine.held import Memory
 from ..plan.explain import at
-from .banner import WIDTH, table, together
+from .banner import table, together, width_here
 from .figures import plural, size
 from .fixes import Fix
 from .largest import Pool
@@ -82,7 +82,9 @@ def text_of(report: dict[str, Any], planned: RunPlan | None, helps: list[Fix]) -
     told = [
         line
         for fix in helps
-        for line in wrap(str(fix), WIDTH, initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False)
+        for line in wrap(
+            str(fix), width_here(), initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False
+        )
     ]
     return "\n".join([*lines, "  what would help, as planned:", *told])
 

@@ -101,7 +101,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
     if num_empty == len(numbers):
         raise ConfigurationError(
             f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer than "
-            "seq_length; make it longer, or use --packing packed"
+            "seq_length; make it longer"
         )
     if num_empty:
         say(f"{num_empty / len(numbers):.0%} of the samples hold nothing to train on: prompts longer than seq_length?")
@@ -119,6 +119,11 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     check_optimizer(settings)
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
+    if facts.folder is not None and not settings.train_file and settings.dataset is None:
+        raise ConfigurationError(
+            f"model {settings.model}: no data is named, and Python's manual is only for trying out the in-tree shapes: "
+            "give --train-file or --dataset"
+        )
     tokenizer = tokenizer_for(facts.tokenizer)
     require_vocabulary(facts, tokenizer.vocab_size)
     seq_length = settings.seq_length or min(facts.max_seq, LONGEST_BY_DEFAULT)

@@ -32,6 +32,21 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
     return settings.learning_rate * factor
 
 
+def rise(settings: Settings, before: float | None, step: int, num_steps: int) -> str:
+    """A sentence where a run that goes on after `step` steps, the last at the rate `before`, has another schedule now
+    and a higher rate; None: not known."""
+    if before is None or not 0 < step < num_steps:
+        return ""
+    same, after = (learning_rate(settings, at, num_steps) for at in (step - 1, step))
+    if math.isclose(before, same, rel_tol=1e-6) or after <= before:
+        return ""
+    return (
+        f"the learning rate goes up, from {before:.2e} at step {step} to {after:.2e} at step {step + 1}: now the "
+        f"schedule is {settings.lr_scheduler_type} to {settings.learning_rate:g} over {num_steps} steps; to go on "
+        f"as it ended: --lr-scheduler-type constant --learning-rate {before:.3g}"
+    )
+
+
 def num_warmup_steps(settings: Settings, num_steps: int) -> int:
     part = settings.warmup_steps
     return math.ceil(part * num_steps) if part < 1 else int(part)

@@ -13,7 +13,7 @@ Both may stand behind a preset's name, so a strategy with them is a strategy aga
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, did_you_mean
@@ -105,6 +105,15 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
             f"offload names the folder {str(offload.folder)!r}, but strategy {next(iter(layouts))!r} puts nothing on "
             "disk: say what goes there, as in params=disk, or leave it out (--offload none)"
         )
+
+
+def without_unused_folder(settings: Settings) -> Settings:
+    """Without a folder for the disk, where the strategy puts nothing there."""
+    words = tuple(word for word in settings.offload if "=" in word)
+    asked = offload_of(words, settings.wire).applied_to(settings.strategy)
+    if is_auto(asked) or any(layout.uses_disk for layout in _layouts(asked).values()):
+        return settings
+    return replace(settings, offload=words)
 
 
 def updates_early(settings: Settings) -> bool:

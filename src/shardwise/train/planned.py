@@ -226,8 +226,27 @@ def as_json(planned: RunPlan) -> dict[str, Any]:
     return text
 
 
-def write_plan(folder: Path, planned: RunPlan) -> None:
-    _write(folder / PLAN, as_json(planned))
+def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
+    """`starts` has what ran from which step on, the newest last: this plan is of the steps after its `first_step`."""
+    text = as_json(planned)
+    runs = text["strategies"][0]
+    what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}
+    num_ranks = planned.assess.machine.cluster.world_size
+    now = json.loads(json.dumps({"first_step": first_step, "num_ranks": num_ranks, **what}))
+    starts = [start for start in _starts(folder / PLAN) if start["first_step"] < first_step]
+    if not starts or {**starts[-1], "first_step": first_step} != now:
+        starts.append(now)
+    _write(folder / PLAN, {**text, "starts": starts})
+    (folder / TRAFFIC).unlink(missing_ok=True)  # of what ran before
+
+
+def _starts(file: Path) -> list[dict[str, Any]]:
+    """Of the plan that an earlier start of this run wrote; plans of older versions have none."""
+    try:
+        found: list[dict[str, Any]] = json.loads(file.read_text())["starts"]
+        return [start for start in found if isinstance(start["first_step"], int)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:

@@ -35,6 +35,7 @@ class Resumed:
     global_batch_size: int | None = None
     data: Any = None
     book: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float | None = None  # of the last step; None: nobody knows
 
 
 def resume(to_try: Sequence[str], model: nn.Module, optimizer: Any, say: Callable[[str], None]) -> Resumed:
@@ -93,7 +94,8 @@ def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Re
             raise CheckpointError(
                 f"{path} says in its extra {wrong[0]!r}: {extra[wrong[0]]!r}, which is no place to go on"
             )
-        return Resumed(path, *(extra[key] for key in _OWN))
+        rate = extra.get("learning_rate")
+        return Resumed(path, *(extra[key] for key in _OWN), learning_rate=rate if isinstance(rate, float) else None)
     step = extra.get("step")
     step = step if type(step) is int and step >= 0 else 0
     say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")

@@ -7,12 +7,17 @@ it, there is no such copy; beside state that rests on the host, there is one if 
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.steps import CHECKPOINTS, all_steps
+from ..engine.auto import free_bytes_on
 from ..engine.runtime import Engine
+from ..errors import ConfigurationError
 from ..wire.collectives import Channel, exchange
 from .figures import size
+from .settings import Settings
 
 PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
 # Of what is free on the host; the rest is the data's and the system's.
@@ -28,9 +33,9 @@ class Saves:
     why_not: str = ""
 
 
-def saves_of(engine: Engine, in_background: bool, free_host_bytes: int, hosts: Channel) -> Saves:
+def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_bytes: int, hosts: Channel) -> Saves:
     """All ranks call it and get the same; `free_host_bytes` of this rank, before the run took any."""
-    num_bytes = checkpoint_bytes(engine)
+    num_bytes = checkpoint_bytes(engine, num_moments)
     why_not = ""
     if in_background and any(unit.layout.uses_disk for unit in engine.schedule.units):
         why_not = "state that rests on disk is read as it is written, and not copied to the host"
@@ -42,12 +47,40 @@ def saves_of(engine: Engine, in_background: bool, free_host_bytes: int, hosts: C
     return Saves(num_bytes, in_background and not why_not, why_not)
 
 
-def checkpoint_bytes(engine: Engine) -> int:
-    """Masters, and two moments of what is trained."""
+def checkpoint_bytes(engine: Engine, num_moments: float) -> int:
+    """Masters, and the moments of what is trained."""
     flats = [flat for unit in engine.schedule.units for flat in unit.flats]
     return sum(
-        param.num_elems * flat.master.itemsize * (3 if flat.trainable else 1) for flat in flats for param in flat.params
+        round(param.num_elems * flat.master.itemsize * (1 + num_moments * flat.trainable))
+        for flat in flats
+        for param in flat.params
     )
+
+
+def num_saves_of(settings: Settings, first_step: int, num_steps: int) -> int:
+    """Checkpoints that a run still writes if nothing stops it; the end is always saved."""
+    every = settings.save_steps
+    return 1 if not every else -(-num_steps // every) - first_step // every
+
+
+def require_room(folder: Path, saves: Saves, num_saves: int, settings: Settings, say: Callable[[str], None]) -> None:
+    """Refuse a disk that has no room for one checkpoint, and tell where it has none for all that will be there at once:
+    an older one is removed when the new one is complete. What a dead save has left goes before the first."""
+    root = folder / CHECKPOINTS
+    free = free_bytes_on(folder) + sum(file.stat().st_size for file in root.glob("*.partial/*"))
+    if saves.num_bytes > free:
+        raise ConfigurationError(
+            f"output_dir {folder}: a checkpoint takes {size(saves.num_bytes)}, but its disk has {size(free)} free: "
+            "free some, or name a folder on another disk with --output-dir"
+        )
+    limit = settings.save_total_limit
+    num_at_once = num_saves if limit is None else min(num_saves, max(limit + 1 - len(all_steps(root)), 1))
+    if num_at_once * saves.num_bytes > free:
+        fix = "free some" if limit == 1 else "free some, or --save-total-limit 1"
+        say(
+            f"the disk of {folder} has {size(free)} free, and {num_at_once} checkpoints at once take "
+            f"{size(num_at_once * saves.num_bytes)}: it may be full before the end of the run; {fix}"
+        )
 
 
 def expected_s(folder: Path, saves: Saves, engine: Engine) -> float | None:

@@ -61,6 +61,8 @@ MODEL, DATA, BATCH, TRAINING, SHARDING, RUN, LAUNCH = (
 )
 
 
+# Peak learning rates where none is said: all weights of a pretrained model, and adapters.
+FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 
 
@@ -75,7 +77,7 @@ class Settings:
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "What blocks compute again in the backward: none, selective or full; alone: full.")
     compile: bool = setting(MODEL, False, "torch.compile on each block.")
 
-    train_file: tuple[str, ...] = setting(DATA, (), "Text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Several with commas. Default: Python's manual.")
+    train_file: tuple[str, ...] = setting(DATA, (), "Text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Several with commas. Default, for in-tree shapes: Python's manual.")
     dataset: str | None = setting(DATA, None, "A Hugging Face dataset: a saved folder or an id, in place of files.")
     dataset_split: str = setting(DATA, "train", "Which split of the dataset.")
     eval_file: tuple[str, ...] = setting(DATA, (), "Evaluate on these instead of on a part of the training data.")
@@ -83,7 +85,7 @@ class Settings:
     max_eval_samples: int = setting(DATA, 1000, "At most so many of them are evaluated at a time.", least=1)
     token_dtype: Literal["uint16", "uint32"] = setting(DATA, "uint16", "How wide the numbers of .bin files are.")
     seq_length: int | None = setting(DATA, None, "Tokens of a sample. Default: what the model can take, at most 2048.", least=1)
-    packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length; padded: a document a sample.")
+    packing: Literal["packed", "padded"] = setting(DATA, "packed", "packed: documents end to end, cut at seq-length, but rows with prompts or messages stay whole; padded: a document a sample.")
     isolate_documents: bool | None = setting(DATA, None, "Whether attention stops at the ends of documents. Default: for rows with prompts or messages.")
     max_bad_rows: int = setting(DATA, 100, "Rows that may be left out because they cannot be read; one more is an error.", least=0)
 
@@ -95,7 +97,7 @@ class Settings:
     max_steps: int | None = setting(TRAINING, None, "Steps in all. Default: what the epochs make.", least=1)
     num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, where max-steps does not say. Default: 1.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
-    learning_rate: float = setting(TRAINING, 3e-4, "Its highest value.", least=0)
+    learning_rate: float = setting(TRAINING, 3e-4, f"Its highest value. Where none is said, {FINE_TUNING_RATE:g} for all weights of a pretrained model and {LORA_RATE:g} for adapters.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "After the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are DeepSpeed's, step by step.")
     warmup_steps: float = setting(TRAINING, 0, "Steps in which the learning rate grows from 0; below 1: a part of all steps.", least=0)
     warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Of DeepSpeed's schedules: how it grows.")

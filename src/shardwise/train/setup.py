@@ -35,7 +35,7 @@ from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .divergence import Divergence
 from .folder import DATA, choose, claim, forget_oom, require_still_there, run_folder, to_try
-from .learning_rate import num_warmup_steps
+from .learning_rate import num_warmup_steps, rise
 from .loop import Between, Job
 from .metrics import Metrics
 from .models.build import Built, build
@@ -46,7 +46,7 @@ from .planned import RunPlan, draft, plan_before, plan_of, write_plan
 from .progress import Progress
 from .resume import Resumed, resume
 from .rounds import Rounds
-from .saves import saves_of
+from .saves import num_saves_of, require_room, saves_of
 from .settings import Settings, units_asked
 from .signals import Requests, has_launcher
 from .told import device_name
@@ -77,9 +77,14 @@ def set_up(settings: Settings, scene: Scene) -> Run:
     tell: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
     begun = resume(candidates, model, optimizer, tell)
     settings = replace(settings, resume_from_checkpoint=begun.checkpoint)
-    is_same_data = begun.data is None or begun.data == data_identity(settings, prepared, checked)
+    identity = data_identity(settings, prepared, checked)
+    before = identity if begun.data is None else begun.data
+    is_same_data = before == identity
     if not is_same_data:
-        tell("the data is not what the checkpoint was trained on: it is read from its beginning")
+        changed = [f"{name} {before.get(name)}, now {now}" for name, now in identity.items() if before.get(name) != now]
+        tell(
+            f"the data is not what the checkpoint was trained on ({'; '.join(changed)}): it is read from its beginning"
+        )
     first_step = begun.step
     first_sample = begun.num_samples_seen if is_same_data else 0
     num_steps = _num_steps(settings, checked.batching, samples, begun, first_sample)
@@ -87,16 +92,22 @@ def set_up(settings: Settings, scene: Scene) -> Run:
         tell(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
     elif num_warmup_steps(settings, num_steps) >= num_steps:
         tell(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
+    elif rising := rise(settings, begun.learning_rate, first_step, num_steps):
+        tell(rising)
     job = Job(
         settings, model, optimizer, samples, checked.batching, rank, device, num_steps, updates_early(settings),
         first_step, first_sample,
     )  # fmt: skip
+    hosts = mesh.hosts()
+    num_moments = planned.entry.training.num_moments
+    saves = saves_of(engine_of(model), num_moments, settings.async_save, free_host_bytes, hosts)
+    if num_steps > first_step:
+        num_saves = num_saves_of(settings, first_step, num_steps)
+        all_or_none(world, lambda: require_room(folder, saves, num_saves, settings, tell) if rank == 0 else None)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0, folder.name))
     all_or_none(world, lambda: _take_folder(settings, begun, planned) if rank == 0 else None)
     metrics.truncate_after(first_step)
-    hosts = mesh.hosts()
     progress = Progress(num_steps, first_step, is_shown=rank == 0)
-    saves = saves_of(engine_of(model), settings.async_save, free_host_bytes, hosts)
     run = Run(
         settings, folder, checked, prepared, built, job, eval_samples, hosts, metrics, first_step, free_bytes, progress,
         planned, saves, free_host_bytes,
@@ -150,7 +161,7 @@ def _is_own(folder: Path, begun: Resumed) -> bool:
 def _take_folder(settings: Settings, begun: Resumed, planned: RunPlan) -> None:
     folder = claim(settings)
     try:
-        write_plan(folder, planned)
+        write_plan(folder, planned, begun.step)
         left = go_on_from(folder / CHECKPOINTS, begun.step)
     except OSError as error:
         raise ConfigurationError(f"{folder}: cannot be written: {error.strerror or error}") from error
@@ -235,8 +246,8 @@ def _book(run: Run, num_ranks: int) -> Book:
     settings, job, precision = run.settings, run.job, engine_of(run.job.model).precision
     peak = peak_flops(device_name(job.device), precision.products)
     # Padding is not counted.
-    is_padded = settings.packing == "padded"
-    tokens_per_sample = job.samples.tokens_per_sample if is_padded else run.checked.seq_length
+    has_padding = job.samples.windows.has_padding
+    tokens_per_sample = job.samples.tokens_per_sample if has_padding else run.checked.seq_length
     return Book(
         tokens_per_step=round(job.batching.global_size * tokens_per_sample),
         first_step=job.first_step,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigurationError
-from shardwise.train.data.tokenizer import Tokenizer, tokenizer_for
+from shardwise.train.data.tokenizer import BYTES, Tokenizer, tokenizer_for
 from tests.train.data.conftest import CHATML
 
 CHAT = [
@@ -107,3 +107,13 @@ def test_what_a_template_refuses(bpe_folder: Callable[..., Path]) -> None:
     tokenizer = tokenizer_for(str(bpe_folder("{{ raise_exception('roles must alternate') }}")))
     with pytest.raises(ConfigurationError, match="refuses it: roles must alternate"):
         tokenizer.render(CHAT)
+
+
+def test_a_question_is_asked_as_chats_are_trained(bpe_folder: Callable[..., Path]) -> None:
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    for tokenizer in (BYTES, tokenizer_for(str(bpe_folder(CHATML)))):
+        text, stop_id = tokenizer.question("2 + 2?")
+        (asked, is_answer), (answer, _), *_ = tokenizer.render(messages)
+        assert (tokenizer.encode(text), is_answer) == (asked, False)
+        assert answer[len(tokenizer.encode("4"))] == stop_id
+    assert stop_id != tokenizer.end_id

@@ -113,7 +113,9 @@ def test_padded_samples_are_documents(tmp_path: Path) -> None:
         ([3, 4, 5, 6], [4, 5, 6, 7]),
         ([8, 9, 10, 11], [9, 10, 11, END]),
     ]
-    assert said == ["training data: 1 of 3 documents are longer than seq_length 4 and are cut there"]
+    assert [line.partition(" and ")[0] for line in said] == [
+        "training data: 1 of 3 documents are longer than seq_length 4"
+    ]
     assert (samples.num_samples, samples.num_tokens) == (3, 2 + 4 + 4)
     assert samples.tokens_per_sample == 10 / 3
 
@@ -206,3 +208,77 @@ def test_unigram_entropy_of_very_much_data_reads_a_part(tmp_path: Path, monkeypa
     whole = unigram_entropy(samples)
     monkeypatch.setattr("shardwise.train.data.samples._ENTROPY_TOKENS", 1000)
     assert unigram_entropy(samples) == pytest.approx(whole, rel=0.01)
+
+
+LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=60)
+
+
+@given(LENGTHS, st.integers(2, 24))
+@settings(max_examples=60, deadline=None)
+def test_rows_are_packed_whole_by_best_fit(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq: int
+) -> None:
+    """Against best fit as the books write it, one row at a time."""
+    folder = tmp_path_factory.mktemp("store")
+    prepared = rows_stored(folder, [(f"{number:03}"[:1], "x" * (length - 2)) for number, length in enumerate(lengths)])
+    said: list[str] = []
+    samples, _ = open_samples(Settings(eval_fraction=0.0), BYTES, prepared, seq, said.append)
+    rooms: list[int] = []
+    for length in sorted((min(length, seq + 1) for length in lengths), reverse=True):
+        room = min((room for room in rooms if room >= length), default=None)
+        if room is None:
+            room = seq + 1
+        else:
+            rooms.remove(room)
+        rooms.append(room - length)
+    windows = samples.windows
+    pieces = [windows.pieces(index) for index in range(samples.num_samples)]
+    assert sorted(seq + 1 - sum(count for _, count in part) for part in pieces) == sorted(rooms)
+    starts = {sum(lengths[:number]): min(length, seq + 1) for number, length in enumerate(lengths)}
+    assert dict(piece for part in pieces for piece in part) == starts
+    assert sum(len(part) for part in pieces) == len(lengths)
+    assert samples.num_tokens == sum(starts.values()) - len(rooms)
+    num_cut = sum(length > seq + 1 for length in lengths)
+    assert [line.split(" documents")[0] for line in said] == (
+        [f"training data: {num_cut} of {len(lengths)}"] if num_cut else []
+    )
+
+
+def rows_stored(folder: Path, rows: list[tuple[str, str]]) -> Prepared:
+    with Writer(folder, "uint16", END) as writer:
+        for prompt, completion in rows:
+            writer.add(list(prompt.encode()), False)
+            writer.add(list(completion.encode()), True)
+            writer.end_document()
+        writer.finish({**FACTS, "is_rows": True})
+        return Prepared(folder, None, writer.num_tokens, writer.num_documents, 0, True, "", None)
+
+
+def test_an_answer_is_never_without_its_question(tmp_path: Path) -> None:
+    samples = trained_on(rows_stored(tmp_path, [("ab", "xyz"), ("c", "v"), ("d", "w"), ("efghijkl", "long")]), 8)
+    found = sorted(
+        (bytes(t for t in tokens if t < END), [t for t in targets if t != -100], positions)
+        for tokens, targets, positions in zip(*as_lists(samples), strict=True)
+    )
+    # A cut row has 9 tokens, with the target behind the last; "abxyz" with its end and one short row have 9 together.
+    assert found == [
+        (b"abxyzcv", [*b"xyz", END, *b"v", END], [0, 1, 2, 3, 4, 5, 0, 1]),
+        (b"dw", [*b"w", END], [0, 1, 2, 0, 1, 2, 3, 4]),
+        (b"efghijkl", [*b"l"], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ]
+
+
+def as_lists(samples: Samples) -> tuple[list[Any], list[Any], list[Any]]:
+    batch = samples.batch(range(samples.num_samples))
+    assert batch.positions is not None
+    return batch.tokens.tolist(), batch.targets.tolist(), batch.positions.tolist()
+
+
+def test_long_text_among_rows_goes_on_in_another_sample(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    rows = write_rows({"text": "abcdefghijklmnopq"}, {"prompt": "1", "completion": "2"})
+    prepared = prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", lambda _: None)
+    said: list[str] = []
+    samples, _ = open_samples(Settings(eval_fraction=0.0), BYTES, prepared, 8, said.append)
+    _, targets, _ = as_lists(samples)
+    assert sorted(t for row in targets for t in row if t != -100) == sorted([*b"bcdefghijklmnopq", END, *b"2", END])
+    assert said == []

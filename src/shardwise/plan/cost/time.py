@@ -58,7 +58,8 @@ def step_time(
     spans = [
         Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
         for span in (*player.spans, *player.lanes.spans)
-        if span.end_s > span.begin_s and span.begin_s < end_s
+        # A computation that takes no time is one all the same: instants of memory are counted off along them.
+        if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
     ]
     spans.sort(key=lambda span: span.begin_s)
     return Timing(end_s - begin_s, player.work_s, player.updates_s, player.lanes.busy_s, tuple(spans))

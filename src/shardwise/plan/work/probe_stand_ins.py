@@ -1,7 +1,8 @@
 """What stands on the meta device for what a GPU, or our engine, runs.
 
 Attention is one kernel that saves its inputs, its result and a number per row; an RMS norm saves its input and a number
-per row; dropout saves a byte per element; a plain linear layer writes its weight's gradient without making it.
+per row; dropout saves a byte per element; a plain linear layer writes its weight's gradient without making it. The
+products of experts, which torch has on the meta device in bf16 alone, are the same in other dtypes.
 """
 
 from typing import Any
@@ -51,6 +52,8 @@ class StandIns(TorchFunctionMode):
             return _Linear.apply(*args, *(kwargs.get("bias"),) * (len(args) < 3))  # type: ignore[no-untyped-call]
         if func is F.dropout and kwargs.get("training", True):
             return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+            return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # who asks for values asks whether a mask hides nothing
         return func(*args, **kwargs)
@@ -69,6 +72,24 @@ class _RmsNorm(torch.autograd.Function):
         of = [torch.empty_like(tensor) if needed else None
               for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=True)]  # fmt: skip
         return tuple(of)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (tokens, width), each times the matrix of its expert (experts, width, new width)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        num_experts, width, new_width = weight.shape
+        # As many operations: the rows of one expert times the matrices of all.
+        of_one = rows[: -(-rows.shape[0] // num_experts)]
+        beside = weight.as_strided((width, num_experts * new_width), (num_experts * new_width, 1))
+        return torch.mm(of_one, beside).view(-1)[: rows.shape[0] * new_width].view(-1, new_width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in needed)
 
 
 class _Linear(torch.autograd.Function):

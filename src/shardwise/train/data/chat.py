@@ -25,6 +25,7 @@ Encode = Callable[[str], list[int]]
 Template = Callable[[Sequence[Message], bool], str]  # messages, whether to ask for an answer after them -> text
 
 ANSWERING = "assistant"
+ANY_ANSWER = "answer"
 
 
 def plain(messages: Sequence[Message], encode: Encode, end_id: int) -> Segments:
@@ -39,6 +40,15 @@ def plain(messages: Sequence[Message], encode: Encode, end_id: int) -> Segments:
             pending += f"{message['content']}\n\n"
     # Blanks after the last answer would only teach that something follows the end.
     return [*segments, (encode(pending), False)] if pending.strip() else segments
+
+
+def question(prompt: str, template: Template | None) -> tuple[str, str]:
+    """The text that asks for an answer to a prompt, and what stands behind an answer."""
+    asked: list[Message] = [{"role": "user", "content": prompt}]
+    if template is None:
+        return f"user:\n{prompt}\n\n{ANSWERING}:\n", ""
+    answered = template([*asked, {"role": ANSWERING, "content": ANY_ANSWER}], False)
+    return template(asked, True), answered.rpartition(ANY_ANSWER)[2]
 
 
 def templated(messages: Sequence[Message], template: Template, encode: Encode) -> Segments:

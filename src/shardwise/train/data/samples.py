@@ -19,6 +19,7 @@ from . import order
 from .prepare import Prepared
 from .store import open_store
 from .tokenizer import Tokenizer
+from .whole import pack_whole
 from .windows import NOT_TRAINED, Windows
 
 _ENTROPY_TOKENS = 2**22  # more of them change the entropy in the fourth digit and take seconds
@@ -96,11 +97,13 @@ def open_samples(
     is_isolated = is_isolated and settings.packing == "packed"
 
     def opened(folder: Path, what: str) -> Windows:
-        windows = Windows(open_store(folder), seq_length, settings.packing, is_isolated, tokenizer.end_id)
+        store = open_store(folder)
+        whole = pack_whole(store, seq_length) if settings.packing == "packed" and store.facts["is_rows"] else None
+        windows = Windows(store, seq_length, settings.packing, is_isolated, tokenizer.end_id, whole)
         if windows.num_cut:
             say(
                 f"{what}: {windows.num_cut:,} of {windows.store.num_documents:,} documents are longer than seq_length "
-                f"{seq_length} and are cut there"
+                f"{seq_length} and are cut there; the rest of each is not used"
             )
         return windows
 
@@ -130,8 +133,8 @@ def _divided(windows: Windows, settings: Settings) -> tuple[Samples, Samples | N
             "make it 0, bring more data, or make seq_length shorter"
         )
     num_tokens = num_eval * windows.seq_length
-    if settings.packing == "padded":
-        num_tokens = sum(windows.where(_split(windows, settings.seed, at))[1] - 1 for at in range(num_eval))
+    if windows.has_padding:
+        num_tokens = sum(windows.num_tokens_of(_split(windows, settings.seed, at)) for at in range(num_eval))
     return (
         Samples(windows, settings.seed, num_eval, num_train, windows.num_tokens - num_tokens),
         Samples(windows, settings.seed, 0, num_eval, num_tokens),

@@ -214,6 +214,9 @@ class Store:
             return None
         return torch.frombuffer(bytearray(self._trained[first : first + count]), dtype=torch.bool)
 
+    def is_all_trained(self, first: int, count: int) -> bool:
+        return self._trained is None or b"\0" not in bytes(self._trained[first : first + count])
+
     def document(self, index: int) -> tuple[int, int]:
         """Where it starts, and how many tokens it has, its end token included."""
         return self._starts[index], self._starts[index + 1] - self._starts[index]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigurationError
-from .chat import Message, Segments, Template, plain, templated
+from .chat import Message, Segments, Template, plain, question, templated
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,13 @@ class Tokenizer:
         if self.template is None:
             return plain(messages, self.encode, self.end_id)
         return templated(messages, self.template, self.encode)
+
+    def question(self, prompt: str) -> tuple[str, int]:
+        """The text of a chat that asks for an answer to a prompt, and the token that ends the answer."""
+        text, behind = question(prompt, self.template)
+        first = self.encode(behind)[:1]
+        # Templates may end an answer with another token than a document, but not with one that answers hold.
+        return text, first[0] if first and not self.decode(first) else self.end_id
 
 
 def tokenizer_for(name: str) -> Tokenizer:

@@ -26,8 +26,10 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
     max_seq: int,
+    stop_id: int | None = None,
 ) -> str:
-    """What comes after the prompt: at most `num_tokens` tokens, fewer where the model ends the document.
+    """What comes after the prompt: at most `num_tokens` tokens, fewer where the model ends the document or `stop_id`
+    comes.
 
     Every rank of a sharded model calls alike and gets the same text. temperature 0 takes the likeliest token; top_k 0
     leaves all of them in the running. An empty prompt is the beginning of a document.
@@ -46,7 +48,7 @@ def sample(
             # Vocabularies of models are padded: only ids that the tokenizer has can be chosen.
             logits = _logits(model, recent, window, tokenizer.end_id)[: tokenizer.vocab_size]
             token = _agreed(model, _choice(logits, temperature, top_k, generator))
-            if token == tokenizer.end_id:
+            if token in (tokenizer.end_id, stop_id):
                 break
             made.append(token)
     finally:
