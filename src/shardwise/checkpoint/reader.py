@@ -19,8 +19,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ..direct_io import ALIGNMENT, open_direct, read_at
+from ..direct_io import ALIGNMENT, go_direct, read_at
 from ..errors import DamageError
+from ..regular_file import num_bytes_of, open_regular
 from ..shard import Interval, round_up
 from .disk import BLOCK_BYTES
 from .index import Check, File, Piece, Stored, parts_of
@@ -89,7 +90,7 @@ class Reader:
     def require_length(self, number: int) -> None:
         """That a file is there, as long as it was; without opening it."""
         try:
-            self._compare_length(number, self._path(number).stat().st_size)
+            self._compare_length(number, num_bytes_of(self._path(number)))
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
 
@@ -147,8 +148,7 @@ class Reader:
         if len(self._open) == _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         try:
-            through_cache = self._is_shared or self._files[number].num_bytes < _DIRECT_BYTES
-            file = (os.open if through_cache else open_direct)(self._path(number), os.O_RDONLY)
+            file = open_regular(self._path(number))
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
         try:
@@ -156,6 +156,8 @@ class Reader:
         except DamageError:
             os.close(file)
             raise
+        if not self._is_shared and self._files[number].num_bytes >= _DIRECT_BYTES:
+            go_direct(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._open[number] = file
         return file

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,10 +115,10 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     )
     if index.optimizer is not None:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
+        members = Counter(saved.group for saved in index.tensors.values())
         for number, group in enumerate(index.optimizer.groups):
-            members = sum(saved.group == number for saved in index.tensors.values())
             words = ", ".join(f"{key}={_short(value)}" for key, value in group.items() if value)
-            yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
+            yield f"  group {number}", f"{plural(members[number], 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
 
 
