@@ -25,11 +25,15 @@ def to_json(index: Index) -> str:
             {"name": file.name, "num_bytes": file.num_bytes, "checks": [astuple(check) for check in file.checks]}
             for file in index.files
         ],
-        "tensors": {name: _saved_to_json(saved) for name, saved in index.tensors.items()},
         "optimizer": None if index.optimizer is None else asdict(index.optimizer),
         "extra": index.extra,
     }
-    return json.dumps(body, separators=(",", ":"))
+    # One by one: a million tensors are a gigabyte of lists and objects.
+    tensors = ",".join(f"{_dumps(name)}:{_dumps(_saved_to_json(saved))}" for name, saved in index.tensors.items())
+    return f'{_dumps(body)[:-1]},"tensors":{{{tensors}}}}}'
+
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _saved_to_json(saved: Saved) -> dict[str, Any]:

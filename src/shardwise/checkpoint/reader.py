@@ -28,7 +28,8 @@ from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
-_UNSUMMED_BYTES = 1 << 20
+# Without checksums: of large tensors, and of those beside each other that are small.
+_UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
 # Blocks of smaller files are small, and the kernel's own reading ahead asks the disk for more at once.
 _DIRECT_BYTES = 1 << 30
 
@@ -103,7 +104,7 @@ class Reader:
                 if checks:
                     block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
                 else:
-                    block = Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
+                    block = _unsummed(offset, end, self._files[number].num_bytes)
                 stop = min(end, block.offset + block.num_bytes)
                 yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
                 offset = stop
@@ -220,6 +221,13 @@ class _Slot:
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
                 raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
         return self._row[block.offset - begin : end - begin]
+
+
+def _unsummed(offset: int, end: int, num_bytes: int) -> Check:
+    """A block for bytes of a file without checksums: what lies in one part of it is read with its neighbours."""
+    begin = offset // _SHARED_BYTES * _SHARED_BYTES
+    stop = min(begin + _SHARED_BYTES, num_bytes)
+    return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
 
 
 def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:
