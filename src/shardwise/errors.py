@@ -37,7 +37,7 @@ class WireError(ShardwiseError, RuntimeError):
 
 
 class StoreError(ShardwiseError, RuntimeError):
-    """Memory or a disk that holds training state failed, or gave back other bytes than it was given."""
+    """Memory or a disk that holds training state or data failed, or gave back other bytes than it was given."""
 
 
 class PlaceError(StoreError, ConfigurationError):

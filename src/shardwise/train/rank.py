@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.multiprocessing
 
-from ..errors import SaveError
+from ..errors import SaveError, StoreError
 from . import notes, signals
 
 
@@ -49,7 +49,7 @@ def run_task(task: Task) -> int:
         # From the entry on: what called it is ours, and the same for every failure. A disk's failure is a sentence.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
-        text = f"{error}\n" if isinstance(error, SaveError) else "".join(lines)
+        text = f"{error}\n" if isinstance(error, SaveError | StoreError) else "".join(lines)
         notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)
