@@ -164,7 +164,8 @@ def require_sound(index: Index) -> None:
                     f"{index.files[piece.file].num_bytes} bytes long"
                 )
     described, present = (
-        sum(stored.num_bytes for _, stored in index.every_stored()), sum(file.num_bytes for file in index.files)
+        sum(stored.num_bytes for _, stored in index.every_stored()),
+        sum(file.num_bytes for file in index.files),
     )
     if described > MAX_USES * present + FREE_BYTES:
         raise CheckpointError(
