@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..documents import Tree
-from ..errors import did_you_mean
+from ..errors import did_you_mean, printable
 
 Fate = Literal["used", "ignored", "refused"]
 
@@ -304,8 +304,3 @@ def shown(value: Tree) -> str:
         text = "null" if value is None else str(value)
     text = printable(" ".join(text.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def printable(text: str) -> str:
-    """In one line of a terminal or of a file: what cannot be printed is escaped."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
