@@ -117,7 +117,7 @@ def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigurationError, match="only regular files are read"):
         read_text(tmp_path / name)
-    with pytest.raises(ConfigurationError, match="it cannot be read: .*only regular files are read"):
+    with pytest.raises(ConfigurationError, match=r"it cannot be read: .*only regular files are read"):
         read_object(tmp_path / name, "it")
 
 

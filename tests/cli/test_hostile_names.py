@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import folder
-from shardwise.errors import CheckpointError, ConfigurationError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigurationError, ShardwiseError, WireError
 from shardwise.train.progress import Progress
 from tests.checkpoint.by_hand import save_by_hand
 from tests.cli.asking import Asker
@@ -111,4 +111,4 @@ def test_errors_are_printable_wherever_they_are_printed() -> None:
     for kind in (ShardwiseError, ConfigurationError):
         assert not CONTROL.search(str(kind(NASTY)))
     assert str(CheckpointError("a\x1bb\nc")) == "a\\x1bb\\nc"
-    assert str(ShardwiseError("two\nlines")) == "two\nlines"
+    assert str(WireError("two\nlines")) == "two\nlines"

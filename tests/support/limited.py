@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class Limited:
         )
 
     def __call__(self, *words: object) -> Ending:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
         self._process.stdin.flush()
         return Ending(**json.loads(self._process.stdout.readline()))
@@ -90,9 +92,7 @@ def _run(words: Sequence[str], said: int, cpu_s: int, num_bytes: int) -> NoRetur
         main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
-    except BaseException:  # a traceback is what a test looks for
-        import traceback
-
+    except BaseException:  # noqa: BLE001  a traceback is what a test looks for
         traceback.print_exc()
     finally:
         sys.stdout.flush()

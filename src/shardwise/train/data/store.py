@@ -6,7 +6,8 @@
     store.json     what is in it, and where the tokens are
 
 Written once, then read in places: a reader holds no more than it is asked for, and the pages that several ranks read
-are the machine's, once. A file that is changed meanwhile is told of by name. Numbers are in the machine's byte order, which is little-endian wherever torch runs.
+are the machine's, once. A file that is changed meanwhile is told of by name. Numbers are in the machine's byte order,
+which is little-endian wherever torch runs.
 
 A store has a digest: of the bytes of its tokens, documents and mask, taken while they pass, and of nothing else. Stores
 of the same data have the same one, on whatever machine, in whatever folder and whenever they are made.
@@ -164,7 +165,7 @@ class Writer:
         if self._trained is not None:
             self._trained.write((b"\1" if trained else b"\0") * len(ids))
         self.num_tokens += len(ids)
-        self._largest = max(self._largest, max(ids))
+        self._largest = max((self._largest, *ids))
         self._last = (ids[-1], trained)
 
     def end_document(self) -> None:
@@ -325,8 +326,8 @@ class Store:
     def _require_order(self, starts: Sequence[int], above: int, below: int) -> None:
         if not all(low < high for low, high in pairwise([above, *starts, below])):
             raise StoreError(
-                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which are to rise from {above} to "
-                f"{below}: {_FIX}"
+                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which are to rise from {above} "
+                f"to {below}: {_FIX}"
             )
 
 
