@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from json.decoder import scanstring
+from json.decoder import scanstring  # type: ignore[attr-defined]  # the stubs leave it out
 from math import prod
 from pathlib import Path
 from typing import Any
