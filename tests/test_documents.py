@@ -1,11 +1,14 @@
 """YAML and JSON as trees of texts."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from shardwise.documents import MOST_BYTES, json_tree, read_text, yaml_tree
 from shardwise.errors import ConfigurationError
+from shardwise.json_file import read_object
 
 
 def test_json_may_have_comments_and_a_comma_behind_the_last() -> None:
@@ -81,6 +84,44 @@ def test_what_is_no_yaml_here(text: str, told: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "huge").write_bytes(b" " * (MOST_BYTES + 1))
-    for name, told in (("bytes", "cannot be read"), ("huge", "too many"), ("none", "No such file"), ("", "directory")):
+    for name, told in (
+        ("bytes", "cannot be read"),
+        ("huge", "at most 4,000,000 are read"),
+        ("none", "No such file"),
+        ("", "a folder"),
+    ):
         with pytest.raises(ConfigurationError, match=told):
             read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{" + '"a": 1,' + "#" * 100_000, "/*" * 100_000, '"' + '\\"' * 100_000, ", /* */" * 50_000, "[" * 700],
+    ids=range(5),
+)
+def test_no_text_takes_longer_than_it_is_long(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigurationError):
+        json_tree(text, "file")
+    assert time.process_time() - began < 2
+
+
+def test_commas_and_comments_in_strings_stay() -> None:
+    tree = json_tree('{"a": "x,] // no # /* */", /* c , ] */ "b": [1,2, // c\n ], # d\n}', "file")
+    assert tree == {"a": "x,] // no # /* */", "b": ["1", "2"]}
+
+
+@pytest.mark.parametrize("name", ["pipe.json", "zero.json"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with pytest.raises(ConfigurationError, match="only regular files are read"):
+        read_text(tmp_path / name)
+    with pytest.raises(ConfigurationError, match=r"it cannot be read: .*only regular files are read"):
+        read_object(tmp_path / name, "it")
+
+
+def test_json_of_lists_alone_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "many.json").write_bytes(b'{"a": [' + b"[]," * 2_000_000 + b"[]]}")
+    with pytest.raises(ConfigurationError, match="too many to be read"):
+        read_object(tmp_path / "many.json", "it")

@@ -207,11 +207,13 @@ def _from_yaml(text: str, file: str) -> Iterator[Said]:
 
 def _from_toml(text: str, file: str) -> Iterator[Said]:
     try:
-        document = tomllib.loads(text, parse_float=str)
+        document = texts_of(tomllib.loads(text, parse_float=str))
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"file {file} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"file {file} is nested too deep") from None
     for name, value in document.items():
-        yield _said(name, texts_of(value), f"file {file}")
+        yield _said(name, value, f"file {file}")
 
 
 READERS = {".yaml": _from_yaml, ".yml": _from_yaml, ".json": _from_yaml, ".toml": _from_toml}

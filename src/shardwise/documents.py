@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigurationError
+from .regular_file import read_regular
 
 if TYPE_CHECKING:
     import yaml
@@ -23,23 +24,18 @@ Tree = Any
 MOST_BYTES = 4_000_000
 MOST_NODES = 100_000
 YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
-# Strings as they are, comments away, and commas before a closing bracket.
-JSON_PARTS = re.compile(
-    r'("(?:\\.|[^"\\\n])*")|(?://|#)[^\n]*|/\*.*?\*/|,(?=(?:\s|(?://|#)[^\n]*|/\*.*?\*/)*[}\]])', re.S
-)
+# Strings as they are, and comments; then, without these, commas before a closing bracket. A string without an end is
+# matched all the same, and never given back: so no character is looked at again and again.
+JSON_STRING = r'("(?:\\.|[^"\\\n])*+"?+)'
+JSON_COMMENT = re.compile(rf"{JSON_STRING}|(?://|#)[^\n]*|/\*.*?\*/|/(?=\*)", re.S)
+JSON_COMMA = re.compile(rf"{JSON_STRING}|,(?=\s*[}}\]])", re.S)
 
 
 def read_text(path: Path) -> str:
     """Of a file that somebody named: it is there, it is not huge, and it is text."""
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigurationError(f"{path} is a directory, or no file that can be read to its end; give a file")
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigurationError(f"{path} has {path.stat().st_size:,} bytes, too many for a configuration")
-        return path.read_text("utf-8-sig")
+        return read_regular(path, MOST_BYTES).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, ValueError) as error:  # a name with a zero byte, bytes that are no text
-        if isinstance(error, ConfigurationError):
-            raise
         raise ConfigurationError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -109,7 +105,13 @@ def yaml_texts(node: "yaml.Node", where: str, most_depth: int) -> Tree:
 
 
 def json_tree(text: str, where: str) -> Tree:
-    plain = JSON_PARTS.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    def without(found: re.Match[str]) -> str:
+        if found[0] == "/":
+            line = text.count("\n", 0, found.start()) + 1
+            raise ConfigurationError(f"{where} line {line} is not JSON: a comment without an end")
+        return found[1] or re.sub(r"[^\n]", " ", found[0])
+
+    plain = JSON_COMMA.sub(without, JSON_COMMENT.sub(without, text))
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -123,12 +125,13 @@ def json_tree(text: str, where: str) -> Tree:
         raise ConfigurationError(f"{where}: {word} is no number in JSON")
 
     try:
-        found = json.loads(plain, object_pairs_hook=pairs, parse_int=str, parse_float=str, parse_constant=no_number)
+        return texts_of(
+            json.loads(plain, object_pairs_hook=pairs, parse_int=str, parse_float=str, parse_constant=no_number)
+        )
     except json.JSONDecodeError as error:
         raise ConfigurationError(f"{where} line {error.lineno} is not JSON: {error.msg}") from None
     except RecursionError:
         raise ConfigurationError(f"{where} is nested too deep") from None
-    return texts_of(found)
 
 
 def texts_of(value: Any) -> Tree:

@@ -8,10 +8,24 @@ import difflib
 from collections.abc import Iterable
 
 
+def printable(text: str) -> str:
+    """In one line of a terminal or of a file: what cannot be printed, or would move the cursor, is escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 class ShardwiseError(Exception):
-    """Anything shardwise refuses or fails at."""
+    """Anything shardwise refuses or fails at. Names in its text may be anybody's, so it is made printable."""
 
     exit_code = 1
+    has_lines = False  # or one line, whatever is in it
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__()) if self.has_lines else printable(super().__str__())
 
 
 class ConfigurationError(ShardwiseError, ValueError):
@@ -24,6 +38,7 @@ class MemoryExceededError(ConfigurationError):
     """Memory is not enough for what was asked for."""
 
     exit_code = 3
+    has_lines = True
 
 
 class DivergenceError(ShardwiseError, RuntimeError):
@@ -35,9 +50,11 @@ class DivergenceError(ShardwiseError, RuntimeError):
 class WireError(ShardwiseError, RuntimeError):
     """A collective failed, or the ranks do not agree."""
 
+    has_lines = True
+
 
 class StoreError(ShardwiseError, RuntimeError):
-    """Memory or a disk that holds training state failed, or gave back other bytes than it was given."""
+    """Memory or a disk that holds training state or data failed, or gave back other bytes than it was given."""
 
 
 class PlaceError(StoreError, ConfigurationError):

@@ -1,12 +1,16 @@
-"""Small JSON files that people hand over: one sentence says what is wrong with one, whatever it holds."""
+"""JSON that people hand over: one sentence says what is wrong with it, whatever it holds."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigurationError
+from .regular_file import read_regular
 
 MOST_BYTES = 64 * 10**6
+# An empty list is two characters, and takes thirty times as many bytes in memory. What people write is not made of
+# them: a file may have this many lists and objects, and one more for every eight of its bytes.
+MANY_BRACKETS = 1_000_000
 
 
 def find(path: str | Path) -> Path | None:
@@ -18,19 +22,26 @@ def find(path: str | Path) -> Path | None:
         return None
 
 
+def parse(text: str | bytes) -> Any:
+    """A value, in memory of about ten times the text. Raises ValueError."""
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    num_brackets = content.count(b"[") + content.count(b"{")
+    if num_brackets > MANY_BRACKETS + len(content) // 8:
+        raise ValueError(f"it has {num_brackets:,} lists and objects in {len(content):,} bytes, too many to be read")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_object(path: Path, what: str) -> dict[str, Any]:
     """`what` begins the sentence."""
     try:
-        num_bytes = path.stat().st_size
-        value = json.loads(path.read_text(encoding="utf-8")) if num_bytes <= MOST_BYTES else None
-    except (OSError, ValueError) as error:
+        value = parse(read_regular(path, MOST_BYTES))
+    except OSError as error:
+        raise ConfigurationError(f"{what} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise ConfigurationError(f"{what} cannot be read as JSON: {error}") from None
-    except RecursionError:
-        raise ConfigurationError(f"{what} cannot be read as JSON: it is nested too deeply") from None
-    if num_bytes > MOST_BYTES:
-        raise ConfigurationError(
-            f"{what} has {num_bytes / 1e6:,.0f} MB, and is not read: such a file has {MOST_BYTES / 1e6:.0f} at most"
-        )
     if not isinstance(value, dict):
         raise ConfigurationError(f"{what} holds a {type(value).__name__}, not an object")
     return value

@@ -10,6 +10,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "documents": 0,
     "json_file": 0,
+    "regular_file": 0,
     "version": 0,
     "cgroup": 0,
     "processes": 0,

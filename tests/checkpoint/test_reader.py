@@ -30,6 +30,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "_UNSUMMED_BYTES", BLOCK)
+    monkeypatch.setattr(reader, "_SHARED_BYTES", BLOCK // 4)
 
 
 def write(folder: Path, rows: Sequence[Tensor]) -> tuple[list[File], Stored]:

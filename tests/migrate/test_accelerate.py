@@ -170,6 +170,15 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     assert fate(migrated, "deepspeed_config.deepspeed_config_file") == ("refused", "nowhere.json: no such file")
 
 
+def test_a_file_that_is_not_there_leaves_the_rest_undecided() -> None:
+    """As in Hugging Face's own examples, whose DeepSpeed file has to be put in first."""
+    inner = {"deepspeed_config_file": "PATH_TO_DS_FILE.json", "zero3_init_flag": True}
+    tree = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": inner, "num_machines": 1}
+    migrated = api.read(tree, "accelerate")
+    assert [entry.key for entry in migrated.refused] == ["deepspeed_config.deepspeed_config_file"]
+    assert fate(migrated, "mixed_precision")[0] == "ignored"
+
+
 @pytest.mark.parametrize(
     ("keys", "groups", "strategy", "node_size"),
     [

@@ -79,8 +79,15 @@ def test_auto_is_asked_for() -> None:
     assert fates(top) == {"rate": ("used", "--learning-rate")}
 
 
-def test_a_reader_that_reads_and_says_nothing_is_found_out() -> None:
+def test_what_was_read_and_not_decided_is_refused() -> None:
     top = block(key="1")
     top.whole("key")
-    with pytest.raises(AssertionError, match="does not say what it becomes"):
-        top.account.entries  # noqa: B018
+    assert fates(top) == {"key": ("refused", "nothing becomes of it here; leave it out")}
+
+
+def test_what_was_read_and_not_decided_because_of_a_refusal_says_so() -> None:
+    top = block(key="1", other="2", file="nowhere")
+    top.whole("key")
+    top.refused("file", "no such file")
+    assert fates(top)["key"] == ("ignored", "nothing is decided about it, because file is refused")
+    assert fates(top)["other"][0] == "refused"

@@ -14,8 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, DamageError, SaveError
+from ..regular_file import read_regular
 
 INDEX, MARKER = "index.json", "complete"
+# Half a million tensors with two moments each, or two million without; a marker is 64 characters.
+MOST_INDEX_BYTES, MOST_MARKER_BYTES = 256 << 20, 1 << 10
 
 
 def rank_file(rank: int) -> str:
@@ -45,15 +48,27 @@ def read_index(path: Path) -> tuple[Path, bytes]:
     folder = find(path)
     if folder is None:
         raise _why_not(path)
-    try:
-        text, digest = (folder / INDEX).read_bytes(), (folder / MARKER).read_text().strip()
-    except OSError as error:
-        raise DamageError(f"cannot read {error.filename}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise DamageError(f"{folder / MARKER} is not what was written: it is no digest") from None
-    if hashlib.sha256(text).hexdigest() != digest:
+    text = read_index_in(folder)
+    if not is_sealed(folder, text):
         raise DamageError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
     return folder, text
+
+
+def read_index_in(folder: Path) -> bytes:
+    """The text of an index, whether its save finished or not."""
+    return _read(folder / INDEX, MOST_INDEX_BYTES)
+
+
+def is_sealed(folder: Path, text: bytes) -> bool:
+    """Whether the marker holds the digest of this index."""
+    return _read(folder / MARKER, MOST_MARKER_BYTES).strip() == hashlib.sha256(text).hexdigest().encode()
+
+
+def _read(path: Path, most_bytes: int) -> bytes:
+    try:
+        return read_regular(path, most_bytes)
+    except OSError as error:
+        raise DamageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _why_not(path: Path) -> CheckpointError:
@@ -98,6 +113,11 @@ def abandon(path: Path) -> None:
 def complete(path: Path, index: str) -> None:
     """Seal what lies in the partial folder, and put it in its place."""
     partial, text = partial_of(path), index.encode()
+    if len(text) > MOST_INDEX_BYTES:
+        raise SaveError(
+            f"cannot complete {partial}: its {INDEX} would have {len(text):,} bytes, and at most {MOST_INDEX_BYTES:,} "
+            "are read: save fewer tensors"
+        )
     try:
         _write(partial / INDEX, text)
         sync(partial)

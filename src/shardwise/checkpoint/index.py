@@ -20,6 +20,12 @@ from .dtypes import DTYPES
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
 
+# More of either is nobody's tensor.
+MAX_DIMS, MAX_COUNT = 64, (1 << 63) - 1
+# Tied weights are the same bytes under several names, and a layer that is used again is so under dozens; a mask may be
+# one number. What is beyond is a few bytes that claim to be terabytes.
+MAX_USES, FREE_BYTES = 64, 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -120,8 +126,21 @@ class Index:
                     yield f"{key} of {name}", item
 
 
+def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
+    """A shape, or other numbers of things, as somebody gave it. Raises ValueError."""
+    if type(values) not in (tuple, list) or len(values) > at_most:
+        raise ValueError(f"no list of at most {at_most} numbers")
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_COUNT:
+            raise ValueError("a number of things is expected, and something else is there")
+    return tuple(values)
+
+
 def require_sound(index: Index) -> None:
-    """Raises unless every file lies in the folder, and every piece in its file, and the pieces make up the tensors."""
+    """Raises unless every file lies in the folder, and every piece in its file, and the pieces make up the tensors.
+
+    All tensors together have not many times the bytes of the files.
+    """
     for file in index.files:
         path = PurePosixPath(file.name)
         if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in file.name or "\0" in file.name:
@@ -144,6 +163,15 @@ def require_sound(index: Index) -> None:
                     f"the index has {name!r} up to byte {end} of {index.files[piece.file].name!r}, which is "
                     f"{index.files[piece.file].num_bytes} bytes long"
                 )
+    described, present = (
+        sum(stored.num_bytes for _, stored in index.every_stored()),
+        sum(file.num_bytes for file in index.files),
+    )
+    if described > MAX_USES * present + FREE_BYTES:
+        raise CheckpointError(
+            f"its tensors have {described:,} bytes in all, and its files {present:,}: so much cannot be shared by "
+            "tensors of one model; save each of them contiguous"
+        )
 
 
 @dataclass(frozen=True, slots=True)

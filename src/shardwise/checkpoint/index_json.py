@@ -9,12 +9,11 @@ from math import prod
 from typing import Any
 
 from ..errors import CheckpointError, DamageError
+from ..json_file import parse
 from .dtypes import DTYPES
-from .index import Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, require_sound
+from .index import MAX_COUNT, Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, counts, require_sound
 
 FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
-# More of either is nobody's tensor.
-_MAX_DIMS, _MAX_COUNT = 64, (1 << 63) - 1
 
 
 def to_json(index: Index) -> str:
@@ -26,11 +25,15 @@ def to_json(index: Index) -> str:
             {"name": file.name, "num_bytes": file.num_bytes, "checks": [astuple(check) for check in file.checks]}
             for file in index.files
         ],
-        "tensors": {name: _saved_to_json(saved) for name, saved in index.tensors.items()},
         "optimizer": None if index.optimizer is None else asdict(index.optimizer),
         "extra": index.extra,
     }
-    return json.dumps(body, separators=(",", ":"))
+    # One by one: a million tensors are a gigabyte of lists and objects.
+    tensors = ",".join(f"{_dumps(name)}:{_dumps(_saved_to_json(saved))}" for name, saved in index.tensors.items())
+    return f'{_dumps(body)[:-1]},"tensors":{{{tensors}}}}}'
+
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _saved_to_json(saved: Saved) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def _stored_to_json(stored: Stored) -> dict[str, Any]:
 def from_json(text: str | bytes) -> Index:
     """Raises CheckpointError where the text is no index, of another format, or leads out of its folder or files."""
     try:
-        given = json.loads(text)
+        given = parse(text)
         if (given["format"], given["version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
                 f"the index is {given['format']!r} version {given['version']!r}, and this shardwise reads {FORMAT!r} "
@@ -66,8 +69,6 @@ def from_json(text: str | bytes) -> Index:
             dict(given["extra"]),
             {str(key): str(value) for key, value in given["origin"].items()},
         )
-    except RecursionError:
-        raise DamageError("the index cannot be understood: it is nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise DamageError(f"the index cannot be understood: {in_words(error)}") from error
     try:
@@ -113,9 +114,9 @@ def _saved(entry: Any) -> Saved:
 def _stored(entry: Any) -> Stored:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
-    shape = tuple(_count(length) for length in entry["shape"])
-    if len(shape) > _MAX_DIMS or prod(shape) > _MAX_COUNT:
-        raise ValueError(f"a tensor of {len(shape)} dimensions, of a size that no tensor has")
+    shape = counts(entry["shape"])
+    if prod(shape) > MAX_COUNT:
+        raise ValueError(f"a tensor of shape {shape}, of a size that no tensor has")
     return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
 
 
@@ -138,6 +139,6 @@ def _plain(value: Any) -> Plain:
 
 
 def _count(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MAX_COUNT:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_COUNT:
         raise ValueError(f"{number!r} where a number of things is expected")
     return number

@@ -19,15 +19,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ..direct_io import ALIGNMENT, open_direct, read_at
+from ..direct_io import ALIGNMENT, go_direct, read_at
 from ..errors import DamageError
+from ..regular_file import num_bytes_of, open_regular
 from ..shard import Interval, round_up
 from .disk import BLOCK_BYTES
 from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
-_UNSUMMED_BYTES = 1 << 20
+# Without checksums: of large tensors, and of those beside each other that are small.
+_UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
 # Blocks of smaller files are small, and the kernel's own reading ahead asks the disk for more at once.
 _DIRECT_BYTES = 1 << 30
 
@@ -89,7 +91,7 @@ class Reader:
     def require_length(self, number: int) -> None:
         """That a file is there, as long as it was; without opening it."""
         try:
-            self._compare_length(number, self._path(number).stat().st_size)
+            self._compare_length(number, num_bytes_of(self._path(number)))
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
 
@@ -102,7 +104,7 @@ class Reader:
                 if checks:
                     block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
                 else:
-                    block = Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
+                    block = _unsummed(offset, end, self._files[number].num_bytes)
                 stop = min(end, block.offset + block.num_bytes)
                 yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
                 offset = stop
@@ -147,8 +149,7 @@ class Reader:
         if len(self._open) == _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         try:
-            through_cache = self._is_shared or self._files[number].num_bytes < _DIRECT_BYTES
-            file = (os.open if through_cache else open_direct)(self._path(number), os.O_RDONLY)
+            file = open_regular(self._path(number))
         except OSError as error:
             raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
         try:
@@ -156,6 +157,8 @@ class Reader:
         except DamageError:
             os.close(file)
             raise
+        if not self._is_shared and self._files[number].num_bytes >= _DIRECT_BYTES:
+            go_direct(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._open[number] = file
         return file
@@ -218,6 +221,13 @@ class _Slot:
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
                 raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
         return self._row[block.offset - begin : end - begin]
+
+
+def _unsummed(offset: int, end: int, num_bytes: int) -> Check:
+    """A block for bytes of a file without checksums: what lies in one part of it is read with its neighbours."""
+    begin = offset // _SHARED_BYTES * _SHARED_BYTES
+    stop = min(begin + _SHARED_BYTES, num_bytes)
+    return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
 
 
 def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:

@@ -6,8 +6,11 @@ memory than a block beside itself, because every block is summed on its way, and
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]  # the stubs leave it out
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,17 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SaveError
+from ..regular_file import open_regular
 from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
-from .index import File, Piece, Stored
+from .index import File, Piece, Stored, counts
 from .index_json import in_words
 
 # As in the library: what is longer, it does not open.
 MAX_HEADER_BYTES = 100_000_000
+_MAX_ENTRY = 4096  # characters: a dtype, a shape and two offsets
+_BLANKS, _END = " \t\n\r", "\0"
+_BLANK = re.compile(f"[{_BLANKS}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,8 @@ def value_of(entry: Entry) -> Tensor:
 def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
     """The size of a safetensors file, and what it holds as pieces in the file of this number; nothing else is read."""
     try:
-        num_bytes = path.stat().st_size
-        with path.open("rb") as opened:
+        with os.fdopen(open_regular(path), "rb") as opened:
+            num_bytes = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(num_bytes - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{path} is no safetensors file: its header claims {length} of {num_bytes} bytes")
@@ -122,19 +129,83 @@ def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        header = json.loads(text)
         return num_bytes, {
-            key: _stored(entry, file, 8 + length, num_bytes) for key, entry in header.items() if key != "__metadata__"
+            key: _stored(entry, file, 8 + length, num_bytes) for key, entry in _entries(text.decode() + _END)
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {in_words(error)}") from error
 
 
+def _entries(header: str) -> Iterator[tuple[str, Any]]:
+    """The names in a header and what is said of each tensor, one after the other.
+
+    A hundred megabytes of JSON can be gigabytes of values, so no more than one entry is parsed at a time.
+    """
+    for key, at in (pairs := _Pairs(header, 0)):
+        if key == "__metadata__":
+            texts = _Pairs(header, at)
+            for _, start in texts:
+                texts.at = _text(header, start)[1]
+            pairs.at = texts.at
+        else:
+            end = header.find("}", at, at + _MAX_ENTRY) + 1
+            if not end:
+                raise ValueError(f"character {at} of its header does not begin a tensor's dtype, shape and offsets")
+            pairs.at = end
+            yield key, json.loads(header[at:end])
+    if header[pairs.at :].strip(_BLANKS) != _END:
+        raise ValueError(f"more than one object, from character {pairs.at} of its header on")
+
+
+class _Pairs:
+    """The keys of an object that begins at a place in a text, each with where its value begins.
+
+    Whoever takes a pair sets `at` to the end of its value; behind the last one it is the end of the object.
+    """
+
+    def __init__(self, text: str, at: int) -> None:
+        self._text, self.at = text, at
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        text = self._text
+        self._take("{")
+        self._pass_blanks()
+        if text[self.at] != "}":
+            while True:
+                self._pass_blanks()
+                key, self.at = _text(text, self.at)
+                self._take(":")
+                self._pass_blanks()
+                yield key, self.at
+                self._pass_blanks()
+                if text[self.at] == "}":
+                    break
+                self._take(",")
+        self.at += 1
+
+    def _pass_blanks(self) -> None:
+        blank = _BLANK.match(self._text, self.at)
+        assert blank is not None
+        self.at = blank.end()
+
+    def _take(self, sign: str) -> None:
+        self._pass_blanks()
+        if self._text[self.at] != sign:
+            raise ValueError(f"no {sign!r} at character {self.at} of its header")
+        self.at += 1
+
+
+def _text(header: str, at: int) -> tuple[str, int]:
+    """A string that begins at a place in a text, and where it ends."""
+    if header[at] != '"':
+        raise ValueError(f"no text at character {at} of its header")
+    found: tuple[str, int] = scanstring(header, at + 1, True)
+    return found
+
+
 def _stored(entry: Any, file: int, data: int, num_bytes: int) -> Stored:
-    shape, size = tuple(entry["shape"]), DTYPES[entry["dtype"]].itemsize
-    if not all(type(number) is int and number >= 0 for number in (*shape, *entry["data_offsets"])):
-        raise ValueError(f"shape {shape}, offsets {entry['data_offsets']}")
-    start, stop = (data + offset for offset in entry["data_offsets"])
+    shape, size = counts(entry["shape"]), DTYPES[entry["dtype"]].itemsize
+    start, stop = (data + offset for offset in counts(entry["data_offsets"]))
     if not data <= start <= stop <= num_bytes or stop - start != prod(shape) * size:
         raise ValueError(f"bytes {start} to {stop} are no {entry['dtype']} {shape}")
     return Stored(shape, entry["dtype"], (Piece(file, start, 0, prod(shape)),) if prod(shape) else ())

@@ -12,6 +12,7 @@ from typing import Any
 from .index import Index, Saved, Stored
 
 _MAX_DEPTH = 32  # deeper is nobody's model
+_NUMBER = re.compile(r"^[0-9]{1,18}(?![0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _collapsed(node: Node) -> Node:
     found: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
     last_form: Any = None
     for child in map(_collapsed, node.children):
-        number = re.match(r"\d+", child.name)
+        number = _NUMBER.match(child.name)
         form = (child.name[number.end() :], _form(child)) if number else None
         if number and form == last_form and int(number[0]) == found[-1][2] + 1:
             found[-1] = (found[-1][0], found[-1][1], int(number[0]))
@@ -126,7 +127,7 @@ def _collapsed(node: Node) -> Node:
         last_form = form
     children = []
     for child, first, last in found:
-        name = re.sub(r"^\d+", f"{first}-{last}", child.name) if last > first else child.name
+        name = _NUMBER.sub(f"{first}-{last}", child.name, count=1) if last > first else child.name
         children.append(Node(name, child.children, child.saved, child.times * (last - first + 1)))
     # `layers` with one line under it is that line.
     if len(children) == 1 and node.name:

@@ -5,14 +5,12 @@ it are looked at. Files of others have no checksums; their lengths, places and n
 """
 
 import cmath
-import hashlib
 import math
 import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -92,14 +90,9 @@ def _open_own(path: Path, report: Report) -> Opened:
     if place is None:
         place = next(p for p in (path, folder.partial_of(path)) if (p / folder.INDEX).is_file())
         report.damage.append(f"{place} is incomplete: its save did not finish (no file {folder.MARKER!r})")
-    try:
-        text = (place / folder.INDEX).read_bytes()
-        if report.is_complete:
-            digest = (place / folder.MARKER).read_text(errors="replace").strip()
-            if hashlib.sha256(text).hexdigest() != digest:
-                report.damage.append(f"{place / folder.INDEX} is not what was written: its digest is not the marker's")
-    except OSError as error:
-        raise DamageError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
+    text = folder.read_index_in(place)
+    if report.is_complete and not folder.is_sealed(place, text):
+        report.damage.append(f"{place / folder.INDEX} is not what was written: its digest is not the marker's")
     return Opened(place, from_json(text))
 
 
@@ -139,8 +132,7 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
                 continue
             # Without checksums there is nothing to look at but numbers.
             everything = [_Range(number, 0, file.num_bytes, places[number])]
-            apart = [_Range(number, place.offset, place.stop, [place]) for place in places[number]]
-            for wanted in everything if file.checks else apart:
+            for wanted in everything if file.checks else _together(number, places[number]):
                 _look_through(reader, wanted, file.checks, numbers, report.damage, tell)
     report.not_finite += numbers.told()
 
@@ -156,9 +148,9 @@ class _Place:
     stored: Stored
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Range:
-    """Bytes of a file, and what lies in them."""
+    """Bytes of a file, and what lies in them, in order."""
 
     file: int
     start: int
@@ -179,21 +171,37 @@ def _places(index: Index) -> list[list[_Place]]:
     return places
 
 
+def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
+    """The bytes of all places; those that touch or overlap are read once, if blocks end between their elements."""
+    found: list[_Range] = []
+    for place in places:
+        last = found[-1] if found else None
+        size = place.stored.torch_dtype.itemsize
+        if last is not None and place.offset <= last.stop and (place.offset - last.start) % size == 0:
+            last.stop = max(last.stop, place.stop)
+            last.places.append(place)
+        else:
+            found.append(_Range(file, place.offset, place.stop, [place]))
+    return found
+
+
 def _look_through(
     reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], tell: Tell
 ) -> None:
     """Block after block. What is damaged is told, and passed over."""
-    left, start = deque(wanted.places), wanted.start
+    ahead, start = deque(wanted.places), wanted.start
+    begun: list[_Place] = []
     while start < wanted.stop:
         num_bytes = wanted.stop - start
         rest = Stored((num_bytes,), "U8", (Piece(wanted.file, start, 0, num_bytes),))
         try:
             for content in reader.rows(rest, Interval(0, num_bytes)):
                 stop = start + content.numel()
-                while left and left[0].stop <= start:
-                    left.popleft()
-                for place in takewhile(lambda place, stop=stop: place.offset < stop, left):  # type: ignore[misc]
+                while ahead and ahead[0].offset < stop:
+                    begun.append(ahead.popleft())
+                for place in begun:
                     numbers.look(place, start, content)
+                begun = [place for place in begun if place.stop > stop]
                 tell(content.numel())
                 start = stop
         except CheckpointError as error:

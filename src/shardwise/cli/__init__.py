@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ShardwiseError
+from ..errors import ShardwiseError, printable_lines
 from ..version import VERSION
 from .bench import app as bench
 from .check import check
@@ -83,4 +83,4 @@ def main() -> None:
 
 
 def _tell(message: str) -> None:
-    print(f"shardwise: {message}", file=sys.stderr)
+    print(printable_lines(f"shardwise: {message}"), file=sys.stderr)

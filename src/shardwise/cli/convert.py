@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import num_bytes_in, require_there, streaming
+from .files import num_bytes_in, require_there, say, streaming
 
 FORM, WHAT, PLACE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Its form", "What of it", "Where to"))
 FORMATS = ("shardwise", "dcp", "hugging-face")
@@ -90,9 +90,9 @@ def convert(
             write_dcp(opened, target.resolve(), tell)
         else:
             converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
-    print(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
+    say(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
     if form == "dcp" and opened.index.extra:
-        print(f"torch DCP has no place for {', '.join(opened.index.extra)}: they are not in it")
+        say(f"torch DCP has no place for {', '.join(opened.index.extra)}: they are not in it")
 
 
 def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
@@ -110,4 +110,4 @@ def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
     except OSError as error:
         raise ConfigurationError(f"{target} cannot be written: {error.strerror or error}") from error
     fates = [entry.fate for entry in migrated.entries]
-    print(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")
+    say(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")

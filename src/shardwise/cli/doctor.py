@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .files import say
+
 if TYPE_CHECKING:
     from ..doctor.finding import Finding
 
@@ -73,7 +75,7 @@ def oom(
     from ..doctor.oom import look, text
 
     reports = look(folder)
-    print(json.dumps(reports, indent=1) if as_json else text(folder, reports))
+    say(*(json.dumps(reports, indent=1) if as_json else text(folder, reports)).split("\n"))
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:

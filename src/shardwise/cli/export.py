@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, did_you_mean
-from .files import num_bytes_in, require_there, streaming
+from .files import num_bytes_in, require_there, say, streaming
 
 FROM, FORM, PLACE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("What is exported", "Its form", "Where to")
@@ -80,6 +80,6 @@ def export(
             write_export(content, out.resolve(), tell)
     seconds = time.perf_counter() - began
     what = "adapters" if content.is_adapted and not content.is_merged else "model"
-    print(f"{out}: the {what} of {place}, {size(content.num_bytes)}, in {seconds:.1f} s")
+    say(f"{out}: the {what} of {place}, {size(content.num_bytes)}, in {seconds:.1f} s")
     if what == "adapters" and content.facts.has_weights:
-        print(f"The weights under them are in {content.facts.origin}; --merge makes a whole model.")
+        say(f"The weights under them are in {content.facts.origin}; --merge makes a whole model.")

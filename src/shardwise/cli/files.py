@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, printable
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def say(*lines: str) -> None:
+    """Print lines in which anybody's names may stand."""
+    for line in lines:
+        print(printable(line))
 
 
 def require_there(path: Path) -> None:
@@ -46,11 +52,11 @@ def streaming(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda num: None
         return
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console, transient=True) as shown:
-        yield partial(shown.advance, shown.add_task(what, total=num_bytes))
+        yield partial(shown.advance, shown.add_task(printable(what), total=num_bytes))

@@ -1,11 +1,16 @@
 """`shardwise generate`: text from what a run has left."""
 
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, printable
+
+# All that moves the cursor, but for tabs and ends of lines, and what turns the direction of the text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def generate(
@@ -71,4 +76,6 @@ def generate(
         )
     finally:
         leave()
-    print(text if is_chat else prompt + text)
+    answer = text if is_chat else prompt + text
+    # On a terminal a model's words are no commands; elsewhere they stay as they are.
+    print(CONTROL.sub(lambda found: printable(found[0]), answer) if sys.stdout.isatty() else answer)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .files import require_there
+from ..errors import printable
+from .files import require_there, say
 
 if TYPE_CHECKING:
     from ..checkpoint.index import Index
@@ -45,13 +47,12 @@ def inspect(
         return
     from rich.console import Console
 
-    facts, lines = list(_facts(opened.index)), list(_lines(opened.index, depth))
+    facts = [(name, printable(text)) for name, text in _facts(opened.index)]
+    lines = [tuple(map(printable, line)) for line in _lines(opened.index, depth)]
     if Console().is_terminal:
-        _show(opened.folder, facts, lines)
+        _show(printable(str(opened.folder)), facts, lines)
     else:
-        print(opened.folder)
-        for name, text in facts:
-            print(f"  {name:<12}{text}")
+        say(str(opened.folder), *(f"  {name:<12}{text}" for name, text in facts))
         lines = [HEADINGS, *lines] if lines else []
         widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
         for line in lines:
@@ -60,16 +61,16 @@ def inspect(
                 name.ljust(widths[0]),
                 *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)),
             ]
-            print("  ".join([*cells, last]).rstrip())
+            say("  ".join([*cells, last]).rstrip())
 
 
-def _show(folder: Path, facts: list[tuple[str, str]], lines: list[tuple[str, ...]]) -> None:
+def _show(folder: str, facts: list[tuple[str, str]], lines: list[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(Text(str(folder), style="bold"))
+    console.print(Text(folder, style="bold"))
     table = Table.grid(padding=(0, 2))
     for name, text in facts:
         table.add_row(Text(f"  {name}", style="cyan"), Text(text))
@@ -114,10 +115,10 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     )
     if index.optimizer is not None:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
+        members = Counter(saved.group for saved in index.tensors.values())
         for number, group in enumerate(index.optimizer.groups):
-            members = sum(saved.group == number for saved in index.tensors.values())
             words = ", ".join(f"{key}={_short(value)}" for key, value in group.items() if value)
-            yield f"  group {number}", f"{plural(members, 'tensor')}; {words}"
+            yield f"  group {number}", f"{plural(members[number], 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
 
 

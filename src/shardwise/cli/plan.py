@@ -238,7 +238,7 @@ def _strategy(text: str | None) -> Any:
 def _num_tokens(text: str | None) -> float | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
     if not 0 < number < 1e24:
         raise ConfigurationError(f"--tokens: {text!r} is no number of tokens; write 15e12, or 100B")

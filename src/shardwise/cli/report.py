@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError
+from .files import say
 
 PAGE = "report.html"
 
@@ -31,7 +32,7 @@ def report(
     from ..report.run import read_run
 
     run, plan = read_run(folder)
-    print(json.dumps(run, indent=1) if as_json else text(run))
+    say(*(json.dumps(run, indent=1) if as_json else text(run)).split("\n"))
     if html is None and as_json:
         return
     from ..report.page import render
@@ -44,4 +45,4 @@ def report(
     except OSError as error:
         raise ConfigurationError(f"{file}: cannot be written: {error.strerror or error}") from error
     if not as_json:
-        print(f"\npage: {file}")
+        say("", f"page: {file}")

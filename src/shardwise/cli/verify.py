@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .files import require_there, streaming
+from .files import require_there, say, streaming
 
 if TYPE_CHECKING:
     from ..checkpoint.verify import Report
@@ -54,7 +54,7 @@ def verify(
         for report in reports:
             _tell(report)
         if places:
-            print(f"train --resume-from-checkpoint latest would {_done(resumed, stops)}")
+            say(f"train --resume-from-checkpoint latest would {_done(resumed, stops)}")
     raise typer.Exit(0 if is_good else 5)
 
 
@@ -88,9 +88,8 @@ def _tell(report: "Report") -> None:
             else "no checksums, as whoever wrote it makes none"
         )
         what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
-        print(f"{report.path}: good. {what}; {checked}, every number finite")
+        say(f"{report.path}: good. {what}; {checked}, every number finite")
         return
     word = "not good" if report.is_complete else "incomplete"
-    print(f"{report.path}: {word}, {plural(len(report.problems), 'problem')}")
-    for problem in report.problems:
-        print(f"  {problem}")
+    say(f"{report.path}: {word}, {plural(len(report.problems), 'problem')}")
+    say(*(f"  {problem}" for problem in report.problems))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..documents import Tree
-from ..errors import did_you_mean
+from ..errors import did_you_mean, printable
 
 Fate = Literal["used", "ignored", "refused"]
 
@@ -62,6 +62,9 @@ class Account:
                 places.setdefault(key, []).append(block.path_of(key))
         for block in self._blocks.values():
             block.refuse_unknown(places)
+        refused = next((entry.key for entry in self._fates.values() if entry.fate == "refused"), None)
+        for block in self._blocks.values():
+            block.settle_undecided(refused)
         return tuple(self._rows(self._blocks[""]))
 
     def _rows(self, block: "Block") -> Iterator[Entry]:
@@ -220,10 +223,20 @@ class Block:
             if key.startswith(COMMENTS):
                 self.account.settle(path, value, "ignored", "a comment")
                 continue
-            assert key not in self._known, f"{path} was read, but its reader does not say what it becomes"
+            if key in self._known:
+                continue
             right = places.get(key, ())
             meant = f"did you mean {right[0]!r}?" if len(right) == 1 else _nearest(key, self._known)
             self.account.settle(path, value, "refused", f"nobody here knows it; {meant}")
+
+    def settle_undecided(self, refused: str | None) -> None:
+        """Keys that were read, and nothing was said of: what was refused may have ended the reading of the file."""
+        for key, value in self.values.items():
+            if key in self._known and key not in self._inner and self.path_of(key) not in self.account._fates:
+                if refused is not None:
+                    self.ignored(key, f"nothing is decided about it, because {refused} is refused")
+                else:
+                    self.account.settle(self.path_of(key), value, "refused", "nothing becomes of it here; leave it out")
 
     def _settle_rest(self, fate: Fate, text: str) -> None:
         for key in self.values:
@@ -291,8 +304,3 @@ def shown(value: Tree) -> str:
         text = "null" if value is None else str(value)
     text = printable(" ".join(text.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def printable(text: str) -> str:
-    """In one line of a terminal or of a file: what cannot be printed is escaped."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from ..config import as_yaml
-from .account import printable
+from ..errors import printable
 from .migrated import TITLES, Migrated
 
 

@@ -4,13 +4,14 @@
 missing is told in a sentence of `notes`.
 """
 
-import json
 import math
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError
+from ..json_file import MOST_BYTES, parse
+from ..regular_file import read_regular
 from ..train.figures import plural, size
 from .curve import Curve, Point
 from .facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
@@ -18,6 +19,7 @@ from .held import memory_beside
 from .words import cluster_words
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
+_MOST_ROWS_BYTES = 512 << 20  # of metrics: a million rows
 
 
 def read_run(folder: Path) -> tuple[Json, Json | None]:
@@ -130,8 +132,8 @@ def _require_run(folder: Path) -> None:
 
 def _json_in(file: Path, notes: list[str]) -> object:
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse(read_regular(file, MOST_BYTES))
+    except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}.")
         return None
 
@@ -140,14 +142,14 @@ def _rows_in(file: Path, notes: list[str]) -> list[Json]:
     """Every complete row with a step; a last line that is being written is left out."""
     found: list[Any] = []
     try:
-        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        text = read_regular(file, _MOST_ROWS_BYTES) if file.exists() else b""
     except OSError as error:
         notes.append(f"{file.name} cannot be read: {error}.")
         return []
-    for line in lines:
+    for line in text.splitlines():
         try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError):
+            found.append(parse(line))
+        except ValueError:
             continue
     return [row for row in rows(found) if number(row.get("step")) is not None]
 

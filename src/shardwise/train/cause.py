@@ -1,5 +1,6 @@
 """Why the ranks of a machine failed, in words: the first of them to fail, once, and where those were that hung."""
 
+import os
 import re
 import signal
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 from .notes import Ended
 from .watch import POLL_S, Seen
 
-LAST_LINES = 15
+LAST_LINES, LAST_BYTES = 15, 1 << 20
 MOST_HUNG = 4  # that are told of
 # A death is noticed this late; a rank that raised so shortly before it was probably its victim.
 NOTICED_S = 5 * POLL_S
@@ -79,7 +80,9 @@ def _how(code: int | None) -> str:
 
 def _last_lines(log: str) -> str:
     try:
-        text = Path(log).read_text(errors="replace")
+        with Path(log).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+            text = file.read(LAST_BYTES).decode(errors="replace")
     except OSError as error:
         return f"({error})"
     return "\n".join(text.splitlines()[-LAST_LINES:])

@@ -19,8 +19,9 @@ from typing import Any
 
 from ..checkpoint.folder import INDEX, find, read_index
 from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
+from ..documents import read_text
 from ..errors import CheckpointError, ConfigurationError, SaveError
-from ..json_file import read_object
+from ..json_file import parse, read_object
 from .settings import Settings
 
 RUNS = Path("runs")
@@ -95,10 +96,7 @@ def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
             return _config_in(checkpoint)
         runs = [named]
     file = next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
-    try:
-        return None if file is None else (str(file), file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+    return None if file is None else (str(file), read_text(file))
 
 
 def _config_in(checkpoint: Path) -> tuple[str, str] | None:
@@ -107,7 +105,7 @@ def _config_in(checkpoint: Path) -> tuple[str, str] | None:
         return None
     try:
         place, text = read_index(checkpoint)
-        noted = json.loads(text)["extra"]["configuration"]
+        noted = parse(text)["extra"]["configuration"]
         told = {key: value for key, value in noted.items() if key not in ("output_dir", "resume_from_checkpoint")}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
         return None  # not the trainer's; what is wrong with it is told where it is opened

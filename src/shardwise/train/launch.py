@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ..cgroup import cgroup_values, cpu_limit
-from ..errors import ConfigurationError, MemoryExceededError, did_you_mean
+from ..errors import ConfigurationError, MemoryExceededError, did_you_mean, printable_lines
 from . import signals, slurm
 from .folder import LOGS, choose, oom_reports, run_folder
 from .settings import Settings, num_nodes
@@ -109,7 +109,7 @@ def _tell_of_memory(folder: Path) -> None:
     """What other ranks than the first have found out stands in their logs: here it is said to who waits."""
     reports = oom_reports(folder)
     if reports and all(report["rank"] for report in reports):
-        print(f"shardwise: {reports[0]['text']}", file=sys.stderr, flush=True)
+        print(printable_lines(f"shardwise: {reports[0]['text']}"), file=sys.stderr, flush=True)
 
 
 def ranks_here(settings: Settings) -> int:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable_lines
 from . import figures
 from .metrics import Row
 
@@ -89,6 +90,7 @@ class Progress:
         """Print above the block."""
         if not self._is_shown:
             return
+        text = printable_lines(text)  # there may be names of a checkpoint in it
         # A terminal, or a log, that knows ASCII alone must not end a run.
         text = text.encode(self._console.encoding, "replace").decode(self._console.encoding)
         if self._live is not None:

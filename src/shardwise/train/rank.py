@@ -14,7 +14,7 @@ from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 
-from ..errors import SaveError, WireError
+from ..errors import SaveError, StoreError, WireError
 from ..processes import end_with
 from . import notes, signals
 
@@ -53,7 +53,7 @@ def run_task(task: Task) -> int:
         # ranks, is a sentence.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
-        text = f"{error}\n" if isinstance(error, SaveError | WireError) else "".join(lines)
+        text = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
         notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)

@@ -115,14 +115,13 @@ BOMBS = {
     "an instance": b"(iargparse\nNamespace\n.",
     "a dict of pairs that are none": b"ccollections\nOrderedDict\n(]K\1atR.",
     "a storage": b"\x80\x02)Q.",
+    "lists alone": b"\x80\x02" + b"]" * 3_000_000 + b".",
+    "tuples of tuples": b"\x80\x02N" + b"\x85" * 3_000_000 + b".",
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_do_nothing(name: str) -> None:
-    if name == "a memo of its own size":
-        assert read(BOMBS[name]) == []
-        return
     with pytest.raises(CheckpointError):
         read(BOMBS[name])
 

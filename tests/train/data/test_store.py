@@ -1,5 +1,6 @@
 """The token store: what went in comes out, wherever it is asked for."""
 
+import os
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigurationError
+from shardwise.errors import ConfigurationError, StoreError
+from shardwise.train.data import store as store_module
 from shardwise.train.data.store import Writer, adopt, dtype_for, is_store, open_store
 
 END = 9
@@ -155,3 +157,30 @@ def test_token_files_that_cannot_be_right(tmp_path: Path, content: bytes, dtype:
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(ConfigurationError, match=f"a.bin: {message}"):
         adopt(tmp_path, [tmp_path / "a.bin"], dtype, END + 1, END, FACTS)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "opened each time"])
+def test_a_file_that_is_changed_under_a_reader_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    monkeypatch.setattr(store_module, "_MAX_OPEN", 256 if is_open else 0)
+    write(tmp_path, [[([1, 2, 3], False)], [([4, 5], True)]])
+    opened = open_store(tmp_path)
+    tokens, documents = tmp_path / "tokens.bin", tmp_path / "documents.bin"
+    assert opened.tokens(0, 7).tolist() == [1, 2, 3, END, 4, 5, END]
+    with tokens.open("r+b") as file:
+        file.seek(10)
+        file.write(array("H", [60_000]))
+    with pytest.raises(StoreError, match=r"tokens\.bin, .* has 60000 as its token 5, and had none above 9 when"):
+        opened.tokens(4, 3)
+    os.truncate(tokens, 4)
+    with pytest.raises(StoreError, match=r"tokens\.bin, .* has 4 bytes, and had 14 when"):
+        opened.tokens(0, 7)
+    documents.write_bytes(array("q", [0, 2**40, -3]))
+    with pytest.raises(StoreError, match=r"documents\.bin has documents at the tokens \[0, 1099511627776\]"):
+        opened.document(0)
+    with pytest.raises(StoreError, match=r"documents\.bin"):
+        opened.document(1)
+    documents.write_bytes(b"")
+    with pytest.raises(StoreError, match=r"documents\.bin, .* has 0 bytes, and had 24 when"):
+        opened.starts_within(0, 7)

@@ -14,10 +14,10 @@ import torch
 
 from ...errors import CheckpointError
 from ..dtypes import NAMES
-from ..index import Index, Piece, Stored, in_order
+from ..index import Index, Piece, Stored, counts, in_order
 from . import archives, known, pickles
 from .described import Described, add_optimizer, by_settings, index_of
-from .known import Strided, counts, text, told
+from .known import Strided, text, told
 from .records import Record
 from .runs import place
 from .sources import Sources

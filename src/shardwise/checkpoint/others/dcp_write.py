@@ -89,9 +89,11 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
     for name, saved in tensors.items():
         for key, item in saved.state.items():
             yield ("optimizer", "state", name, key), _state_value(key, item)
+    members: dict[int | None, list[str]] = {}
+    for name, saved in tensors.items():
+        members.setdefault(saved.group, []).append(name)
     for number, settings in enumerate(_groups(optimizer)):
-        members = [name for name, saved in tensors.items() if saved.group == number]
-        for key, value in {**settings, "params": members}.items():
+        for key, value in {**settings, "params": members.get(number, [])}.items():
             yield ("optimizer", "param_groups", number, key), value
 
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..index import Index, Plain, Stored
+from ...regular_file import read_regular
+from ..index import Index, Plain, Stored, counts
 from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
-from .known import Strided, counts, text, told
+from .known import Strided, text, told
 from .partitions import gathered, spans_of_group, spans_of_parameters
 from .records import Record
 from .sources import Sources
 
 LATEST = "latest"
 _MOST = 1 << 20
+_MOST_TAG_BYTES = 4096
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert_.*_states\.pt")
 
@@ -31,8 +33,7 @@ def folder_of(path: Path) -> Path | None:
         return path
     if not (path / LATEST).is_file():
         return None
-    with (path / LATEST).open("rb") as file:
-        tag = file.read(256).decode(errors="replace").strip()
+    tag = read_regular(path / LATEST, _MOST_TAG_BYTES).decode(errors="replace").strip()
     if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
         raise CheckpointError(f"{path / LATEST} names {tag!r}, which is no folder beside it")
     if not (path / tag).is_dir():

@@ -4,16 +4,17 @@ A model in one file or in several with an index, or a PEFT adapter; and what Acc
 gathered on one rank, with the optimizer beside it.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...json_file import parse
 from ..index import Index, Stored
 from ..index_json import in_words
 from ..tensors import read_header
 from . import archives
 from .described import Described, Groups, add_model, add_optimizer, index_of
+from .known import text
 from .sources import Sources
 
 # In this order, because a folder may hold several.
@@ -93,8 +94,8 @@ def _add_shards(found: Described, name: str) -> None:
     source = found.sources.source(name)
     if source.num_bytes > _MAX_INDEX_BYTES:
         raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {_MAX_INDEX_BYTES}")
-    shards: dict[str, Any] = json.loads(source.read(0, source.num_bytes))["weight_map"]
-    for shard in sorted({str(shard) for shard in shards.values()}):
+    shards: dict[str, Any] = parse(source.read(0, source.num_bytes))["weight_map"]
+    for shard in sorted({text(shard) for shard in shards.values()}):
         _add(found, shard)
     if missing := sorted(set(shards) - set(found.tensors)):
         raise CheckpointError(f"{source.path} names {missing[0]!r}, which is not in its file")

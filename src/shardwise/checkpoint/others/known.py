@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ..index import counts
 from .records import Maker, Record, require_key
 
-_MAX_DIMS = 64
 _MAX_NAME = 4096
 
 
@@ -52,16 +52,6 @@ def find(module: str, name: str) -> Any:
             f"a pickle names {full[:200]}, which is neither a tensor nor a plain container: it is not loaded"
         )
     return _KNOWN[full]
-
-
-def counts(values: Any, at_most: int = _MAX_DIMS) -> tuple[int, ...]:
-    """A shape, or other numbers of things."""
-    if type(values) not in (tuple, list) or len(values) > at_most:
-        raise ValueError(f"no list of at most {at_most} numbers")
-    for value in values:
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{value} where a number of things is expected" if type(value) is int else "no number")
-    return tuple(values)
 
 
 def text(value: Any) -> str:

@@ -17,19 +17,23 @@ from .records import Maker, Record, require_key
 MAX_PICKLE_BYTES = 512 << 20
 # Whole numbers are sizes and counts; a longer one is nobody's.
 _MAX_INT_BYTES = 16
+# A container is one byte of a pickle and sixty of memory: there may be this many, and one more for every six bytes:
+# the densest that torch writes, places of parts, has one in nine.
+_MANY_CONTAINERS = 1_000_000
 
 Find = Callable[[str, str], Any]
 
 
 class _Machine:
-    __slots__ = ("data", "find", "is_done", "marks", "memo", "position", "stack", "storage")
+    __slots__ = ("data", "find", "is_done", "marks", "memo", "num_left", "position", "stack", "storage")
 
     def __init__(self, data: bytes, find: Find, storage: Callable[[Any], Any]) -> None:
         self.data, self.position = data, 0
         self.find, self.storage = find, storage
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.num_left = _MANY_CONTAINERS + len(data) // 6
         self.is_done = False
 
     def take(self, num_bytes: int) -> bytes:
@@ -55,6 +59,12 @@ class _Machine:
         items = self.stack[len(self.stack) - num :]
         del self.stack[len(self.stack) - num :]
         return items
+
+    def count(self) -> None:
+        """One more container."""
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise ValueError(f"it makes a container of every few of its {len(self.data)} bytes")
 
     def since_mark(self) -> list[Any]:
         return self.pop(max(0, len(self.stack) - self.marks.pop()))
@@ -89,6 +99,7 @@ def _make(machine: _Machine) -> None:
         raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
     if type(args) is not tuple:
         raise ValueError(f"{maker.name} of a {type(args).__name__}")
+    machine.count()
     machine.stack.append(maker.make(*args))
 
 
@@ -143,7 +154,10 @@ def _add(machine: _Machine, items: list[Any]) -> None:
 
 
 def _put(machine: _Machine, key: int) -> None:
-    machine.memo[key] = machine.stack[-1]
+    """Every pickle numbers what it remembers from 0 on."""
+    if key > len(machine.memo):
+        raise ValueError(f"it remembers value {key} after {len(machine.memo)} others")
+    machine.memo[key : key + 1] = [machine.stack[-1]]
 
 
 def _require_protocol(machine: _Machine) -> None:
@@ -157,6 +171,14 @@ def _stop(machine: _Machine) -> None:
 
 def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     def word(machine: _Machine) -> None:
+        machine.stack.append(make(machine))
+
+    return word
+
+
+def _push_container(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    def word(machine: _Machine) -> None:
+        machine.count()
         machine.stack.append(make(machine))
 
     return word
@@ -188,19 +210,19 @@ _WORDS: dict[int, Callable[[_Machine], object]] = {
     0x96: _push(lambda m: m.take(m.number(8))),
     # containers
     ord(")"): _push(lambda m: ()),
-    0x85: _push(lambda m: tuple(m.pop(1))),
-    0x86: _push(lambda m: tuple(m.pop(2))),
-    0x87: _push(lambda m: tuple(m.pop(3))),
-    ord("t"): _push(lambda m: tuple(m.since_mark())),
-    ord("]"): _push(lambda m: []),
+    0x85: _push_container(lambda m: tuple(m.pop(1))),
+    0x86: _push_container(lambda m: tuple(m.pop(2))),
+    0x87: _push_container(lambda m: tuple(m.pop(3))),
+    ord("t"): _push_container(lambda m: tuple(m.since_mark())),
+    ord("]"): _push_container(lambda m: []),
     ord("a"): lambda m: _extend(m, m.pop(1)),
     ord("e"): lambda m: _extend(m, m.since_mark()),
-    ord("}"): _push(lambda m: {}),
+    ord("}"): _push_container(lambda m: {}),
     ord("s"): lambda m: _set_items(m, m.pop(2)),
     ord("u"): lambda m: _set_items(m, m.since_mark()),
-    0x8F: _push(lambda m: set()),
+    0x8F: _push_container(lambda m: set()),
     0x90: lambda m: _add(m, m.since_mark()),
-    0x91: _push(lambda m: frozenset(require_key(item) for item in m.since_mark())),
+    0x91: _push_container(lambda m: frozenset(require_key(item) for item in m.since_mark())),
     # what was said before
     ord("q"): lambda m: _put(m, m.number(1)),
     ord("r"): lambda m: _put(m, m.number(4)),

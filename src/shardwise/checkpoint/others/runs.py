@@ -13,8 +13,8 @@ from ..dtypes import DTYPES, NAMES
 from ..index import Piece, Stored
 from .known import Strided
 
-# Of one checkpoint: about a gigabyte of memory, and hours of a disk's time.
-MAX_RUNS = 8 << 20
+# Of one checkpoint: 200 MB of memory, and minutes.
+MAX_RUNS = 1 << 20
 
 
 @dataclass(slots=True)

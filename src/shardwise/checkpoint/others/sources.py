@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 
 from ...errors import CheckpointError
+from ...regular_file import open_regular
 from ..index import File, Stored
 
 _MAX_OPEN = 64
@@ -19,7 +20,7 @@ class Source:
     def __init__(self, path: Path, number: int = 0) -> None:
         self.path, self.number = path, number
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
             self.num_bytes = os.fstat(self._file).st_size
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error

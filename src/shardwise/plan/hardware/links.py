@@ -201,7 +201,7 @@ _KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies"
 
 
 def _quantity(text: str, key: str, value: str, units: dict[str, float]) -> float:
-    found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", value)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", value)
     if found is None or found[2] not in units:
         raise _refused(text, f"{key}={value!r} is not a number with a unit ({', '.join(units)})")
     return float(found[1]) * units[found[2]]

@@ -136,7 +136,7 @@ def link_of(text: str, latency_us: float, what: str) -> Link:
 
 
 def _quantity(text: str, what: str, units: dict[str, float], example: str) -> float:
-    found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*([a-z/]*)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z/]*)", text.strip(), re.IGNORECASE)
     unit = {name.lower(): factor for name, factor in units.items()}.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise ConfigurationError(f"{what}: {text!r} is no quantity; write {example}")

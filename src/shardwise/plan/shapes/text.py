@@ -87,7 +87,7 @@ def _number(text: str, key: str, value: str) -> int:
 
 
 def _num_params(text: str, value: str) -> int:
-    found = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([kmbt]?)", value.replace("_", ""))
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmbt]?)", value.replace("_", ""))
     num_params = float(found[1]) * _SCALES[found[2]] if found else 0
     if not 1 <= num_params < 1e18:
         raise _refused(text, f"params={value}, but it must be a number like 7.5e9 or 7.5b")

@@ -38,7 +38,7 @@ from .sources import (
 from .store import Writer, adopt, dtype_for, is_store, open_store
 from .tokenizer import Tokenizer
 
-_FORMAT = 2  # of the store; another number makes other folders
+_FORMAT = 3  # of the store; another number makes other folders
 _NUM_NAMED = 10  # bad rows that are named; the rest are counted
 _BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0

@@ -5,8 +5,9 @@
     trained.bin    a byte for each token: whether it is trained on; missing where all are
     store.json     what is in it, and where the tokens are
 
-Written once, then mapped into memory: a reader holds no more than it is asked for, and the pages that several ranks
-read are the machine's, once. Numbers are in the machine's byte order, which is little-endian wherever torch runs.
+Written once, then read in places: a reader holds no more than it is asked for, and the pages that several ranks read
+are the machine's, once. A file that is changed meanwhile is told of by name. Numbers are in the machine's byte order,
+which is little-endian wherever torch runs.
 
 A store has a digest: of the bytes of its tokens, documents and mask, taken while they pass, and of nothing else. Stores
 of the same data have the same one, on whatever machine, in whatever folder and whenever they are made.
@@ -14,29 +15,98 @@ of the same data have the same one, on whatever machine, in whatever folder and 
 
 import hashlib
 import json
-import mmap
 import os
+import weakref
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
 import torch
 from torch import Tensor
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, StoreError
+from ...json_file import read_object
+from ...regular_file import open_regular
 
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
-_BLOCK = 2**22
+_NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
+_BLOCK, _NEAR = 2**22, 2**9
+_MAX_OPEN = 256  # token files; of a store with more, each is opened when it is read
+_FIX = "do not change data while it is trained on; bring the file back as it was, and go on from the last checkpoint"
 _ENOUGH = 64  # numbers to tell by
 
 
 def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+class _Numbers:
+    """Numbers in a file, read where they are asked for.
+
+    They are not mapped: where a mapped file is cut, whoever reads it is ended by SIGBUS, without a word.
+    """
+
+    def __init__(self, path: Path, code: Literal["H", "I", "q", "B"], stays_open: bool = True) -> None:
+        self.path = path
+        self._code: Literal["H", "I", "q", "B"] = code
+        self._itemsize = array(code).itemsize
+        file = open_regular(path)
+        self._num_bytes = os.fstat(file).st_size
+        self._file = file if stays_open else None
+        if stays_open:
+            weakref.finalize(self, os.close, file)
+        else:
+            os.close(file)
+        if self._num_bytes == 0:
+            raise ConfigurationError(f"{path}: is empty")
+        if self._num_bytes % self._itemsize:
+            raise ConfigurationError(
+                f"{path}: {self._num_bytes} bytes are not a whole number of "
+                f"{_NAMES[code]} of {self._itemsize} bytes; it is cut off, or token_dtype is wrong"
+            )
+
+    def __len__(self) -> int:
+        return self._num_bytes // self._itemsize
+
+    def __getitem__(self, index: int) -> int:
+        return array(self._code, self.read(index, 1))[0]
+
+    def read(self, first: int, count: int) -> bytearray:
+        """The bytes of `count` numbers from `first` on, which are there unless the file was changed."""
+        content = bytearray(count * self._itemsize)
+        try:
+            file = open_regular(self.path) if self._file is None else self._file
+            try:
+                num = _filled(file, memoryview(content), first * self._itemsize)
+                num_bytes = os.fstat(file).st_size
+            finally:
+                if self._file is None:
+                    os.close(file)
+        except OSError as error:
+            raise StoreError(f"{self.path}, which is trained on, cannot be read: {error.strerror or error}") from error
+        if num < len(content):
+            raise StoreError(
+                f"{self.path}, which is trained on, has {num_bytes} bytes, and had {self._num_bytes} when it was "
+                f"opened: {_FIX}"
+            )
+        return content
+
+
+def _filled(file: int, view: memoryview, offset: int) -> int:
+    """How many bytes there were."""
+    done = 0
+    while done < len(view):
+        num = os.preadv(file, [view[done:]], offset + done)
+        if num == 0:
+            break
+        done += num
+    return done
 
 
 class _Hashed:
@@ -73,6 +143,7 @@ class Writer:
         self._documents = _Hashed(folder / "documents.bin")
         self._trained: _Hashed | None = None
         self._start = 0
+        self._largest = 0
         self._last: tuple[int, bool] = (-1, True)
         self._documents.write(array("q", [0]))
 
@@ -94,6 +165,7 @@ class Writer:
         if self._trained is not None:
             self._trained.write((b"\1" if trained else b"\0") * len(ids))
         self.num_tokens += len(ids)
+        self._largest = max((self._largest, *ids))
         self._last = (ids[-1], trained)
 
     def end_document(self) -> None:
@@ -109,7 +181,8 @@ class Writer:
         for file in self._files():
             file.sync()
         digest = _digest(*(file.hexdigest() for file in self._files()))
-        _describe(self._folder, ["tokens.bin"], self._dtype, self.num_tokens, self.num_documents, digest, facts)
+        numbers = (self.num_tokens, self.num_documents, self._largest)
+        _describe(self._folder, ["tokens.bin"], self._dtype, *numbers, digest, facts)
 
     def _files(self) -> list[_Hashed]:
         return [self._tokens, self._documents, *([self._trained] if self._trained is not None else [])]
@@ -120,22 +193,23 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
 
     A document ends after each end token, and at the end of a file. `vocab_size` is the model's: ids are below it.
     """
-    num_tokens = num_documents = 0
+    num_tokens = num_documents = largest = 0
     hashed = hashlib.sha256()
     with closing(_Hashed(folder / "documents.bin")) as documents:
         documents.write(array("q", [0]))
         for path in files:
-            tokens = _mapped(path, dtype)
+            tokens = _Numbers(path, _CODES[dtype])
             last = end_id
             for first in range(0, len(tokens), _BLOCK):
-                stored = tokens[first : first + _BLOCK]
+                stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
                 hashed.update(stored)
-                block = _tensor(stored, dtype)
+                block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
                 if first == 0 and dtype == "uint16" and block.numel() >= _ENOUGH and not bool(block[1::2].any()):
                     raise ConfigurationError(
                         f"{path}: every second number is 0, as in uint32 read as uint16: set --token-dtype uint32"
                     )
-                if int(block.max()) >= vocab_size:
+                largest = max(largest, int(block.max()))
+                if largest >= vocab_size:
                     at = int((block >= vocab_size).nonzero()[0])
                     raise ConfigurationError(
                         f"{path}: token {first + at} is {int(block[at])}, but the model's ids are below {vocab_size}: "
@@ -152,7 +226,8 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
                 num_documents += 1
         documents.sync()
     digest = _digest(hashed.hexdigest(), documents.hexdigest())
-    _describe(folder, [str(path.resolve()) for path in files], dtype, num_tokens, num_documents, digest, facts)
+    names = [str(path.resolve()) for path in files]
+    _describe(folder, names, dtype, num_tokens, num_documents, largest, digest, facts)
 
 
 def _digest(*hashes: str) -> str:
@@ -166,10 +241,11 @@ def _describe(
     dtype: str,
     num_tokens: int,
     num_documents: int,
+    largest: int,
     digest: str,
     facts: dict[str, Any],
 ) -> None:
-    numbers = {"num_tokens": num_tokens, "num_documents": num_documents}
+    numbers = {"num_tokens": num_tokens, "num_documents": num_documents, "largest": largest}
     known = {"tokens": tokens, "dtype": dtype, **numbers, "digest": digest, **facts}
     with (folder / "store.json").open("wb") as file:
         file.write(json.dumps(known, indent=1).encode())
@@ -183,17 +259,18 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A store, mapped. `facts` are what its writer noted besides."""
+    """A store, open. `facts` are what its writer noted besides."""
 
     num_tokens: int
     num_documents: int
     digest: str  # of its content
     facts: dict[str, Any]
     _dtype: str = field(repr=False)
-    _parts: tuple[memoryview, ...] = field(repr=False)  # a token file each
+    _largest: int = field(repr=False)  # of its tokens
+    _parts: tuple[_Numbers, ...] = field(repr=False)  # a token file each
     _ends: tuple[int, ...] = field(repr=False)  # of each part, in tokens of the whole
-    _starts: memoryview = field(repr=False)  # of documents; one more, at the end
-    _trained: memoryview | None = field(repr=False)
+    _starts: _Numbers = field(repr=False)  # of documents; one more, at the end
+    _trained: _Numbers | None = field(repr=False)
 
     def tokens(self, first: int, count: int) -> Tensor:
         """`count` tokens from `first` on, int64."""
@@ -202,7 +279,14 @@ class Store:
         while count > 0:
             part = self._parts[index]
             at = first - (self._ends[index] - len(part))
-            found.append(_tensor(part[at : at + count], self._dtype))
+            content = part.read(at, min(count, len(part) - at))
+            found.append(torch.frombuffer(content, dtype=_DTYPES[self._dtype]).long())
+            if int(found[-1].max()) > self._largest:
+                wrong = int((found[-1] > self._largest).nonzero()[0])
+                raise StoreError(
+                    f"{part.path}, which is trained on, has {int(found[-1][wrong])} as its token {at + wrong}, and had "
+                    f"none above {self._largest} when it was looked through: {_FIX}"
+                )
             first += found[-1].numel()
             count -= found[-1].numel()
             index += 1
@@ -210,26 +294,44 @@ class Store:
 
     def trained(self, first: int, count: int) -> Tensor | None:
         """Whether each is trained on, bool; None: all are."""
-        if self._trained is None:
-            return None
-        return torch.frombuffer(bytearray(self._trained[first : first + count]), dtype=torch.bool)
+        return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
 
     def is_all_trained(self, first: int, count: int) -> bool:
         return self._trained is None or b"\0" not in bytes(self._trained[first : first + count])
 
     def document(self, index: int) -> tuple[int, int]:
         """Where it starts, and how many tokens it has, its end token included."""
-        return self._starts[index], self._starts[index + 1] - self._starts[index]
+        start, stop = array("q", self._starts.read(index, 2))
+        self._require_order([start, stop], -1, self.num_tokens + 1)
+        return start, stop - start
 
     def starts_within(self, first: int, count: int) -> list[int]:
         """Where documents start after `first` and before `first + count`."""
-        low = bisect_right(self._starts, first)
-        return self._starts[low : bisect_left(self._starts, first + count, low)].tolist()
+        low, high = 0, len(self._starts)
+        while high - low > _NEAR:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._starts[middle] <= first else (low, middle)
+        found: list[int] = []
+        for at in range(low, len(self._starts), _NEAR):
+            near = array("q", self._starts.read(at, min(_NEAR, len(self._starts) - at)))
+            found += near[bisect_right(near, first) : bisect_left(near, first + count)]
+            if near[-1] >= first + count:
+                break
+        self._require_order(found, first, first + count)
+        return found
 
     def document_lengths(self) -> Iterator[Tensor]:
         """Of all documents in order, in blocks that fit into memory."""
         for first in range(0, self.num_documents, _BLOCK):
-            yield torch.frombuffer(bytearray(self._starts[first : first + _BLOCK + 1]), dtype=torch.int64).diff()
+            count = min(_BLOCK, self.num_documents - first) + 1
+            yield torch.frombuffer(self._starts.read(first, count), dtype=torch.int64).diff()
+
+    def _require_order(self, starts: Sequence[int], above: int, below: int) -> None:
+        if not all(low < high for low, high in pairwise([above, *starts, below])):
+            raise StoreError(
+                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which are to rise from {above} "
+                f"to {below}: {_FIX}"
+            )
 
 
 def is_store(folder: Path) -> bool:
@@ -238,16 +340,17 @@ def is_store(folder: Path) -> bool:
 
 def open_store(folder: Path) -> Store:
     try:
-        facts = json.loads((folder / "store.json").read_text())
-        dtype, num_tokens, num_documents, digest = (
-            facts.pop(name) for name in ("dtype", "num_tokens", "num_documents", "digest")
+        facts = read_object(folder / "store.json", "store.json")
+        names: list[str] = facts.pop("tokens")
+        dtype, num_tokens, num_documents, largest, digest = (
+            facts.pop(name) for name in ("dtype", "num_tokens", "num_documents", "largest", "digest")
         )
-        parts = tuple(_mapped(folder / name, dtype) for name in facts.pop("tokens"))
-        starts = _map(folder / "documents.bin").cast("q")
-        trained = _map(folder / "trained.bin") if (folder / "trained.bin").exists() else None
+        parts = tuple(_Numbers(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
+        starts = _Numbers(folder / "documents.bin", "q")
+        trained = _Numbers(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{folder}: a damaged token store ({error}); delete the folder") from error
-    ends = tuple(sum(len(part) for part in parts[: index + 1]) for index in range(len(parts)))
+    ends = tuple(accumulate(len(part) for part in parts))
     seen = {
         "tokens": ends[-1],
         "documents": len(starts) - 1,
@@ -258,28 +361,4 @@ def open_store(folder: Path) -> Store:
             raise ConfigurationError(
                 f"{folder}: a damaged token store: {seen[name]} {name}, but {planned} were written; delete the folder"
             )
-    return Store(num_tokens, num_documents, digest, facts, dtype, parts, ends, starts, trained)
-
-
-def _mapped(path: Path, dtype: str) -> memoryview:
-    view = _map(path)
-    itemsize = _DTYPES[dtype].itemsize
-    if len(view) % itemsize:
-        raise ConfigurationError(
-            f"{path}: {len(view)} bytes are not a whole number of {dtype} tokens of {itemsize} bytes; "
-            "it is cut off, or token_dtype is wrong"
-        )
-    return view.cast(_CODES[dtype])
-
-
-def _map(path: Path) -> memoryview:
-    """Read-only, so that the kernel reserves no memory for it however large it is."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise ConfigurationError(f"{path}: is empty")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _tensor(view: memoryview, dtype: str) -> Tensor:
-    """A copy, int64: the mapping stays untouched by whoever writes into the tensor."""
-    return torch.frombuffer(bytearray(view), dtype=_DTYPES[dtype]).long()
+    return Store(num_tokens, num_documents, digest, facts, dtype, largest, parts, ends, starts, trained)

@@ -193,7 +193,10 @@ def _fetched(name: str, with_weights: bool) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, in order; refuses what is missing, or pickled."""
     if (folder / _INDEX).is_file():
-        names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
+        weight_map = read_json(folder / _INDEX).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} leads to no names of files")
+        names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise ConfigurationError(f"model {str(folder)!r}: {_INDEX} names {name!r}, which is not in the folder")

@@ -18,6 +18,7 @@ from ...checkpoint.load import load
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.write import NOTE
+from ...documents import read_text
 from ...engine.api import shard
 from ...engine.whole import load_full_state_dict
 from ...errors import ConfigurationError
@@ -91,7 +92,7 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
     if not is_in_run and "configuration" not in extra:
         return None
     try:
-        return settings_from_json(config.read_text() if is_in_run else json.dumps(extra["configuration"]))
+        return settings_from_json(read_text(config) if is_in_run else json.dumps(extra["configuration"]))
     except (AttributeError, TypeError, KeyError, ValueError, OSError) as error:
         where = config if is_in_run else f"the 'configuration' of {place}"
         raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
