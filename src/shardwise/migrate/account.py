@@ -17,8 +17,8 @@ from ..errors import did_you_mean
 Fate = Literal["used", "ignored", "refused"]
 
 AUTO = "auto"
-# What people write where a format has no comments.
-COMMENTS = ("_comment", "comment", "//")
+# How keys begin that people write where a format has no comments; no library has a key of its own that does.
+COMMENTS = ("_", "comment", "//", "#", "$schema")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LONGEST = 60  # of a value that is shown
 FEW = 12  # keys that are told to somebody who meant another one
@@ -214,7 +214,7 @@ class Block:
             is_told = path in self.account._fates or key in self._inner
             if is_told:
                 continue
-            if value is None and key in self._known:
+            if value is None:
                 self.account.settle(path, value, "ignored", "nothing is said")
                 continue
             if key.startswith(COMMENTS):

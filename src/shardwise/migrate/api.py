@@ -20,7 +20,7 @@ from .migrated import TITLES, Kind, Migrated
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 READERS = {
-    "deepspeed": read_deepspeed,
+    "deepspeed": lambda top, folder: read_deepspeed(top),
     "accelerate": read_accelerate,
     "hugging-face": read_hugging_face,
 }

@@ -108,7 +108,7 @@ class Settings:
     adam_beta2: float = setting(TRAINING, 0.95, "Decay of the second moment.", least=0, below=1)
     adam_epsilon: float = setting(TRAINING, 1e-8, "Added to the root of the second moment.", least=0)
     momentum: float = setting(TRAINING, 0.9, "Of sgd.", least=0)
-    max_grad_norm: float = setting(TRAINING, 1.0, "Gradients are scaled down to this norm; 0: never.", least=0)
+    max_grad_norm: float = setting(TRAINING, 1.0, "Clip gradients to this norm; 0: no clipping.", least=0)
     seed: int = setting(TRAINING, 0, "Of weights, order and dropout.", least=0, most=2**63 - 1)
     eval_steps: int = setting(TRAINING, 0, "Evaluate every so many steps; 0: at the end only.", least=0)
     skip_nonfinite: bool = setting(TRAINING, False, "Leave out steps whose gradient is not finite, and stop after 50 in a row; else the first stops the run. fp16 always does.")

@@ -113,8 +113,7 @@ def _words(top: Block) -> list[str]:
 
 def _fsdp_block(top: Block, folder: Path) -> Block:
     if isinstance(top.values.get("fsdp_config"), str):
-        found = named_file(top, "fsdp_config", folder)
-        return top.opened("fsdp_config", {}) if found is None else found[0]
+        return named_file(top, "fsdp_config", folder)
     return top.inner("fsdp_config")
 
 
@@ -126,18 +125,15 @@ def _groups(top: Block, asked: Fsdp | None) -> tuple[str | None, int | None]:
 
 
 def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) -> Read:
-    if isinstance(top.values["deepspeed"], dict):
-        block, where = top.inner("deepspeed"), folder
-    else:
-        found = named_file(top, "deepspeed", folder)
-        block, where = found or (top.opened("deepspeed", {}), folder)
+    is_inside = isinstance(top.values["deepspeed"], dict)
+    block = top.inner("deepspeed") if is_inside else named_file(top, "deepspeed", folder)
     if _says(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "nothing is said")
     _fsdp_block(top, folder).ignored_whole("deepspeed shards")
     top.ignored("fsdp_version", "deepspeed shards")
     _groups(top, None)
-    theirs, original = read_completed(block, where, word)
+    theirs, original = read_completed(block, word)
     _same(top, block, settings, theirs, word)
     return settings | theirs, original
 
