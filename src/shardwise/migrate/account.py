@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..documents import Tree
-from ..errors import did_you_mean
+from ..errors import did_you_mean, nearest
 
 Fate = Literal["used", "ignored", "refused"]
 
@@ -275,10 +275,10 @@ def _number(value: Tree) -> float | None:
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
-    told = did_you_mean(key, known)
-    if "? " in told:
-        return told.partition("? ")[0] + "?"
-    return told if len(known) <= FEW else "no key is called nearly so"
+    near = nearest(key, known)
+    if near is not None:
+        return f"did you mean {near!r}?"
+    return did_you_mean(key, known) if len(known) <= FEW else "no key is called nearly so"
 
 
 def shown(value: Tree) -> str:

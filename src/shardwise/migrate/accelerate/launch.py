@@ -48,7 +48,7 @@ def _ranks(top: Block, is_single: bool) -> dict[str, Any]:
 
 
 def _devices(top: Block, settings: dict[str, Any]) -> dict[str, Any]:
-    """`gpu_ids`: how many ranks there are, where nothing else says it. Ranks take the devices that they see in order."""
+    """`gpu_ids`, which says how many ranks there are where nothing else does."""
     ids = [word.strip() for word in top.text("gpu_ids", "all").split(",")]
     if ids[0].lower() in ("all", "none", ""):
         top.ignored("gpu_ids", "ranks take the devices that they see, in order")
