@@ -48,24 +48,34 @@ def new_accelerator(words: dict[str, Any] | None, **keywords: Any) -> Any:
     return (accelerate.Accelerator if words is None else Accelerator)(**keywords)
 
 
-def prepared(accelerator: Any, shuffle: bool = True) -> tuple[Any, ...]:
+def prepared(accelerator: Any, shuffle: bool = True, plain: Path | None = None) -> tuple[Any, ...]:
+    """`plain`: what Accelerate alone has saved, to go on with."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(96, 6, generator=generator)
     loader = DataLoader(TensorDataset(inputs, inputs.square().sum(1, keepdim=True)), batch_size=8, shuffle=shuffle)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    if plain is not None:
+        model.load_state_dict(load_file(plain / "model.safetensors"))
+        optimizer.load_state_dict(torch.load(plain / "optimizer.bin", weights_only=True))
+        scheduler.load_state_dict(torch.load(plain / "scheduler.bin", weights_only=True))
     return accelerator.prepare(loader, model, scheduler, optimizer)
 
 
 def loop(
-    words: dict[str, Any] | None, folder: Path, epochs: tuple[int, ...] = (0, 1), shuffle: bool = True, **keywords: Any
+    words: dict[str, Any] | None,
+    folder: Path,
+    epochs: tuple[int, ...] = (0, 1),
+    shuffle: bool = True,
+    plain: Path | None = None,
+    **keywords: Any,
 ) -> Any:
     """The script: losses, norms and learning rates of every step."""
     accelerator = new_accelerator(words, **keywords)
     torch.manual_seed(11)
-    loader, model, scheduler, optimizer = prepared(accelerator, shuffle)
-    if epochs[0]:
+    loader, model, scheduler, optimizer = prepared(accelerator, shuffle, plain)
+    if epochs[0] and plain is None:
         accelerator.load_state(str(folder / "state"))
     seen = []
     for epoch in epochs:
@@ -128,6 +138,16 @@ def test_its_state_goes_on_under_another_strategy(run_ranks: Pool, tmp_path: Pat
     expected = run_ranks(2, loop, {"strategy": "zero3"}, tmp_path, shuffle=False)[0]
     found = run_ranks(2, loop, {"strategy": "zero1"}, tmp_path, epochs=(1,), shuffle=False)[0]
     assert flat(found) == pytest.approx(flat(expected[-len(found) :]), abs=TOLERANCE, rel=TOLERANCE)
+
+
+def test_a_run_of_accelerate_alone_goes_on(run_ranks: Pool, tmp_path: Path) -> None:
+    expected = run_ranks(2, loop, None, tmp_path, shuffle=False)[0]
+    words = {"strategy": "zero3"}
+    found = run_ranks(2, loop, words, tmp_path, epochs=(1,), shuffle=False, plain=tmp_path / "state")[0]
+    assert flat(found) == pytest.approx(flat(expected[-len(found) :]), abs=TOLERANCE, rel=TOLERANCE)
+    for error in run_ranks.errors(2, loop, words, tmp_path, epochs=(1,)):
+        assert error is not None
+        assert "load_state_dict before prepare" in error
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from ..checkpoint.save import save
 from ..engine.api import accumulate
 from ..engine.guards import engine_of, find_engine
 from ..engine.whole import full_state_dict
-from ..errors import ConfigurationError, StateError
+from ..errors import CheckpointError, ConfigurationError, StateError
 from ..mesh import everyone, init
 from ..optim.sharded import ShardedOptimizer
 from .arguments import refuse_keywords, refuse_surroundings
@@ -208,7 +208,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         finally:
             hook.remove()
         for number, (model, optimizer) in enumerate(sharded):
-            load(_folder(places[0], number), model, optimizer)
+            folder = _folder(places[0], number)
+            if not any(folder.parent.glob(f"{folder.name}*")):  # one that was interrupted may have another name
+                raise CheckpointError(
+                    f"{places[0]} was saved without shardwise, there is no {folder.name} in it: load model.safetensors "
+                    "and optimizer.bin with load_state_dict before prepare, which shards both"
+                )
+            load(folder, model, optimizer)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, ShardedOptimizer | None]]]:
