@@ -97,7 +97,7 @@ def convert(
 
 def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
     from ..migrate.api import read
-    from ..migrate.write import needs_data, yaml_of
+    from ..migrate.write import yaml_of
 
     if target.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigurationError(f"{target}: a configuration is YAML; give a name that ends in .yaml")
@@ -111,5 +111,5 @@ def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
         raise ConfigurationError(f"{target} cannot be written: {error.strerror or error}") from error
     fates = [entry.fate for entry in migrated.entries]
     print(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")
-    if needs_data(migrated):
+    if "train_file" in migrated.settings:
         print(f"its data is not taken over: name yours as train_file in {target}, or with --train-file or --dataset")

@@ -7,13 +7,6 @@ from ..config import as_yaml
 from .account import printable
 from .migrated import TITLES, Migrated
 
-YOUR_DATA = "YOUR-DATA.jsonl"
-
-
-def needs_data(migrated: Migrated) -> bool:
-    """It says which model is trained, and its data is said where we do not read it."""
-    return "model" in migrated.settings and "dataset" not in migrated.settings
-
 
 def yaml_of(migrated: Migrated) -> str:
     """With what became of the keys that have no setting here, so that nothing is lost on the way."""
@@ -24,9 +17,6 @@ def _lines(migrated: Migrated) -> Iterator[str]:
     yield f"# From {printable(migrated.source)} ({TITLES[migrated.kind]}), by shardwise convert; for shardwise train."
     for name, value in migrated.settings.items():
         yield f"{name}: {as_yaml(value)}"
-    if needs_data(migrated):
-        yield "# The data is not taken over: name yours, here or with --train-file or --dataset."
-        yield f"train_file: {YOUR_DATA}"
     ignored = [entry for entry in migrated.entries if entry.fate == "ignored"]
     if ignored:
         yield ""
