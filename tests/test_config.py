@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwise.config import FIELDS, Resolved, explain, resolve, schema
 from shardwise.errors import ConfigurationError
 from shardwise.layout import PRESETS as STRATEGIES
-from shardwise.train.settings import Lora, Settings, settings_from_json
+from shardwise.train.settings import Lora, Settings, interval_of, settings_from_json
 from shardwise.train.shapes import PRESETS
 
 
@@ -96,6 +96,26 @@ def test_a_preset_gives_way_to_what_means_the_same() -> None:
     assert said("per_device_train_batch_size=4").settings.global_batch_size == 16
     both = said("per_device_train_batch_size=4", "gradient_accumulation_steps=3").settings
     assert both.global_batch_size is None
+
+
+@pytest.mark.parametrize(
+    ("in_a_file", "word", "flags", "settings"),
+    [
+        ("num_train_epochs: 3", "max_steps=5", {}, {"max_steps": 5, "num_train_epochs": None}),
+        ("num_train_epochs: 3", "seed=1", {"max_steps": "5"}, {"max_steps": 5, "num_train_epochs": None}),
+        ("max_steps: 3", "num_train_epochs=2", {}, {"max_steps": None, "num_train_epochs": 2.0}),
+        ("max_steps: 3", "num_train_epochs=null", {}, {"max_steps": 3}),
+        ("dataset: some/rows", "seed=1", {"train_file": ["a.txt"]}, {"dataset": None, "train_file": ("a.txt",)}),
+        ("train_file: a.txt", "dataset=some/rows", {}, {"dataset": "some/rows", "train_file": ()}),
+    ],
+)
+def test_a_stronger_source_may_say_it_in_another_way(
+    tmp_path: Path, in_a_file: str, word: str, flags: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    resolved = said(in_file(tmp_path, in_a_file), word, flags=flags, environment={"SHARDWISE_NUM_TRAIN_EPOCHS": "9"})
+    assert {key: getattr(resolved.settings, key) for key in settings} == settings
+    with pytest.raises(ConfigurationError, match="both say when to stop"):
+        said("max_steps=5", flags={"num_train_epochs": "2"})
 
 
 def test_nothing_can_be_said() -> None:
@@ -207,6 +227,14 @@ def test_values_of_programs_are_taken_as_they_are() -> None:
     assert (settings.max_steps, settings.compile, settings.export, settings.train_file) == (3, True, False, ("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("steps", "num_steps", "interval"),
+    [(1 / 3, 99, 33), (0.1, 30, 3), (0.5, 7, 4), (10, 100, 10), (1, 5, 1), (0, 50, 0), (1e-4, 50, 1)],
+)
+def test_an_interval_below_one_is_a_part_of_all_steps(steps: float, num_steps: int, interval: int) -> None:
+    assert interval_of(Settings(save_steps=steps).save_steps, num_steps) == interval
+
+
 def test_a_services_variables_are_not_ours() -> None:
     of_kubernetes = [
         "SHARDWISE_SERVICE_HOST",
@@ -276,6 +304,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("nnodes: 4:2", "nnodes: '4:2' is no number of machines"),
         ("decay_steps: 5", "decay_steps 5 belongs to lr_scheduler_type wsd, but that is cosine (file {file} line 1)"),
         ("max_steps: 5\nnum_train_epochs: 2", "leave one out (max_steps: file {file} line 1, num_train_epochs: file "),
+        ("save_steps: 2.5", "save_steps: 2.5 is no number of steps; below 1 it is a part of all of them (file {file}"),
         ("train_file: a\ndataset: b", "train_file a and dataset b: the data comes from one of them"),
         # What is not a file of settings.
         ("- seed", "file {file} holds no mapping of keys to values; write key: value"),

@@ -9,7 +9,6 @@ Whatever is wrong is one `ConfigurationError` that says where it was said. pydan
 only once something is resolved.
 """
 
-import difflib
 import json
 import re
 import tomllib
@@ -21,7 +20,7 @@ from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
-from .errors import ConfigurationError, did_you_mean
+from .errors import ConfigurationError, did_you_mean, nearest
 from .train.offload import check_strategy, without_unused_folder
 from .train.settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
 from .train.shapes import PRESETS, SHAPE_KEYS, TransformerShape
@@ -49,6 +48,8 @@ RIVALS = {
     "max_steps": ("num_train_epochs",),
     "global_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
+# Settings that say one thing in two ways. What one source says of it, a stronger one replaces, in either way.
+EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
 # Kubernetes tells every container about every service of its namespace, and one may be called like us.
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Mappings in lists are as deep as a setting goes.
@@ -89,7 +90,7 @@ def resolve(
     foreign = [
         Said(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
     ]
-    said = [*own, *foreign, *text, *_from_environment(environment)]
+    said = _strongest([*own, *foreign, *text, *_from_environment(environment)])
     values, origins = _merged(said)
     values, origins = _merged([*said, *_from_preset(values)])
     goes_on = file is not None and not any(entry.key == "offload" for entry in (*own, *foreign))
@@ -251,8 +252,8 @@ def _said(name: str, value: Any, origin: str) -> Said:
     head, dot, part = name.partition(".")
     key = head.replace("-", "_")
     if key not in FIELDS:
-        near = difflib.get_close_matches(key, FIELDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`shardwise train --help` lists them all"
+        near = nearest(key, FIELDS)
+        hint = f"did you mean {near!r}?" if near else "`shardwise train --help` lists them all"
         raise ConfigurationError(f"unknown key {name!r} ({origin}); {hint}")
     if dot and key not in PARTS:
         raise ConfigurationError(f"unknown key {name!r} ({origin}); {key} has no parts")
@@ -302,6 +303,25 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
 
 def _listed(text: str, separators: str) -> list[str]:
     return [word.strip() for word in re.split(f"[{separators}]", text) if word.strip()]
+
+
+def _strongest(said: list[Said]) -> list[Said]:
+    """Without what a stronger source says in another way; who says both at once is refused later."""
+    for pair in EITHER:
+        first = next((entry for entry in said if entry.key in pair and entry.value), None)
+        if first is not None:
+            said = [
+                entry
+                for entry in said
+                if entry.key not in pair or entry.key == first.key or _source(entry) == _source(first)
+            ]
+    return said
+
+
+def _source(entry: Said) -> str:
+    """The command line (flags and overrides), a file, the environment, or a program's name."""
+    kind = entry.origin.partition(" ")[0]
+    return "command line" if kind in ("flag", "override") else kind
 
 
 def _merged(said: Iterable[Said]) -> tuple[dict[str, Any], dict[str, list[str]]]:

@@ -85,9 +85,16 @@ class SaveError(CheckpointError):
     exit_code = 1
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that this one is a misspelling of. A short word may have one letter wrong; longer ones share most
+    of their letters: `temperature` is no misspelling of `template`."""
+    alike = 0.6 if 3 <= len(word) <= 5 else 0.76
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=alike)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known words, with the nearest one first in the sentence when there is one."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(word, names)
+    hint = "" if near is None else f"did you mean {near!r}? "
     return f"{hint}known: {', '.join(names)}"

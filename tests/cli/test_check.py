@@ -178,6 +178,46 @@ def test_what_a_launcher_says(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> No
     assert "# the environment of accelerate launch" in seen
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "owner"),
+    [
+        ("it.yml", "base_model: some/model\nlearning_rate: 1e-4\nbf16: auto\n", "Axolotl"),
+        ("it.yaml", "model_name_or_path: some/model\nfinetuning_type: lora\n", "LLaMA-Factory"),
+        ("it.yaml", "output_dir: out\nlearning_rate: 1e-4\nbf16: true\nwarmup_ratio: 0.1\n", "Hugging Face"),
+        ("it.json", '{"bf16": {"enabled": true}, "optimizer": {"type": "Adam"}}', "DeepSpeed"),
+        ("it.yaml", "distributed_type: NO\nnum_processes: 1\n", "Accelerate"),
+    ],
+)
+def test_a_file_of_another_library_is_to_be_converted(
+    ask: Asker, tmp_path: Path, name: str, text: str, owner: str
+) -> None:
+    path, made = tmp_path / name, tmp_path / "run.yaml"
+    path.write_text(text)
+    seen = ask("train", path, "--max-steps", "5")
+    assert seen.code == 2
+    assert f"is a configuration of {owner} (" in seen.err
+    assert f"`shardwise convert {path} -o run.yaml` first" in seen.err
+    assert ask("convert", path, "-o", made).code == 0
+    settings = yaml.safe_load(ask("train", made, "--max-steps", "5", "--show-config").out)
+    assert (settings["max_steps"], settings["num_train_epochs"]) == (5, None)
+
+
+def test_a_misspelt_file_of_ours_stays_ours(ask: Asker, tmp_path: Path) -> None:
+    path = tmp_path / "it.yaml"
+    path.write_text("output_dir: out\nlearning_rate: 1e-4\nmax_stps: 5\n")
+    assert "did you mean 'max_steps'?" in ask("train", path).err
+
+
+def test_data_that_is_not_taken_over_has_to_be_named(ask: Asker, tmp_path: Path) -> None:
+    """Nobody trains on Python's manual in place of what the file says."""
+    path, made = tmp_path / "it.yml", tmp_path / "run.yaml"
+    path.write_text("base_model: some/model\ndatasets:\n- path: some/rows\n")
+    assert f"name yours as train_file in {made}" in ask("convert", path, "-o", made).out
+    assert yaml.safe_load(made.read_text())["train_file"] == ["YOUR-DATA.jsonl"]
+    settings = yaml.safe_load(ask("train", made, "--dataset", "some/rows", "--show-config").out)
+    assert (settings["dataset"], settings["train_file"]) == ("some/rows", [])
+
+
 def test_a_file_of_another_library_is_told_so(ask: Asker) -> None:
     seen = ask("train", "--deepspeed", EXAMPLES / "fsdp.yaml")
     assert seen.code == 2

@@ -375,6 +375,10 @@ def refusals(strategy: str) -> list[str]:
     note(sw.StateError, give_to_frozen, grads=True, write=True)
     note(sw.ConfigurationError, lambda: optimizer.clip_grad_norm(1.0, norm_type=0))
     note(sw.ConfigurationError, lambda: sw.grad_norms(model, -1.0))
+    for limit in (0.0, -1.0, math.nan):
+        note(sw.ConfigurationError, partial(optimizer.clip_grad_norm, limit))
+        note(sw.ConfigurationError, partial(optimizer.clip_grad_value, limit))
+    assert float(optimizer.clip_grad_norm(math.inf)) > 0, "nothing was set to 0 on the way"
     optimizer.step()
     return said
 
@@ -382,6 +386,7 @@ def refusals(strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_what_cannot_be_done_to_gradients_is_refused(run_ranks: Pool, strategy: str) -> None:
     expected = ["write=True", "write=True", "grads=True", "grads=True", "frozen", "positive", "positive"]
+    expected += ["it must be above 0"] * 6
     for rank in run_ranks(2, refusals, strategy):
         for words, sentence in zip(expected, rank, strict=True):
             assert words in sentence

@@ -48,7 +48,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
             "max_grad_norm": 0.0, "optimizer": "adamw", "learning_rate": 3e-4, "adam_beta1": 0.9, "adam_beta2": 0.98,
             "adam_epsilon": 1e-8, "weight_decay": 0.0, "logging_steps": 25,
         },
-        {"fp16.auto_cast"},
+        set(),
     ),
     "examples_lamb_sparse_attention": (
         {

@@ -106,8 +106,8 @@ def test_no_kind_no_configuration() -> None:
 
 
 def test_a_refusal_names_every_key_in_one_sentence() -> None:
-    with pytest.raises(ConfigurationError, match=r"gpu_ids 0,1: CUDA_VISIBLE_DEVICES.*; fsdp_config.fsdp_offlod"):
-        api.from_accelerate({"distributed_type": "FSDP", "gpu_ids": "0,1", "fsdp_config": {"fsdp_offlod_params": True}})
+    with pytest.raises(ConfigurationError, match=r"gpu_ids 2,3: .*CUDA_VISIBLE_DEVICES=2,3.*; fsdp_config.fsdp_offlod"):
+        api.from_accelerate({"distributed_type": "FSDP", "gpu_ids": "2,3", "fsdp_config": {"fsdp_offlod_params": True}})
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,27 @@ def test_refused(keys: dict[str, Any], refused: str, text: str) -> None:
     assert_all_told({"distributed_type": "FSDP", **keys}, migrated)
 
 
-def test_one_process_is_one_process() -> None:
-    migrated = api.read({"distributed_type": "NO", "num_processes": 4}, "accelerate")
-    assert fate(migrated, "num_processes") == (
-        "refused",
-        "distributed_type NO is one process; write MULTI_GPU for more",
-    )
+@pytest.mark.parametrize("keys", [{"num_processes": 8}, {"gpu_ids": "0"}, {}])
+def test_one_process_is_one_process(keys: dict[str, Any]) -> None:
+    """TRL's own single_gpu.yaml has eight, of which `accelerate launch` starts one."""
+    migrated = api.read({"distributed_type": "NO", **keys}, "accelerate")
+    assert not migrated.refused
+    assert migrated.settings["nproc_per_node"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_ranks"),
+    [
+        ({"gpu_ids": 0}, 1),
+        ({"gpu_ids": "0, 1"}, 2),
+        ({"gpu_ids": "all"}, None),
+        ({"gpu_ids": "0,1", "num_processes": 1}, 1),
+    ],
+)
+def test_devices_in_order_are_those_that_ranks_take(keys: dict[str, Any], num_ranks: int | None) -> None:
+    migrated = read(**keys)
+    assert not migrated.refused
+    assert migrated.settings.get("nproc_per_node") == num_ranks
 
 
 def test_blocks_of_other_kinds_are_not_read() -> None:
@@ -163,11 +178,39 @@ def test_a_file_of_deepspeed_and_mixed_precision_may_not_differ(tmp_path: Path, 
     assert refused == {"deepspeed_config.zero_stage"} | ({"mixed_precision"} if named == "no" else set())
 
 
-def test_a_file_that_is_not_there_is_refused() -> None:
-    migrated = api.read(
-        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}}, "accelerate"
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no", "fp8", None])
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, precision: str | None) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: nowhere/ds.json\n"
+        + (f"mixed_precision: {precision}\n" if precision else "")
     )
-    assert fate(migrated, "deepspeed_config.deepspeed_config_file") == ("refused", "nowhere.json: no such file")
+    migrated = api.read(tmp_path / "a.yaml")
+    told, text = fate(migrated, "deepspeed_config.deepspeed_config_file")
+    assert told == "refused"
+    assert str(Path.cwd()) in text
+    assert str(tmp_path / "nowhere/ds.json") in text
+    assert {entry.key for entry in migrated.refused} - {"mixed_precision"} == {"deepspeed_config.deepspeed_config_file"}
+
+
+def test_a_file_is_looked_for_where_accelerate_does_and_then_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, working = tmp_path / "beside", tmp_path / "working"
+    for folder, stage in ((beside, 1), (working, 3)):
+        (folder / "configs").mkdir(parents=True)
+        (folder / "configs" / "ds.json").write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
+    (beside / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: configs/ds.json\n"
+    )
+    monkeypatch.chdir(working)
+    key = "deepspeed_config.deepspeed_config_file"
+    migrated = api.read(beside / "a.yaml")
+    assert migrated.strategy == "zero3"
+    assert fate(migrated, key) == ("used", "read from configs/ds.json, in the working directory: its keys follow")
+    (working / "configs" / "ds.json").unlink()
+    migrated = api.read(beside / "a.yaml")
+    assert migrated.strategy == "zero1"
+    assert f"{beside / 'configs/ds.json'}, next to the file" in fate(migrated, key)[1]
 
 
 def test_a_file_that_is_not_there_leaves_the_rest_undecided() -> None:

@@ -40,6 +40,13 @@ def test_what_nobody_asked_for_is_refused_with_the_nearest_name() -> None:
     assert fates(top)["other"][0] == "refused"
 
 
+def test_no_name_is_suggested_that_only_begins_alike() -> None:
+    top = block(temperature="1", lr="1e-4")
+    for key in ("template", "lora", *(f"other_{number}" for number in range(20))):
+        top.has(key)
+    assert {text for _, text in fates(top).values()} == {"nobody here knows it; no key is called nearly so"}
+
+
 @pytest.mark.parametrize(
     ("read", "value", "told"),
     [

@@ -123,6 +123,8 @@ def test_the_old_form_is_stage_one() -> None:
         ({"stage": 3, "offload_optimizer": {**HOST, "ratio": "0.25"}}, "zero3+optimizer=host:0.25+grads=host"),
         ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, "zero3+optimizer=host+grads=host+params=host"),
         ({"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "NONE"}}, "zero3"),
+        ({"stage": 2, "offload_param": HOST}, "zero2"),
+        ({"stage": 1, "offload_param": {"device": "nvme", "nvme_path": "/a"}}, "zero1"),
         ({"stage": 3, "zero_hpz_partition_size": 4}, "hpz"),
         ({"stage": 3, "zero_hpz_partition_size": 1}, "zero3"),
         ({"stage": 3, "mics_shard_size": 2, "offload_optimizer": HOST}, "hsdp+optimizer=host+grads=host"),
@@ -143,7 +145,6 @@ def test_strategies(written: dict[str, Any], strategy: str) -> None:
 @pytest.mark.parametrize(
     ("key", "written", "sentence"),
     [
-        ("offload_param.device", {"stage": 2, "offload_param": HOST}, "leave the device in stage 3 alone"),
         (
             "offload_param.device",
             {"stage": 3, "offload_param": HOST},
@@ -383,6 +384,10 @@ def test_parameters_of_nobody() -> None:
 def test_clipping_is_on_unless_it_is_turned_off() -> None:
     assert of().settings["max_grad_norm"] == 1.0
     assert of(gradient_clipping=0).settings["max_grad_norm"] == 0
+    assert "optimizer.clip_grad_norm(0.5)" in rows(of(gradient_clipping=0.5))["gradient_clipping"].text
+    off = rows(of(gradient_clipping=0.0))["gradient_clipping"].text
+    assert "clipping is off" in off
+    assert "clip_grad_norm(" not in off
     assert "max_grad_norm" not in of(gradient_clipping="auto").settings
 
 
@@ -470,3 +475,15 @@ def test_a_key_that_is_said_twice(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
     with pytest.raises(ConfigurationError, match="stage is said twice"):
         from_deepspeed(file)
+
+
+def test_what_asks_for_nothing_is_ignored() -> None:
+    found = of(
+        fp16={"enabled": False, "auto_cast": True}, nobody_knows_it=None, _description="for eight GPUs", _comment=["a"],
+        **{"//": "the batch follows", "$schema": "ds.json"}, zero_optimization={"stage": 2, "_note": {"by": "me"}},
+    )  # fmt: skip
+    assert not found.refused
+    assert rows(found)["fp16.auto_cast"].text == "fp16 is off"
+    assert rows(found)["_description"].text == "a comment"
+    assert rows(found)["nobody_knows_it"].text == "nothing is said"
+    assert "always cast here" in rows(of(fp16={"enabled": True, "auto_cast": True}))["fp16.auto_cast"].text

@@ -31,21 +31,21 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
             "lr_scheduler_type": "cosine", "min_lr_ratio": 0.0, "timeout": 7200.0, "save_steps": 100,
         },
         (),
-        (),
+        ("template", "max_samples"),
     ),
     "llama_factory_lora.yaml": (
         "ddp",
         {"precision": "fp16", "lora": lora(4, 8.0, "q_proj", "k_proj"), "eval_steps": 25, "eval_fraction": 0.1},
         (),
-        (),
+        ("template", "max_samples"),
     ),
-    "llama_factory_qlora.yaml": ("ddp", {}, (), ("quantization_bit", "lora_target")),
+    "llama_factory_qlora.yaml": ("ddp", {}, (), ("quantization_bit", "lora_target", "template")),
     "axolotl_full.yaml": (
         "ddp",
         {
-            "precision": "bf16", "seq_length": 2048, "packing": "packed", "optimizer": "adamw8bit",
+            "precision": "pure-bf16", "seq_length": 2048, "packing": "packed", "optimizer": "adamw8bit",
             "per_device_train_batch_size": 3, "gradient_checkpointing": "full", "weight_decay": 0.01,
-            "eval_fraction": 0.02, "warmup_steps": 30,
+            "eval_fraction": 0.02, "warmup_steps": 30, "eval_steps": 0.25, "save_steps": 0.5,
         },
         (),
         (),
@@ -62,17 +62,17 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
     "training_arguments.json": (
         "shard_grad_op",
         SUMS_IN_BF16 | {
-            "max_steps": 200, "warmup_steps": 0.05, "save_steps": 50, "min_lr_ratio": 0.2, "adam_beta2": 0.98,
+            "max_steps": 200, "warmup_steps": 0.05, "save_steps": 0.25, "min_lr_ratio": 0.2, "adam_beta2": 0.98,
             "lr_scheduler_type": "cosine", "seed": 7, "report_to": ("tensorboard",),
         },
         ("GPT2Block",),
-        (),
+        ("eval_strategy",),
     ),
     "trl_sft.yaml": (
         "ddp",
-        {"precision": "pure-bf16", "dataset": "some/chats", "lora": lora(32, 16.0, "q_proj", "v_proj")},
+        {"precision": "bf16", "dataset": "some/chats", "lora": lora(32, 16.0, "q_proj", "v_proj")},
         (),
-        ("push_to_hub",),
+        ("eos_token", "push_to_hub"),
     ),
 }  # fmt: skip
 FILES_OF_OTHERS = {"zero3_auto.json", "fsdp_keys.json"}
@@ -177,6 +177,20 @@ def test_a_config_without_fsdp_is_refused_as_the_trainer_would_not_read_it() -> 
         ),
         ({"optim": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}),
         ({"save_strategy": "no", "save_steps": 5}, {}),
+        ({"save_strategy": "epoch", "num_train_epochs": 10}, {"save_steps": 0.1}),
+        ({"save_strategy": "epoch", "num_train_epochs": 1, "output_dir": "o"}, {"num_train_epochs": 1.0}),
+        ({"eval_strategy": "epoch", "output_dir": "o"}, {"eval_steps": pytest.approx(1 / 3)}),
+        ({"save_steps": 0.1, "num_train_epochs": 2}, {"save_steps": 0.1}),
+        ({"num_epochs": 2, "saves_per_epoch": 2, "evals_per_epoch": 1}, {"save_steps": 0.25, "eval_steps": 0.5}),
+        ({"base_model": "m", "num_epochs": 1, "saves_per_epoch": 1, "save_strategy": "steps"}, {}),
+        ({"neat_packing": True}, {"packing": "packed", "isolate_documents": True}),
+        ({"use_tensorboard": True, "report_to": "wandb"}, {"report_to": ("tensorboard", "wandb")}),
+        ({"auto_resume_from_checkpoints": True}, {"resume_from_checkpoint": "auto"}),
+        ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.0}),
+        ({"model_revision": "main", "dataset_config": "default", "chat_template": "tokenizer_default"}, {}),
+        ({"special_tokens": {"pad_token": "<pad>"}, "tokens": [], "dataset_text_field": "text"}, {}),
+        ({"dtype": "bfloat16", "use_peft": True}, {"precision": "bf16"}),
+        ({"dtype": "auto", "bf16": True, "fsdp": True}, SUMS_IN_BF16),
         ({"report_to": "none"}, {"report_to": ()}),
         ({"resume_from_checkpoint": True}, {"resume_from_checkpoint": "latest"}),
         ({"use_cpu": True, "torch_compile": True}, {"device": "cpu", "compile": True}),
@@ -218,10 +232,35 @@ def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
         {"tensor_parallel_size": 2},
         {"torch_dtype": "float8"},
         {"deepspeed": "nowhere.json"},
+        {"dataset_config": "wiki"},
+        {"model_revision": "v1.0"},
+        {"chat_template": "llama3"},
+        {"template": "qwen"},
+        {"max_samples": 100},
+        {"eos_token": "<|im_end|>"},
+        {"special_tokens": {"eos_token": "<e>"}},
+        {"shuffle_merged_datasets": False},
+        {"dtype": "auto"},
     ],
 )
 def test_refused(keys: dict[str, Any]) -> None:
     assert set(refused(read(**keys))) == set(keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_steps": 100, "save_strategy": "epoch"},
+        {"max_steps": 100, "eval_strategy": "epoch"},
+        {"max_steps": 100, "saves_per_epoch": 2},
+        {"num_epochs": 3, "saves_per_epoch": 2, "save_steps": 10},
+        {"num_epochs": 3, "save_strategy": "epoch", "saves_per_epoch": 2},
+    ],
+)
+def test_epochs_that_are_not_known_or_said_twice(keys: dict[str, Any]) -> None:
+    migrated = read(output_dir="out", **keys)
+    assert len(migrated.refused) == 1
+    assert set(refused(migrated)) < set(keys)
 
 
 def test_deepspeed_and_the_trainer_say_the_same(tmp_path: Path) -> None:
@@ -261,12 +300,19 @@ def test_what_deepspeed_leaves_open_is_completed(
         ({"dtype": "bfloat16", "bf16": True, "fsdp": "full_shard"}, "bf16"),
         ({"dtype": "bfloat16", "bf16": True}, "pure-bf16"),
         ({"fsdp": "full_shard"}, "fp32"),
+        ({"base_model": "m", "bf16": True}, "pure-bf16"),
+        ({"base_model": "m", "bf16": "auto", "adapter": "lora"}, "bf16"),
+        ({"base_model": "m", "bf16": True, "fsdp_config": {"version": 2}}, "bf16"),
+        ({"dtype": "bfloat16", "bf16": True, "use_peft": True}, "bf16"),
     ],
 )
 def test_masters_are_there_where_the_trainer_has_them(keys: dict[str, Any], precision: str) -> None:
     migrated = read(**keys, output_dir="out")
     assert not migrated.refused
     assert migrated.settings["precision"] == precision
+    told = [entry.text for entry in migrated.entries if entry.key in ("bf16", "dtype", "pure_bf16")]
+    assert all(text.startswith(f"precision {precision}") for text in told)
+    assert all(("fp32 masters" in text) == (precision != "pure-bf16" or "nothing makes" in text) for text in told)
 
 
 def test_beside_deepspeed_a_format_is_said_there() -> None:

@@ -197,7 +197,9 @@ def test_saving_keeps_the_last_ones_only(run_ranks: Pool, tmp_path: Path) -> Non
 
 def test_evaluation_every_so_many_steps(run_ranks: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert train(run_ranks, 2, settings_for(folder, eval_steps=2, max_eval_samples=11)) == 0
+    settings = settings_for(folder, eval_steps=2, save_steps=1 / 3, max_eval_samples=11)  # a third of six steps
+    assert train(run_ranks, 2, settings) == 0
+    assert len(list((folder / "checkpoints").glob("step-*"))) == 3
     found = [row for row in rows(folder) if "eval_loss" in row]
     assert [row["step"] for row in found] == [2, 4, 6]
     assert all(row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"])) for row in found)

@@ -111,3 +111,5 @@ def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
         raise ConfigurationError(f"{target} cannot be written: {error.strerror or error}") from error
     fates = [entry.fate for entry in migrated.entries]
     say(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")
+    if "train_file" in migrated.settings:
+        say(f"its data is not taken over: name yours as train_file in {target}, or with --train-file or --dataset")

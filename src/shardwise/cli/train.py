@@ -10,13 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
 from ..train.settings import SHARDING, Settings
+
+if TYPE_CHECKING:
+    from ..config import Resolved
 
 INSTEAD = "Instead of training"
 FROM_OTHERS = {
@@ -108,7 +112,7 @@ def train(
 
         shardwise train examples/pretrain-1b.yaml --nnodes 4 --print-slurm
     """
-    from ..config import explain, files_in, resolve
+    from ..config import explain, files_in
     from ..config import schema as schema_of_settings
     from ..train.folder import config_to_go_on_with
 
@@ -116,10 +120,10 @@ def train(
         print(json.dumps(schema_of_settings(), indent=1))
         return
     others = _settings_of_others(deepspeed, accelerate_config)
-    resolved = resolve(words or [], flags, os.environ, others=others)
+    resolved = _resolved(words or [], flags, others)
     own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
     if own is not None:  # a run that goes on is what it was, but for what is said now
-        resolved = resolve(words or [], flags, os.environ, own, others)
+        resolved = _resolved(words or [], flags, others, own)
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
@@ -131,6 +135,24 @@ def train(
         from ..train.launch import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
+
+
+def _resolved(
+    words: list[str],
+    flags: Mapping[str, Any],
+    others: Mapping[str, Mapping[str, Any]],
+    file: tuple[str, str] | None = None,
+) -> "Resolved":
+    from ..config import FIELDS, files_in, resolve
+
+    try:
+        return resolve(words, flags, os.environ, file, others)
+    except ConfigurationError:
+        from ..migrate.api import refuse_as_ours
+
+        for name in files_in(words):
+            refuse_as_ours(Path(name), FIELDS)
+        raise
 
 
 def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:

@@ -22,7 +22,7 @@ _METHOD = "save_pretrained"
 
 def serve_save_pretrained(model: nn.Module) -> None:
     for module in model.modules():
-        if hasattr(type(module), _METHOD):
+        if getattr(type(module), _METHOD, None) is not None:
             module.__dict__[_METHOD] = partial(_save_pretrained, module)
 
 
@@ -71,7 +71,7 @@ def _write(self: Any, save_directory: Any, **words: Any) -> None:
 
 def _is_pretrained(model: nn.Module) -> bool:
     """Whether it is a `PreTrainedModel`. PEFT's wrappers have the attributes of what they wrap, but not the class's."""
-    return hasattr(type(model), "base_model_prefix")
+    return getattr(type(model), "base_model_prefix", None) is not None
 
 
 def _wanted(model: Any) -> Callable[[str], bool]:

@@ -208,7 +208,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             hook.remove()
         for number, (model, optimizer) in enumerate(sharded):
             own = _folder(places[0], number)
-            load(own if number or own.exists() else places[0], model, optimizer)
+            is_ours = any(own.parent.glob(f"{own.name}*"))  # one that was interrupted may have another name
+            load(own if number or is_ours else places[0], model, optimizer)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, ShardedOptimizer | None]]]:

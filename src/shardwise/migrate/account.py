@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..documents import Tree
-from ..errors import did_you_mean, printable
+from ..errors import did_you_mean, nearest, printable
 
 Fate = Literal["used", "ignored", "refused"]
 
 AUTO = "auto"
-# What people write where a format has no comments.
-COMMENTS = ("_comment", "comment", "//")
+# How keys begin that people write where a format has no comments; no library has a key of its own that does.
+COMMENTS = ("_", "comment", "//", "#", "$schema")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LONGEST = 60  # of a value that is shown
 FEW = 12  # keys that are told to somebody who meant another one
@@ -217,7 +217,7 @@ class Block:
             is_told = path in self.account._fates or key in self._inner
             if is_told:
                 continue
-            if value is None and key in self._known:
+            if value is None:
                 self.account.settle(path, value, "ignored", "nothing is said")
                 continue
             if key.startswith(COMMENTS):
@@ -288,10 +288,10 @@ def _number(value: Tree) -> float | None:
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
-    told = did_you_mean(key, known)
-    if "? " in told:
-        return told.partition("? ")[0] + "?"
-    return told if len(known) <= FEW else "no key is called nearly so"
+    near = nearest(key, known)
+    if near is not None:
+        return f"did you mean {near!r}?"
+    return did_you_mean(key, known) if len(known) <= FEW else "no key is called nearly so"
 
 
 def shown(value: Tree) -> str:

@@ -4,7 +4,7 @@ Whatever is wrong with it is one error that names every key that is refused.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .migrated import TITLES, Kind, Migrated
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 READERS = {
-    "deepspeed": read_deepspeed,
+    "deepspeed": lambda top, folder: read_deepspeed(top),
     "accelerate": read_accelerate,
     "hugging-face": read_hugging_face,
 }
@@ -37,12 +37,21 @@ TELLING: dict[Kind, set[str]] = {
     },
     "hugging-face": {
         "fsdp", "output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps",
-        "model_name_or_path", "base_model", "deepspeed", "micro_batch_size",
+        "model_name_or_path", "base_model", "deepspeed", "micro_batch_size", "num_epochs", "sequence_len", "cutoff_len",
+        "finetuning_type", "save_strategy", "eval_strategy", "warmup_ratio", "lr_scheduler_type", "optim", "bf16",
+        "fp16",
         # `fsdp_config` alone.
         "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_offload", "min_num_params",
         "state_dict_type", "backward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading",
     },
 }  # fmt: skip
+# Blocks of DeepSpeed's; in files of others they are single values.
+BLOCKS = {"fp16", "bf16", "optimizer", "scheduler"}
+# Programs that have a key of their own.
+PROGRAMS = {
+    "Axolotl": {"base_model", "sequence_len", "micro_batch_size", "num_epochs"},
+    "LLaMA-Factory": {"finetuning_type", "cutoff_len"},
+}
 
 
 def from_deepspeed(source: Source) -> Migrated:
@@ -72,7 +81,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
         raise ConfigurationError(f"{name} holds no mapping of keys to values")
     folder = Path() if isinstance(source, Mapping) else Path(name).parent
     chosen = kind or kind_of(tree, name)
-    if kind is not None and not TELLING[kind] & set(tree):
+    if kind is not None and not _telling(tree, kind):
         _refuse_another_kind(tree, name, kind)
     account = Account(name)
     settings, original = READERS[chosen](account.block("", tree), folder)
@@ -81,7 +90,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
     """By the keys at its top; who shares as many with another is asked to say it."""
-    shared = {kind: len(keys & set(tree)) for kind, keys in TELLING.items()}
+    shared = {kind: len(_telling(tree, kind)) for kind in TELLING}
     best = max(shared.values())
     found = [kind for kind, count in shared.items() if count == best]
     if best == 0 or len(found) > 1:
@@ -93,9 +102,36 @@ def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
     return found[0]
 
 
+def refuse_as_ours(path: Path, own: Collection[str]) -> None:
+    """If a file that was given as one of ours is another library's: it has keys that are that one's, and not ours."""
+    try:
+        tree = tree_of(path)
+    except ConfigurationError:
+        return
+    keys = {} if not isinstance(tree, dict) else {key: value for key, value in tree.items() if key not in own}
+    kind = max(TELLING, key=lambda each: len(_telling(keys, each)))
+    marks = [key for key in keys if key in _telling(keys, kind)]
+    if not marks:
+        return
+    owner = next(
+        (name for name, words in PROGRAMS.items() if kind == "hugging-face" and words & set(tree)), TITLES[kind]
+    )
+    also = {"deepspeed": "; or give it behind --deepspeed", "accelerate": "; or give it behind --accelerate-config"}
+    raise ConfigurationError(
+        f"{path} is a configuration of {owner} ({', '.join(marks[:3])}), not of shardwise: run "
+        f"`shardwise convert {path} -o run.yaml` first, and train with run.yaml{also.get(kind, '')}"
+    )
+
+
+def _telling(tree: Mapping[str, Tree], kind: Kind) -> set[str]:
+    """Keys of the tree that tell its kind."""
+    is_block = kind == "deepspeed"
+    return {key for key in TELLING[kind] & set(tree) if key not in BLOCKS or isinstance(tree[key], dict) == is_block}
+
+
 def _refuse_another_kind(tree: Mapping[str, Tree], name: str, asked: Kind) -> None:
-    found = max(TELLING, key=lambda kind: len(TELLING[kind] & set(tree)))
-    if found != asked and len(TELLING[found] & set(tree)) >= CLEARLY:
+    found = max(TELLING, key=lambda kind: len(_telling(tree, kind)))
+    if found != asked and len(_telling(tree, found)) >= CLEARLY:
         raise ConfigurationError(f"{name} is a configuration of {TITLES[found]}, and not of {TITLES[asked]}")
 
 

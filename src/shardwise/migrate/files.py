@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..documents import Tree, json_tree, read_text, yaml_tree
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, printable
 from .account import Block
 
 # Deeper than any of them goes.
@@ -20,20 +20,38 @@ def tree_of(path: Path) -> Tree:
     return json_tree(text, where)
 
 
-def named_file(block: Block, key: str, folder: Path) -> tuple[Block, Path] | None:
-    """The file that a key names, relative to the folder of the file that names it: its keys are told under the key."""
+def named_file(block: Block, key: str, folder: Path) -> Block:
+    """The file that a key names: its keys are told under the key. One that cannot be read is refused, and is empty.
+
+    Accelerate, the Trainer, LLaMA-Factory and Axolotl look in the working directory, so that is looked in first; then
+    in `folder`, where the file lies that names it.
+    """
     name = block.text(key)
     if not name:
         block.refused(key, "it names no file")
-        return None
+        return block.opened(key, {})
     try:
-        path = folder / Path(name).expanduser()
+        path, where = _place_of(Path(name).expanduser(), folder)
         tree = tree_of(path)
+        if not isinstance(tree, dict):
+            raise ConfigurationError(f"{path} holds no mapping of keys to values")
     except (ConfigurationError, OSError, ValueError, RuntimeError) as error:  # no home, a zero byte, a name too long
         block.refused(key, str(error))
-        return None
-    if not isinstance(tree, dict):
-        block.refused(key, "the file holds no mapping of keys to values")
-        return None
-    block.used(key, "read: its keys follow")
-    return block.opened(key, tree), path.parent
+        return block.opened(key, {})
+    block.used(key, f"read from {printable(str(path))}{where}: its keys follow")
+    return block.opened(key, tree)
+
+
+def _place_of(path: Path, folder: Path) -> tuple[Path, str]:
+    """Where it is, and which of the two places that is."""
+    if path.is_absolute():
+        return path, ""
+    beside = folder / path
+    if path.exists():
+        return path, ", in the working directory"
+    if beside.exists():
+        return beside, ", next to the file that names it"
+    both = f"in the working directory {Path.cwd()}"
+    if beside.resolve() != path.resolve():
+        both = f"neither {both} nor as {beside}, next to the file that names it"
+    raise ConfigurationError(f"{path}: no such file, {both}")

@@ -71,6 +71,16 @@ def require_norm_type(norm_type: float) -> float:
     return float(norm_type)
 
 
+def require_limit(name: str, limit: float) -> None:
+    """What gradients are clipped to. torch takes 0 and sets all gradients to 0; elsewhere 0 means that nothing is
+    clipped."""
+    if not float(limit) > 0:
+        raise ConfigurationError(
+            f"{name}={float(limit):g}: it must be above 0. To clip nothing, leave the call out; "
+            "clip_grad_norm(math.inf) only measures the norm"
+        )
+
+
 def _split_over(state: FlatState) -> Axes:
     """Axes behind the optimizer's depth hold equal copies, which must be counted once."""
     return state.flat.layout.chain[: state.flat.depth_of_master]

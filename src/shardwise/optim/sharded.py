@@ -20,7 +20,7 @@ from ..unit.carrier import Channels
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from ..wire.collectives import exchange
-from .clip import global_norm, require_norm_type
+from .clip import global_norm, require_limit, require_norm_type
 from .groups import UserState, as_list, names_of_joining, shard_groups
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
 from .probe import refuse_unless_elementwise
@@ -152,12 +152,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients down so that their norm is at most `max_norm`; returns the norm before.
+        """Scale all gradients down so that their norm is at most `max_norm` (above 0); returns the norm before.
 
         The norm is over all parameters and ranks, and the same on every rank. With `error_if_nonfinite` one that is
         not finite is an error on every rank, and the gradients stay as they are.
         """
         order = require_norm_type(norm_type)
+        require_limit("max_norm", max_norm)
         final = self._final_gradients("clip_grad_norm")
         norm = self._norm(order)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -169,9 +170,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Bring every element of the gradients into -clip_value ... clip_value, which is the same on every rank."""
+        """Bring every element of the gradients into -clip_value ... clip_value (above 0), the same on every rank."""
         final = self._final_gradients("clip_grad_value")
-        limit = abs(self._agreed("clip_grad_value", clip_value))
+        limit = self._agreed("clip_grad_value", clip_value)
+        require_limit("clip_value", limit)
         self._stepper.await_gradients()
         for state in final:
             if state.flat.host_updates:

@@ -24,7 +24,7 @@ from .models.headloss import loss_sum
 from .optimizers import set_learning_rate
 from .profile import Profile
 from .rounds import Agreed, Rounds
-from .settings import Settings
+from .settings import Settings, interval_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,10 @@ class Between:
     save: Callable[[int], None]
     show: Callable[[int], None]
 
-    def is_due(self, step: int, settings: Settings) -> tuple[bool, bool]:
-        return (
-            bool(settings.eval_steps) and step % settings.eval_steps == 0,
-            bool(settings.save_steps) and step % settings.save_steps == 0,
-        )
+    def is_due(self, step: int, job: Job) -> tuple[bool, bool]:
+        intervals = [interval_of(steps, job.num_steps) for steps in (job.settings.eval_steps, job.settings.save_steps)]
+        evaluates, saves = (bool(interval) and step % interval == 0 for interval in intervals)
+        return evaluates, saves
 
 
 def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int, profile: Profile) -> Ending:
@@ -92,7 +91,7 @@ def run_steps(job: Job, book: Book, rounds: Rounds, between: Between, first: int
         if handed_in is not None:
             book.note(handed_in.result(agreed.loss_sum))
             handed_in = None
-        evaluates, saves = between.is_due(step, job.settings) if step > first else (False, False)
+        evaluates, saves = between.is_due(step, job) if step > first else (False, False)
         if evaluates or saves or agreed.save or agreed.stop is not None or book.complaint:
             late = settle(queued, rounds, book)
             queued = None

@@ -95,7 +95,8 @@ def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Re
                 f"{path} says in its extra {wrong[0]!r}: {extra[wrong[0]]!r}, which is no place to go on"
             )
         rate = extra.get("learning_rate")
-        return Resumed(path, *(extra[key] for key in _OWN), learning_rate=rate if isinstance(rate, float) else None)
+        known = {**{key: extra[key] for key in _OWN}, "learning_rate": rate if isinstance(rate, float) else None}
+        return Resumed(path, **known)
     step = extra.get("step")
     step = step if type(step) is int and step >= 0 else 0
     say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")

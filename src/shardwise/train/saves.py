@@ -17,7 +17,7 @@ from ..engine.runtime import Engine
 from ..errors import ConfigurationError
 from ..wire.collectives import Channel, exchange
 from .figures import size
-from .settings import Settings
+from .settings import Settings, interval_of
 
 PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take
 # Of what is free on the host; the rest is the data's and the system's.
@@ -59,7 +59,7 @@ def checkpoint_bytes(engine: Engine, num_moments: float) -> int:
 
 def num_saves_of(settings: Settings, first_step: int, num_steps: int) -> int:
     """Checkpoints that a run still writes if nothing stops it; the end is always saved."""
-    every = settings.save_steps
+    every = interval_of(settings.save_steps, num_steps)
     return 1 if not every else -(-num_steps // every) - first_step // every
 
 

@@ -110,9 +110,9 @@ class Settings:
     adam_beta2: float = setting(TRAINING, 0.95, "Decay of the second moment.", least=0, below=1)
     adam_epsilon: float = setting(TRAINING, 1e-8, "Added to the root of the second moment.", least=0)
     momentum: float = setting(TRAINING, 0.9, "Of sgd.", least=0)
-    max_grad_norm: float = setting(TRAINING, 1.0, "Gradients are scaled down to this norm; 0: never.", least=0)
+    max_grad_norm: float = setting(TRAINING, 1.0, "Clip gradients to this norm; 0: no clipping.", least=0)
     seed: int = setting(TRAINING, 0, "Of weights, order and dropout.", least=0, most=2**63 - 1)
-    eval_steps: int = setting(TRAINING, 0, "Evaluate every so many steps; 0: at the end only.", least=0)
+    eval_steps: float = setting(TRAINING, 0, "Steps between two evaluations; below 1: a part of all steps; 0: at the end only.", least=0)
     skip_nonfinite: bool = setting(TRAINING, False, "Leave out steps whose gradient is not finite, and stop after 50 in a row; else the first stops the run. fp16 always does.")
     divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 when the loss is this many times its lowest mean, or is not a number; 0: go on.", least=0)
 
@@ -126,7 +126,7 @@ class Settings:
 
     output_dir: str | None = setting(RUN, None, "The run folder. Default: runs/MODEL-DATE-TIME.")
     resume_from_checkpoint: str | None = setting(RUN, None, "'latest', 'auto' (latest if there is one), or a checkpoint's folder; ranks and strategy may differ from those that saved it.")
-    save_steps: int = setting(RUN, 0, "Save every so many steps; 0: at the end only.", least=0)
+    save_steps: float = setting(RUN, 0, "Steps between two saves; below 1: a part of all steps; 0: at the end only.", least=0)
     async_save: bool = setting(RUN, False, "Save in the background: training waits for a copy on the host only.")
     save_total_limit: int | None = setting(RUN, None, "Keep only the last so many checkpoints.", least=1)
     logging_steps: int = setting(RUN, 10, "Steps between two lines.", least=1)
@@ -163,10 +163,12 @@ class Settings:
             )
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to go on")
-        if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ConfigurationError(
-                f"warmup_steps: {self.warmup_steps:g} is no number of steps; below 1 it is a part of all of them"
-            )
+        for name in ("warmup_steps", "eval_steps", "save_steps"):
+            steps = getattr(self, name)
+            if steps > 1 and steps != int(steps):
+                raise ConfigurationError(
+                    f"{name}: {steps:g} is no number of steps; below 1 it is a part of all of them"
+                )
         if self.decay_steps is not None and self.lr_scheduler_type != "wsd":
             raise ConfigurationError(
                 f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
@@ -200,6 +202,14 @@ def _refuse_outside(entry: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigurationError(f"{entry.name}: {value} must be at most {limits['most']:g}")
     if limits["below"] is not None and value >= limits["below"]:
         raise ConfigurationError(f"{entry.name}: {value} must be below {limits['below']:g}")
+
+
+def interval_of(steps: float, num_steps: int) -> int:
+    """Steps between two saves or evaluations (0: none), where below 1 it is a part of all steps.
+
+    A third of 99 steps is 33, whatever binary fractions make of it.
+    """
+    return math.ceil(round(steps * num_steps, 6)) if steps < 1 else int(steps)
 
 
 def num_nodes(text: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from .data.samples import unigram_entropy
 from .learning_rate import num_warmup_steps
 from .loop import Ending
 from .saves import expected_s
-from .settings import Settings
+from .settings import Settings, interval_of
 
 
 def start_of(run: Run) -> Start:
@@ -70,7 +70,7 @@ def start_of(run: Run) -> Start:
         disk_folder="" if host.disk is None else str(host.disk.folder),
         checkpoint_bytes=run.saves.num_bytes,
         expected_save_s=expected_s(run.folder, run.saves, engine),
-        save_steps=settings.save_steps,
+        save_steps=interval_of(settings.save_steps, job.num_steps),
         async_save=run.saves.in_background,
         why_not_async=run.saves.why_not,
         first_step=run.first_step,

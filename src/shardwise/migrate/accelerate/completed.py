@@ -3,7 +3,6 @@
 A completed copy is read; what becomes of a key is told under the key as it was written.
 """
 
-from pathlib import Path
 from typing import Any
 
 from ...documents import Tree
@@ -14,10 +13,10 @@ from ..migrated import Original
 FORMATS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
-def read_completed(block: Block, folder: Path, word: str) -> tuple[dict[str, Any], Original]:
+def read_completed(block: Block, word: str) -> tuple[dict[str, Any], Original]:
     """`word` is no, fp16 or bf16."""
     account = Account(block.account.source)
-    settings, original = read_deepspeed(account.block("", completed(block.values, word)), folder)
+    settings, original = read_deepspeed(account.block("", completed(block.values, word)))
     _tell(block, block, {entry.key: entry for entry in account.entries})
     return settings, original
 

@@ -39,17 +39,13 @@ def read_deepspeed_block(top: Block, block: Block, folder: Path) -> Read:
     if block.has(FILE) and block.text(FILE).lower() != "none":
         return _from_file(top, block, word, folder)
     block.ignored(FILE, "no file is named")
-    return _from_keys(top, block, word, folder)
+    return _from_keys(top, block, word)
 
 
 def _from_file(top: Block, block: Block, word: str, folder: Path) -> Read:
     for key in PLACES:
         block.refused(key, f"{FILE} says it; write it there")
-    found = named_file(block, FILE, folder)
-    if found is None:
-        return _nothing()
-    inner, where = found
-    settings, original = read_completed(inner, where, word or "no")
+    settings, original = read_completed(named_file(block, FILE, folder), word or "no")
     if word in PRECISIONS and settings["precision"] != PRECISIONS[word]:
         top.refused("mixed_precision", f"DeepSpeed's file says {settings['precision']}; leave it to the file")
     _tell_precision(top, word, settings)
@@ -62,7 +58,7 @@ def _tell_precision(top: Block, word: str, settings: dict[str, Any]) -> None:
     top.used("mixed_precision", f"precision {settings['precision']}")
 
 
-def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
+def _from_keys(top: Block, block: Block, word: str) -> Read:
     tree: dict[str, Tree] = {"zero_optimization": {"stage": DEFAULT_STAGE}}
     names = {"zero_optimization.stage": "zero_stage"}
     for key, place in PLACES.items():
@@ -80,7 +76,7 @@ def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
     if word in ("fp16", "bf16"):
         tree[word] = {"enabled": "true"}
     account = Account(top.account.source)
-    settings, original = read_deepspeed(account.block("", tree), folder)
+    settings, original = read_deepspeed(account.block("", tree))
     for entry in account.entries:
         # A block may be told as one.
         for path, key in names.items():
@@ -90,8 +86,3 @@ def _from_keys(top: Block, block: Block, word: str, folder: Path) -> Read:
             top.refused("mixed_precision", entry.text)
     _tell_precision(top, word, settings)
     return settings, original
-
-
-def _nothing() -> Read:
-    """Of a file that could not be read, which is refused."""
-    return read_deepspeed(Account("").block("", {}), Path())

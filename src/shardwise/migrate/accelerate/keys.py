@@ -16,7 +16,6 @@ TOP: dict[str, Rule] = {
     "same_network": ignored(FLAG, "machines meet at rdzv_endpoint either way"),
     "enable_cpu_affinity": ignored(FLAG, "ranks are not bound to cores"),
     "downcast_bf16": ignored(ANY, "only TPUs read it"),
-    "gpu_ids": refused(TEXT, DEVICES, ("all", "none", "")),
     "tpu_name": refused(TEXT, NO_TPU),
     "tpu_zone": refused(TEXT, NO_TPU),
     "tpu_use_cluster": refused(FLAG, NO_TPU),

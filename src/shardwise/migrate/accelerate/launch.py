@@ -19,6 +19,7 @@ def read_launch(top: Block, is_single: bool) -> dict[str, Any]:
         settings["device"] = "cpu"
     top.used("use_cpu", f"device {'cpu' if 'device' in settings else 'cuda, where there is one'}")
     settings |= _ranks(top, is_single)
+    settings |= _devices(top, settings)
     settings |= _meeting(top, settings.get("nnodes", "1") != "1")
     return settings
 
@@ -30,19 +31,36 @@ def _ranks(top: Block, is_single: bool) -> dict[str, Any]:
         settings["nnodes"] = str(machines)
     top.used("num_machines", f"nnodes {machines}")
     ranks = top.whole("num_processes", -1, least=-1)
+    if is_single:
+        top.used("num_processes", "nproc_per_node 1: distributed_type NO is one process, whatever this says")
+        return settings | {"nproc_per_node": 1}
     if ranks < 1:
         if top.has("num_processes") and ranks == 0:
             top.refused("num_processes", "it must be at least 1")
         top.ignored("num_processes", "the number of ranks is given where they are started")
         return settings
-    if is_single and ranks > 1:
-        top.refused("num_processes", "distributed_type NO is one process; write MULTI_GPU for more")
-    elif ranks % machines:
+    if ranks % machines:
         top.refused("num_processes", f"it is not a multiple of num_machines {machines}: it counts all machines' ranks")
     else:
         settings["nproc_per_node"] = ranks // machines
         top.used("num_processes", f"nproc_per_node {ranks // machines} ({ranks} in all)")
     return settings
+
+
+def _devices(top: Block, settings: dict[str, Any]) -> dict[str, Any]:
+    """`gpu_ids`, which says how many ranks there are where nothing else does."""
+    ids = [word.strip() for word in top.text("gpu_ids", "all").split(",")]
+    if ids[0].lower() in ("all", "none", ""):
+        top.ignored("gpu_ids", "ranks take the devices that they see, in order")
+        return {}
+    if ids != [str(number) for number in range(len(ids))]:
+        told = f"set CUDA_VISIBLE_DEVICES={','.join(ids)} where ranks are started, and leave it out"
+        top.refused("gpu_ids", f"ranks take the devices that they see, in order: {told}")
+    elif "nproc_per_node" not in settings:
+        top.used("gpu_ids", f"nproc_per_node {len(ids)}: ranks take the devices that they see, in order")
+        return {"nproc_per_node": len(ids)}
+    top.ignored("gpu_ids", "ranks take the devices that they see, in order")
+    return {}
 
 
 def _meeting(top: Block, has_many: bool) -> dict[str, Any]:

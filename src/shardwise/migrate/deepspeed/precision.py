@@ -109,9 +109,8 @@ def _read_half(half: Block, is_off: bool) -> None:
     if half.number("loss_scale", least=0) and not is_off:
         half.refused("loss_scale", "losses are scaled dynamically here: write 0, or use bf16, which needs no scale")
     half.ignored("loss_scale", "fp16 is off" if is_off else "dynamic, as here")
-    if half.flag("auto_cast"):
-        half.refused("auto_cast", "inputs are not cast here: cast floating-point inputs in your loop, and leave it out")
-    half.ignored("auto_cast", "it is off")
+    half.flag("auto_cast")
+    half.ignored("auto_cast", "fp16 is off" if is_off else "floating-point inputs of the model are always cast here")
     key = "fp16_master_weights_and_grads"
     if half.flag(key) and not is_off:
         half.refused(key, "masters are fp32 here, or all is bf16 (bf16 with bf16_master_weights_and_grads)")

@@ -5,7 +5,6 @@ optimizer that is named without a learning rate has 1e-3. What it leaves to othe
 that are "auto") is what the trainer has.
 """
 
-from pathlib import Path
 from typing import Any
 
 from ..account import Block
@@ -18,7 +17,7 @@ from .switches import refuse_switches
 from .training import read_training
 
 
-def read_deepspeed(top: Block, folder: Path) -> tuple[dict[str, Any], Original]:
+def read_deepspeed(top: Block) -> tuple[dict[str, Any], Original]:
     """Settings of the trainer, and what DeepSpeed would run."""
     found = read_sharding(top)
     precision = read_precision(top, found)

@@ -145,11 +145,13 @@ def _read_params(zero: Block, found: Sharding) -> None:
         return
     source, key = (block, "device") if block.has("device") else (zero, "cpu_offload_param")
     if found.stage != LAST:
-        source.refused(key, f"parameters are whole in stage {found.stage}, and leave the device in stage {LAST} alone")
-    else:
-        place = PLACES[device]
-        fix = ": add offload_optimizer with a device" if "optimizer=" not in found.strategy else ""
-        found.change(source, key, f"params={place}", f"params={place} behind the strategy", fix)
+        why = f"DeepSpeed moves parameters in stage {LAST} alone, and in stage {found.stage} does not read it"
+        source.ignored(key, why)
+        block.ignored("nvme_path", why)
+        return
+    place = PLACES[device]
+    fix = ": add offload_optimizer with a device" if "optimizer=" not in found.strategy else ""
+    found.change(source, key, f"params={place}", f"params={place} behind the strategy", fix)
     _take_folder(block, found, device)
 
 

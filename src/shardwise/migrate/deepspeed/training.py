@@ -69,7 +69,10 @@ def _read_clipping(top: Block) -> dict[str, Any]:
     if top.auto("gradient_clipping", as_trained("max_grad_norm")):
         return {}
     norm = top.number("gradient_clipping", CLIPPED_TO, least=0)
-    top.used("gradient_clipping", f"max_grad_norm {norm:g}; in a loop of your own, optimizer.clip_grad_norm({norm:g})")
+    in_a_loop = f"in a loop of your own, optimizer.clip_grad_norm({norm:g})"
+    if norm == 0:
+        in_a_loop = "clipping is off, and in a loop of your own there is nothing to call"
+    top.used("gradient_clipping", f"max_grad_norm {norm:g}; {in_a_loop}")
     return {"max_grad_norm": norm}
 
 

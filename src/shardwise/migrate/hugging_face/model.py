@@ -1,35 +1,67 @@
 """What of a Hugging Face file is about the model: precision, adapters, checkpointing, compilation."""
 
-from typing import Any
+from typing import Any, Literal
 
+from ..accelerate.precision import PRECISIONS
 from ..account import Block
 
 HALF = ("bfloat16", "bf16")
-WHOLE = ("float32", "fp32", "auto")
+WHOLE = ("float32", "fp32")
+DTYPES = ("torch_dtype", "dtype")
+# Axolotl's name of the model. It loads weights in bf16 where bf16 is on, and its fsdp_config needs no word beside it.
+AXOLOTL = "base_model"
+# What weights are loaded as: `auto` is what the checkpoint has, `pure` bf16 whose masters nobody makes.
+Loaded = Literal["fp32", "bf16", "auto", "pure"]
 ADAPTERS = ("adapter", "finetuning_type", "use_peft")
 RANKS = ("lora_r", "lora_rank")
 TARGETS = ("lora_target_modules", "lora_target")
 
 
-def read_precision(top: Block) -> tuple[str, bool]:
-    """Accelerate's word for it, and whether nothing keeps fp32 masters unless an engine makes them."""
+def read_precision(top: Block) -> tuple[str, Loaded]:
+    """Accelerate's word for what computes, and what weights are loaded as."""
     found = [key for key in ("bf16", "fp16") if _is_on(top, key)]
     if len(found) == 2:
         top.refused("fp16", "bf16 is on, too; leave one of them")
-    is_pure = top.flag("pure_bf16") or _raw(top, "bf16") == "full"
-    top.used("pure_bf16", f"precision {'pure-bf16' if is_pure else 'with fp32 masters'}")
-    for key in ("torch_dtype", "dtype"):
-        if not top.has(key):
-            continue
-        word = _raw(top, key).removeprefix("torch.")
-        if word in HALF:
-            is_pure = True
-            top.used(key, "weights are loaded in bf16")
-        elif word in WHOLE:
-            top.used(key, "weights are trained in fp32, unless bf16 or fp16 is on")
-        else:
+    word = found[0] if found else "no"
+    loaded: Loaded = "bf16" if word == "bf16" and top.has(AXOLOTL) else "fp32"
+    for key in DTYPES:
+        name = _raw(top, key).removeprefix("torch.")
+        if name in HALF:
+            loaded = "bf16"
+        elif name == "auto":
+            loaded = "auto"
+        elif top.has(key) and name not in WHOLE:
             top.refused(key, "weights are float32 or bfloat16 here")
-    return (found[0] if found else "no"), is_pure
+    if top.flag("pure_bf16") or _raw(top, "bf16") == "full":
+        loaded = "pure"
+    else:
+        top.used("pure_bf16", "it is off")
+    return word, loaded
+
+
+def precision_of(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adapters: bool) -> str:
+    """Ours. Weights that are loaded in bf16 have fp32 masters where FSDP makes them, which it does for mixed precision,
+    and adapters where PEFT does; DDP trains weights as they are."""
+    makes_masters = is_sharded and word != "no" and _raw(top, "bf16") != "full"
+    keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
+    if loaded == "auto" and not makes_masters and not (has_adapters and word != "no"):
+        for key in keys:
+            top.refused(key, "only the checkpoint knows which format that is: write float32 or bfloat16")
+    if loaded in ("fp32", "auto") or word == "fp16" or makes_masters:
+        how = ": FSDP makes fp32 masters, whatever weights are loaded as" if makes_masters else ""
+        precision = PRECISIONS[word]
+    elif has_adapters and loaded == "bf16":
+        how = ": weights that are not trained are bf16, and adapters have fp32 masters, as PEFT makes them"
+        precision = "bf16"
+    else:
+        by = ", as Axolotl does (it may keep norms and embeddings in fp32)" if top.has(AXOLOTL) else ""
+        how = f": weights are loaded and trained in bf16{by}, and nothing makes fp32 masters of them"
+        precision = "pure-bf16"
+    for key in keys:
+        top.used(key, f"precision {precision}{how}")
+    if word == "bf16" and how and not makes_masters:
+        top.used(word, f"precision {precision}{how}")
+    return precision
 
 
 def _is_on(top: Block, key: str) -> bool:

@@ -11,21 +11,19 @@ from ..accelerate.completed import read_completed
 from ..accelerate.fsdp import ON_HOST, Change, Fsdp, read_fsdp, sharded, strategy_name
 from ..accelerate.fsdp_keys import KNOWN as FSDP_KEYS
 from ..accelerate.parallelism import read_parallelism
-from ..accelerate.precision import precision_settings, told
+from ..accelerate.precision import PRECISIONS, precision_settings, told
 from ..account import FALSE, TRUE, Block
 from ..files import named_file
 from ..migrated import Original
 from ..names import SHARDING_STRATEGIES
 from ..rules import settle
 from .keys import KEYS
-from .model import read_model, read_precision
+from .model import AXOLOTL, DTYPES, Loaded, precision_of, read_model, read_precision
 from .programs import PROGRAMS
 from .schedule import read_intervals, read_optimizer, read_schedule
 from .training import NAMES, read_names
 
 REPORTERS = ("tensorboard", "wandb")
-# Axolotl's name of the model, whose fsdp_config needs no word beside it.
-AXOLOTL = "base_model"
 Read = tuple[dict[str, Any], Original]
 
 
@@ -40,29 +38,20 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     read_intervals(top, settings)
     read_model(top, settings)
     _rest(top, settings)
-    word, is_pure = read_precision(top)
+    word, loaded = read_precision(top)
     settle(top, KEYS)
     settle(top, {key: rule for key, rule in PROGRAMS.items() if key not in KEYS})
     if _says(top, "deepspeed"):
-        if is_pure and word == "no":
-            for key in ("pure_bf16", "torch_dtype", "dtype"):
-                top.refused(key, "DeepSpeed's own keys say the format: write bf16 there, or leave it out")
-        return _deepspeed(top, folder, settings, word)
+        return _deepspeed(top, folder, settings, word, loaded)
     top.ignored("deepspeed", "no file is named")
     asked = _fsdp(top, folder)
-    settings |= precision_settings(word, asked is not None)
-    if _stays_pure(top, word, is_pure, asked is not None):
-        settings |= {"precision": "pure-bf16"}
-        settings.pop("reduce_dtype", None)
-    for key in ("bf16", "fp16"):
-        if key == word:
-            top.used(key, told(word, asked is not None))
+    if word != "no":
+        top.used(word, told(word, asked is not None))
+    precision = precision_of(top, word, loaded, asked is not None, "lora" in settings)
+    settings["precision"] = precision
+    if precision == PRECISIONS[word]:
+        settings |= precision_settings(word, asked is not None)
     return sharded(settings, asked, *_groups(top, asked))
-
-
-def _stays_pure(top: Block, word: str, is_pure: bool, is_sharded: bool) -> bool:
-    """Weights in bf16 without fp32 masters: FSDP makes masters of them where mixed precision is on, DDP never does."""
-    return is_pure and word != "fp16" and (not is_sharded or word == "no" or top.text("bf16").lower() == "full")
 
 
 def _is_fsdp_alone(top: Block) -> bool:
@@ -113,8 +102,7 @@ def _words(top: Block) -> list[str]:
 
 def _fsdp_block(top: Block, folder: Path) -> Block:
     if isinstance(top.values.get("fsdp_config"), str):
-        found = named_file(top, "fsdp_config", folder)
-        return top.opened("fsdp_config", {}) if found is None else found[0]
+        return named_file(top, "fsdp_config", folder)
     return top.inner("fsdp_config")
 
 
@@ -125,20 +113,21 @@ def _groups(top: Block, asked: Fsdp | None) -> tuple[str | None, int | None]:
     return None if asked is None else asked.name, None
 
 
-def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str) -> Read:
-    if isinstance(top.values["deepspeed"], dict):
-        block, where = top.inner("deepspeed"), folder
-    else:
-        found = named_file(top, "deepspeed", folder)
-        block, where = found or (top.opened("deepspeed", {}), folder)
+def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, loaded: Loaded) -> Read:
+    is_inside = isinstance(top.values["deepspeed"], dict)
+    block = top.inner("deepspeed") if is_inside else named_file(top, "deepspeed", folder)
     if _says(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "nothing is said")
     _fsdp_block(top, folder).ignored_whole("deepspeed shards")
     top.ignored("fsdp_version", "deepspeed shards")
     _groups(top, None)
-    theirs, original = read_completed(block, where, word)
+    theirs, original = read_completed(block, word)
     _same(top, block, settings, theirs, word)
+    for key in (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES:
+        if loaded != "fp32" and theirs["precision"] == "fp32":
+            top.refused(key, "DeepSpeed's own keys say the format: write bf16 there, or leave it out")
+        top.used(key, f"precision {theirs['precision']}: DeepSpeed's own keys say it, and masters are fp32")
     return settings | theirs, original
 
 
@@ -163,9 +152,13 @@ def _says(top: Block, key: str) -> bool:
 
 def _rest(top: Block, settings: dict[str, Any]) -> None:
     """Where runs report to, what they go on from, how samples are made, and on which device."""
+    if top.flag("use_tensorboard"):
+        settings["report_to"] = ("tensorboard",)
+    top.used("use_tensorboard", f"report_to {'tensorboard' if 'report_to' in settings else 'what it says'}")
     if top.has("report_to"):
         asked = [word.lower() for word in top.texts("report_to") if word.lower() != "none"]
-        settings["report_to"] = tuple(word for word in asked if word in REPORTERS)
+        said = (*settings.get("report_to", ()), *(word for word in asked if word in REPORTERS))
+        settings["report_to"] = tuple(dict.fromkeys(said))
         for word in asked:
             if word not in REPORTERS:
                 top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
@@ -173,11 +166,18 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
     resume = top.text("resume_from_checkpoint")
     if resume.lower() not in (*FALSE, "", "none", "null"):
         settings["resume_from_checkpoint"] = "latest" if resume.lower() in TRUE else resume
-    top.used("resume_from_checkpoint", f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}")
+    elif top.flag("auto_resume_from_checkpoints"):
+        settings["resume_from_checkpoint"] = "auto"
+    for key in ("resume_from_checkpoint", "auto_resume_from_checkpoints"):
+        top.used(key, f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}")
     for key in ("packing", "sample_packing"):
         if top.has(key):
             settings["packing"] = "packed" if top.flag(key) else "padded"
             top.used(key, f"packing {settings['packing']}")
+    top.ignored("neat_packing", "packing says whether samples are packed")
+    if top.flag("neat_packing"):
+        settings |= {"packing": "packed", "isolate_documents": True}
+        top.used("neat_packing", "packing packed, isolate_documents: attention stops at the ends of documents")
     for key in ("use_cpu", "no_cuda"):
         if top.flag(key):
             settings["device"] = "cpu"

@@ -1,6 +1,5 @@
 """The learning rate over a run, the optimizer, and when something is evaluated, saved or logged."""
 
-import math
 from typing import Any
 
 from ..account import Block
@@ -124,37 +123,53 @@ def read_optimizer(top: Block, settings: dict[str, Any]) -> None:
 
 
 def read_intervals(top: Block, settings: dict[str, Any]) -> None:
-    """Of evaluations and saves. What happens once in an epoch happens at the end here."""
+    """Of evaluations and saves."""
     strategy = "evaluation_strategy" if top.has("evaluation_strategy") else "eval_strategy"
     if strategy == "evaluation_strategy":
         top.refused("eval_strategy", "evaluation_strategy says it, too; leave one of them")
-    _every(top, settings, strategy, "eval_steps", "evaluated")
+    _every(top, settings, strategy, "eval_steps", "evals_per_epoch", "evaluated")
     is_evaluated = top.text(strategy, "no").lower() != "no" or top.has("eval_steps")
     if is_evaluated and not any(top.has(key) for key in ("val_size", "val_set_size")):
         settings.pop("eval_fraction", None)  # some part of the data is kept for it
-    _every(top, settings, "save_strategy", "save_steps", "saved")
+    _every(top, settings, "save_strategy", "save_steps", "saves_per_epoch", "saved")
     top.word("logging_strategy", ("no", "steps", "epoch"), "steps")
     top.ignored("logging_strategy", "a line is written every logging_steps steps")
 
 
-def _every(top: Block, settings: dict[str, Any], strategy: str, key: str, what: str) -> None:
+def _every(top: Block, settings: dict[str, Any], strategy: str, key: str, per_epoch: str, what: str) -> None:
+    """In steps, in parts of all steps, or so many times in an epoch (Axolotl's key), which is a part of all steps."""
     default = "steps" if key == "save_steps" else "no"
     when = top.word(strategy, ("no", "steps", "epoch", "best"), "steps" if top.has(key) else default)
     if when == "best":
         top.refused(strategy, "no checkpoint is better than another here; write steps, epoch or no")
-    if when == "epoch":
-        top.ignored(strategy, f"it is {what} at the end; {key} counts steps, and says more often")
+    elif when == "epoch":
+        _in_epochs(top, settings, strategy, key, 1.0, what)
     else:
         top.used(strategy, f"{what} every {key} steps" if when == "steps" else f"{what} at the end only")
+    if top.has(per_epoch):
+        for other in (strategy, key) if when != "steps" else (key,):
+            top.refused(other, f"{per_epoch} says it, too; leave one of them")
+        _in_epochs(top, settings, per_epoch, key, top.number(per_epoch, 0.0, least=0), what)
+        return
     if not top.has(key):
         return
     steps = top.number(key, 0.0, least=0, most=2.0**53)
     if when != "steps":
         top.ignored(key, f"{strategy} {when} does not read it")
-    elif 0 < steps < 1 and "max_steps" not in settings:
-        top.refused(key, "it is a part of all steps, which only max_steps says beforehand; write a number of steps")
     elif steps >= 1 and steps != int(steps):
         top.refused(key, "it is not a whole number of steps")
     else:
-        settings[key] = math.ceil(steps * settings["max_steps"]) if 0 < steps < 1 else int(steps)
-        top.used(key, f"{key} {settings[key]}")
+        settings[key] = steps if 0 < steps < 1 else int(steps)
+        top.used(key, f"{key} {steps:g}{': that part of all steps' if 0 < steps < 1 else ''}")
+
+
+def _in_epochs(top: Block, settings: dict[str, Any], said: str, key: str, times: float, what: str) -> None:
+    """So many times in an epoch: with all epochs known that is a part of all steps."""
+    num_times = times * settings.get("num_train_epochs", 0.0)
+    if "num_train_epochs" not in settings and times:
+        top.refused(said, f"num_train_epochs does not say how many epochs there are; write {key}, in steps")
+    elif num_times <= 1:
+        top.used(said, f"{what} at the end only")
+    else:
+        settings[key] = 1 / num_times
+        top.used(said, f"{key} {settings[key]:g}: that part of all steps, {times:g} times in each epoch")

@@ -46,6 +46,8 @@ UNSAID: dict[str, Any] = {
 # Whoever says one of these says how to train, and not only how to shard.
 TELLS_OF_TRAINING = ("output_dir", "learning_rate", "max_steps", "num_train_epochs", "num_epochs")
 EPOCHS = 3.0
+# Data that is said where it is not read here has to be named: nobody shall train a model on Python's manual instead.
+YOUR_DATA = "YOUR-DATA.jsonl"
 FIELDS = {entry.name: entry for entry in fields(Settings)}
 
 
@@ -60,6 +62,8 @@ def read_names(top: Block) -> dict[str, Any]:
                 top.used(key, f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
         for key in written[1:]:
             top.refused(key, f"{written[0]} says it, too; leave one of them")
+    if "model" in settings and "dataset" not in settings:
+        settings["train_file"] = (YOUR_DATA,)
     settings |= _length(top)
     if any(top.has(key) for key in TELLS_OF_TRAINING):
         settings = UNSAID | settings

@@ -297,7 +297,7 @@ class Store:
         return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
 
     def is_all_trained(self, first: int, count: int) -> bool:
-        return self._trained is None or b"\0" not in bytes(self._trained[first : first + count])
+        return self._trained is None or b"\0" not in self._trained.read(first, count)
 
     def document(self, index: int) -> tuple[int, int]:
         """Where it starts, and how many tokens it has, its end token included."""
