@@ -101,7 +101,7 @@ class Begun(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"].optimizer
-        moments = [optimizer.kept(param, "exp_avg") for param in model.parameters()]
+        moments = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
         self.found = sw.full_state_dict(model), all(moment.any() for moment in moments)
 
 
