@@ -86,10 +86,12 @@ class SaveError(CheckpointError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that this one is a misspelling of. A short word may have one letter wrong; longer ones share most
-    of their letters: `temperature` is no misspelling of `template`."""
+    """The known word that this one is a misspelling or the beginning of. A short word may have one letter wrong; longer
+    ones share most of their letters: `temperature` is no misspelling of `template`."""
+    names = sorted(known)
+    begun = [name for name in names if len(word) >= 3 and name.startswith(word)]
     alike = 0.6 if 3 <= len(word) <= 5 else 0.76
-    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=alike)), None)
+    return next(iter(begun or difflib.get_close_matches(word, names, n=1, cutoff=alike)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

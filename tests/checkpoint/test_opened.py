@@ -60,7 +60,7 @@ def test_what_cannot_be_read_is_named_once(tmp_path: Path) -> None:
     for name, content, words in (
         ("cut.pt", b"PK\3\4", "no zip archive, .* or it was truncated"),
         ("cut.safetensors", b"123", "its header claims"),
-        ("list.safetensors", b"\2\0\0\0\0\0\0\0[]", "of another kind than it should be"),
+        ("list.safetensors", b"\2\0\0\0\0\0\0\0[]", "is no safetensors file"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=words) as told:
