@@ -63,6 +63,8 @@ def _open_others(path: Path, groups: Groups) -> Opened:
         if _OWN_FILE.fullmatch(path.name) and (path.parent / folder.INDEX).is_file():
             raise CheckpointError(f"{path} is one file of a checkpoint: give the folder, {path.parent}")
         return Opened(path.parent, hugging_face.read_file(path))
+    if not path.is_dir():
+        raise CheckpointError("it is neither a file nor a folder")
     if (path / dcp.METADATA).is_file():
         return Opened(path, dcp.read(path))
     if (path / dcp.MODEL_PART / dcp.METADATA).is_file():
