@@ -275,7 +275,7 @@ def built_after() -> None:
         model, _ = sw.shard(model, None, strategy, precision="fp32")
         late = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(features(0, 0)).sum().backward()
-        with pytest.raises(sw.StateError, match=r"to sw\.shard"):
+        with pytest.raises(sw.StateError, match=r"that sw\.shard returned"):
             late.step()
 
 
