@@ -21,8 +21,9 @@ def verify(
 
     All that is wrong is listed, and the exit code is 5; it is 0 where all
     is well. Of a folder of the Trainer's or of Accelerate's, the checkpoint
-    in it and the weights beside it are read. Files of others have no checksums: their structure and their
-    numbers are looked at. Of a run, every checkpoint is verified, and the
+    in it and the weights beside it are read. Files of others have no
+    checksums: their structure and their numbers are looked at. Of a run,
+    every checkpoint is verified, and the
     one is named that `train --resume-from-checkpoint latest` would take, or
     where it would stop: one of another format is not passed over. A save
     that did not finish is passed over there, and is no fault here.

@@ -43,7 +43,10 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
     write = partial(_write_on_first, engine.mesh.rank, words)
     # Where every rank has all weights, scripts may call it on rank 0 alone.
     is_split = any(state.flat.depth_of_master for unit in engine.units for state in unit.states)
-    all_or_none(patient_hosts(), write) if is_split else write()
+    if is_split:
+        all_or_none(patient_hosts(), write)
+    else:
+        write()
 
 
 def _write_on_first(rank: int, words: dict[str, Any]) -> None:

@@ -44,29 +44,23 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
             for beside in _OPTIMIZERS:
                 if not (folder / beside).is_file():
                     continue
-                given = archives.load(sources.source(beside)) if name == _GATHERED or groups else None
-                if given is not None and name != _GATHERED:
-                    given = _named(given, groups)
-                if given is None:
-                    found.leave_out(f"the optimizer in {beside}, whose state has no names")
-                else:
+                if name == _GATHERED:
+                    given = archives.load(sources.source(beside))
                     add_optimizer(found, given["param_groups"], given["state"])
-                    _require_same_order(found)
+                elif not (groups and _add_numbered(found, archives.load(sources.source(beside)), groups)):
+                    found.leave_out(f"the optimizer in {beside}, whose state has no names")
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
 
 
-def _named(given: Any, groups: Groups) -> dict[str, Any] | None:
-    """An optimizer's state by number, with names for the numbers; None where its groups have other sizes."""
+def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
+    """An optimizer that was saved by number, with names for the numbers; False where the groups differ in size."""
     saved = given["param_groups"]
     if [len(group["params"]) for group in saved] != [len(names) for names in groups]:
-        return None
-    pairs = zip(saved, groups, strict=True)
-    return {"state": given["state"], "param_groups": [{**group, "param_names": names} for group, names in pairs]}
-
-
-def _require_same_order(found: Described) -> None:
+        return False
+    named = [{**group, "param_names": names} for group, names in zip(saved, groups, strict=True)]
+    add_optimizer(found, named, given["state"])
     for name, items in found.state.items():
         for key in ("exp_avg", "momentum_buffer"):
             item, weight = items.get(key), found.tensors.get(name)
@@ -75,6 +69,7 @@ def _require_same_order(found: Described) -> None:
                     f"the optimizer is saved by number, and {key} of {name!r} has shape {item.shape}, the parameter "
                     f"{weight.shape}: build the optimizer's groups in the order of the one that was saved"
                 )
+    return True
 
 
 def read_file(path: Path) -> Index:
