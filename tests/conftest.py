@@ -9,6 +9,8 @@ import torch
 from tests.harness import Pool
 from tests.support.deepspeed import DeepSpeed
 
+os.environ.pop("COLUMNS", None)  # workers of xdist are told that terminals have 80
+
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Pool]:

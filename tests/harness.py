@@ -43,6 +43,7 @@ DEADLINE_S = 120.0
 GROUP_TIMEOUT_S = 600.0  # longer than any deadline: the harness, which can show stacks, should act first
 GRACE_S = 3.0
 MAX_OPEN_FILES = 700  # sockets of process groups that jobs made and left; beyond this the world is replaced
+MAX_WORLDS = 2
 PRELOADED = ["torch", "torch._dynamo", "shardwise", "tests.harness"]  # by the process that ranks are forked from
 
 Job = Callable[..., Any]
@@ -415,7 +416,10 @@ def job_name(fn: Job) -> str:
 
 
 class Pool:
-    """At most one world of each size, started when first asked for; the fixture `run_ranks` is one."""
+    """At most one world of each size, started when first asked for; the fixture `run_ranks` is one.
+
+    Few are kept at a time: gloo's threads wake a hundred times a second, and idle worlds would take a fifth of the CPU.
+    """
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
@@ -423,13 +427,15 @@ class Pool:
 
     def world(self, size: int) -> World:
         """The living world of this size; a fresh one if there was none or the last one failed."""
-        known = self._worlds.get(size)
-        if known is not None and known.usable and not known.worn_out:
-            return known
-        if known is not None:
-            known.close()
-        self._worlds[size] = World(size)
-        return self._worlds[size]
+        known = self._worlds.pop(size, None)
+        if known is None or not known.usable or known.worn_out:
+            if known is not None:
+                known.close()
+            while len(self._worlds) >= MAX_WORLDS:
+                self._worlds.pop(next(iter(self._worlds))).close()
+            known = World(size)
+        self._worlds[size] = known  # the last in the order of use
+        return known
 
     def __call__(self, size: int, fn: Job, *args: Any, deadline: float = DEADLINE_S, **kwargs: Any) -> list[Any]:
         """What `fn(*args, **kwargs)` returned on each of `size` ranks."""
