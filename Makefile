@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
+# Two workers keep two cores busy; a test with several ranks takes both at once.
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=10
 CODE   := src tests examples $(wildcard benchmarks)
 
 .PHONY: train test slow check format clean
@@ -13,11 +15,11 @@ train: $(STAMP)
 	$(BIN)/shardwise train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not gpu and not slow" --ignore=tests/architecture --durations=10 $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" --ignore=tests/architecture $(ARGS)
 
 # What takes longer: other libraries beside ours, compilers, and the same promises asked for minutes.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu" --durations=10 $(ARGS)
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -90,7 +90,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     ones share most of their letters: `temperature` is no misspelling of `template`."""
     names = sorted(known)
     begun = [name for name in names if len(word) >= 3 and name.startswith(word)]
-    alike = 0.6 if 3 <= len(word) <= 5 else 0.76
+    alike = 0.6 if 3 <= len(word) <= 5 else 0.8
     return next(iter(begun or difflib.get_close_matches(word, names, n=1, cutoff=alike)), None)
 
 

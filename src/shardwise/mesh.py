@@ -132,7 +132,8 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     key = (dist.group.WORLD, f"hosts {timeout} {purpose}", ranks)
     if len(ranks) > 1 and key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
-    return Channel("world", len(ranks), dist.get_rank(), _groups.get(key), Ledger(), watch=_watch())
+    group, watch = _groups.get(key), _watch()
+    return Channel("world", len(ranks), dist.get_rank(), group, Ledger(), watch=watch, patience_s=timeout_s or 0.0)
 
 
 def patient_hosts() -> Channel:

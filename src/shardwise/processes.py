@@ -60,12 +60,15 @@ def temporary_folder(place: str | Path | None = None) -> Iterator[Path]:
         _remove_if_abandoned(folder)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # it was found, and taken for abandoned, in the instant before it was opened
+            continue
         with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned, either
             fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             break
-        os.close(lock)  # it was found in the instant before it was locked
+        os.close(lock)  # or in the instant before it was locked
     try:
         yield folder
     finally:

@@ -150,6 +150,12 @@ INPUTS: dict[str, Callable[[Path], Path]] = {
     "a shape of large numbers": lambda path: header(
         path, b'{"a":{"dtype":"F32","shape":[' + b"9" * 3000 + b",0]," + b'"data_offsets":[0,0]}}'
     ),
+    "a shape without end": lambda path: header(
+        path, b'{"a":{"dtype":"F32","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
+    ),
+    "a name of a text": lambda path: header(
+        path, b'{"' + b"a" * 89_000_000 + b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    ),
     "tensors that are all of one file": lambda path: header(
         path, json.dumps({f"n{number}": ENTRY for number in range(1000)}).encode(), 10**8
     ),
@@ -198,6 +204,12 @@ def test_time_grows_with_the_number_of_tensors_and_no_faster(run: Limited, tmp_p
             assert ending.code == 0, ending
             found.append(ending.cpu_s)
     assert all(many < 6 * few + 1 for few, many in seconds.values()), seconds
+
+
+def test_a_tensor_without_elements_is_one_part(run: Limited, tmp_path: Path) -> None:
+    path = header(tmp_path / "place", b'{"a":{"dtype":"F32","shape":[4611686018427387904,0],"data_offsets":[0,0]}}')
+    ending = run("convert", path, tmp_path / "out", "--to", "dcp")
+    assert ending.code == 0, ending
 
 
 def test_weights_that_are_shared_are_read(run: Limited, tmp_path: Path) -> None:

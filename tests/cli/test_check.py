@@ -149,6 +149,19 @@ def test_what_the_page_shows_is_what_is_printed(ask: Asker, monkeypatch: pytest.
     assert [line for line in shown.splitlines() if line not in printed] == ["...", "..."]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_name_is_broken_inside_a_word(
+    ask: Asker, ds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {ds}}}\n")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ask("check", file).out.splitlines()
+    assert all(len(line) <= columns for line in lines if str(tmp_path) not in line)
+    words = {word for line in lines for word in re.split(r"[\s._:,;()-]", line)}
+    assert {"deepspeed", "zero", "optimization", "stage"} <= words
+
+
 def test_no_key_becomes_a_setting_and_all_can_be_printed(ask: Asker, tmp_path: Path) -> None:
     path, made = tmp_path / "ds.json", tmp_path / "made.yaml"
     keys = {"_comment\x85max_steps: 77\x85#": 1, "_comment\u2028seed: 5": 1, "_comment\n\x1b[31m": 1, "fp16": {}}

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import mesh
+from shardwise.wire.collectives import exchange
 from tests.harness import Ending, Pool
 
 HANG_S = 3.0
@@ -204,6 +206,26 @@ def slow_in_code(model: nn.Module, optimizer: Any, rank: int) -> None:
         step(model, optimizer)
 
 
+def a_save_to_a_slow_disk(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Slower than an idle rank may be anywhere else."""
+    sw.init(hang_timeout_s=0.5)
+    to_disk = os.fsync
+
+    def slowly(file: int) -> None:
+        if rank == 1:
+            time.sleep(3)
+        to_disk(file)
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = exchange(mesh.everyone(), folder)[0]
+        os.fsync = slowly
+        try:
+            sw.save(f"{place}/checkpoint", model, optimizer)
+        finally:
+            os.fsync = to_disk
+        exchange(mesh.everyone(), None)
+
+
 def an_evaluation_of_whole_weights(model: nn.Module, optimizer: Any, rank: int) -> None:
     """On one rank: nothing is gathered, so nobody is asked."""
     for _ in range(3):
@@ -278,6 +300,10 @@ def test_a_report_on_every_rank(run_ranks: Pool, script: Script) -> None:
 def test_ranks_that_differ_from_before_but_not_from_each_other(run_ranks: Pool, script: Script) -> None:
     for strategy in ("zero3", "shard_grad_op", "zero1"):
         run_ranks(2, run, script, strategy, 2, {})
+
+
+def test_a_disk_may_take_its_time(run_ranks: Pool) -> None:
+    run_ranks(2, run, a_save_to_a_slow_disk, "zero2", 1, {})
 
 
 def test_an_evaluation_on_one_rank(run_ranks: Pool) -> None:

@@ -465,6 +465,11 @@ def test_what_belongs_to_a_precision_that_is_off() -> None:
     assert found.precision == "fp32"
 
 
+def test_blocks_of_null_do_not_hide_whose_file_it_is() -> None:
+    file = {"zero_optimization": {"stage": 2}, "train_batch_size": 8, "fp16": None, "bf16": None, "optimizer": None}
+    assert kind_of(file, "ds.json") == "deepspeed"
+
+
 def test_null_says_nothing() -> None:
     found = of(zero_optimization=None, fp16={"enabled": None}, gradient_clipping=None, optimizer={"params": None})
     assert {entry.fate for entry in found.entries} == {"ignored"}

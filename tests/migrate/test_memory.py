@@ -36,6 +36,11 @@ def test_deepspeed_is_counted_as_it_counts_itself(gpus: int, nodes: int) -> None
     assert ours("zero3+grads=host+optimizer=host") == some
 
 
+def test_torch_keeps_what_it_trains_in_the_format_that_it_trains_in() -> None:
+    for precision, size in (("bf16", 4), ("pure-bf16", 2)):
+        assert theirs("ddp", engine="ddp", precision=precision).states == size * (1 + 2 + 2) * PARAMS
+
+
 def test_layers_that_are_gathered_and_buckets_come_on_top() -> None:
     asked = Migrated("it", "deepspeed", {"strategy": "zero3", "precision": "bf16"}, Original("deepspeed", 5e8), ())
     found = beside(asked, "llama-3-8b", "8xH100-80GB", 1)

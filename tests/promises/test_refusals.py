@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,13 +125,13 @@ def given(*args: Any) -> None:
     sw.shard(*args)
 
 
-def use_the_old_one(verb: str) -> None:
+def use_the_old_one(verb: str, *args: Any) -> None:
     sw.init()
     model = net()
     old = torch.optim.AdamW(model.parameters())
     sw.shard(model, old, "zero3", precision="fp32")
     loss_of(model).backward()
-    getattr(old, verb)()
+    getattr(old, verb)(*args)
 
 
 # name -> (what is done on every rank, the error's type, what its message says)
@@ -264,6 +265,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "StateError",
         r"zero_grad\(\) of the optimizer that sw\.shard re",
     ),
+    **{
+        f"{name} of the old optimizer": (
+            partial(use_the_old_one, name, *args),
+            "StateError",
+            rf"{name}\(\) of the optimizer that was given to sw\.shard: use the one that sw\.shard returned",
+        )
+        for name, args in {"state_dict": (), "load_state_dict": ({},), "add_param_group": ({},)}.items()
+    },
     "other backend": (other_backend, "ConfigurationError", r"backend='nccl'.*'gloo' exists already"),
 }
 

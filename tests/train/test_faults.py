@@ -2,6 +2,7 @@
 
 import base64
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -140,6 +141,22 @@ def test_folders_of_the_living_and_of_others_stay(tmp_path: Path) -> None:
             assert (living / "file").exists()
         assert not other.exists()
     assert {entry.name for entry in tmp_path.iterdir()} == {"shardwise-tmp-elsewhere-abc", link.name}
+
+
+def come_and_go(place: str, num_times: int) -> None:
+    for _ in range(num_times):
+        with temporary_folder(place) as folder:
+            assert folder.is_dir()
+
+
+def test_folders_of_those_that_start_together(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=come_and_go, args=(str(tmp_path), 300)) for _ in range(4)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(60)
+    assert [other.exitcode for other in others] == [0, 0, 0, 0]
 
 
 def moved_under(settings: str) -> int:

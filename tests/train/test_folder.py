@@ -1,14 +1,16 @@
 """Which folder a run gets, and which checkpoint it goes on from."""
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from shardwise.config import resolve
 from shardwise.errors import CheckpointError, ConfigurationError
-from shardwise.train.folder import choose, claim, config_to_go_on_with, to_try
+from shardwise.train.folder import choose, claim, config_to_go_on_with, failed_write, to_try
 from shardwise.train.settings import Settings, settings_from_json
 
 
@@ -23,6 +25,15 @@ def complete(folder: Path) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_full_disk_names_the_folder_and_the_way_on(here: Path) -> None:
+    told = failed_write(here, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert told is not None
+    assert "No space left on device" in str(told)
+    assert f"--output-dir {here} --resume-from-checkpoint auto" in str(told)
+    assert failed_write(here, OSError(errno.ECONNRESET, "reset")) is None
+    assert failed_write(here, FileNotFoundError(errno.ENOENT, "gone", "/elsewhere/file")) is None
 
 
 def test_a_run_without_a_name_gets_one(here: Path) -> None:

@@ -20,8 +20,9 @@ from .dtypes import DTYPES
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
 
-# More of either is nobody's tensor.
+# More of any is nobody's tensor.
 MAX_DIMS, MAX_COUNT = 64, (1 << 63) - 1
+MAX_NAME = 4096
 # Tied weights are the same bytes under several names, and a layer that is used again is so under dozens; a mask may be
 # one number. What is beyond is a few bytes that claim to be terabytes.
 MAX_USES, FREE_BYTES = 64, 1 << 30
@@ -134,6 +135,14 @@ def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value <= MAX_COUNT:
             raise ValueError("a number of things is expected, and something else is there")
     return tuple(values)
+
+
+def shape_from(values: Any) -> tuple[int, ...]:
+    """A shape as somebody gave it, also one without elements. Raises ValueError."""
+    shape = counts(values)
+    if prod(filter(None, shape)) > MAX_COUNT:
+        raise ValueError(f"no tensor has the shape {shape}")
+    return shape
 
 
 def require_sound(index: Index) -> None:

@@ -5,13 +5,12 @@ What is read may be anybody's: every value is looked at before it is used.
 
 import json
 from dataclasses import asdict, astuple
-from math import prod
 from typing import Any
 
 from ..errors import CheckpointError, DamageError
 from ..json_file import parse
 from .dtypes import DTYPES
-from .index import MAX_COUNT, Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, counts, require_sound
+from .index import MAX_COUNT, Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, require_sound, shape_from
 
 FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
 
@@ -114,9 +113,7 @@ def _saved(entry: Any) -> Saved:
 def _stored(entry: Any) -> Stored:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
-    shape = counts(entry["shape"])
-    if prod(shape) > MAX_COUNT:
-        raise ValueError(f"a tensor of shape {shape}, of a size that no tensor has")
+    shape = shape_from(entry["shape"])
     return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
 
 

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, SaveError
 from ..regular_file import open_regular
 from .disk import Stream, check_bytes
 from .dtypes import DTYPES, NAMES
-from .index import File, Piece, Stored, counts
+from .index import MAX_NAME, File, Piece, Stored, counts, shape_from
 from .index_json import in_words
 
 # As in the library: what is longer, it does not open.
@@ -85,6 +85,11 @@ def lay_out(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None)
         }
         end += entry.num_bytes
     text = json.dumps(header).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{len(entries):,} tensors in one file: its header would have {len(text):,} bytes, and readers take "
+            f"{MAX_HEADER_BYTES:,} at most"
+        )
     text = len(text + b" " * (-len(text) % 8)).to_bytes(8, "little") + text + b" " * (-len(text) % 8)
     return Layout(text, tuple(entries), {key: len(text) + at for key, at in places.items()}, len(text) + end)
 
@@ -142,6 +147,8 @@ def _entries(header: str) -> Iterator[tuple[str, Any]]:
     A hundred megabytes of JSON can be gigabytes of values, so no more than one entry is parsed at a time.
     """
     for key, at in (pairs := _Pairs(header, 0)):
+        if len(key) > MAX_NAME:
+            raise ValueError(f"the name of a tensor has {len(key):,} characters, and at most {MAX_NAME:,} are read")
         if key == "__metadata__":
             texts = _Pairs(header, at)
             for _, start in texts:
@@ -204,7 +211,7 @@ def _text(header: str, at: int) -> tuple[str, int]:
 
 
 def _stored(entry: Any, file: int, data: int, num_bytes: int) -> Stored:
-    shape, size = counts(entry["shape"]), DTYPES[entry["dtype"]].itemsize
+    shape, size = shape_from(entry["shape"]), DTYPES[entry["dtype"]].itemsize
     start, stop = (data + offset for offset in counts(entry["data_offsets"]))
     if not data <= start <= stop <= num_bytes or stop - start != prod(shape) * size:
         raise ValueError(f"bytes {start} to {stop} are no {entry['dtype']} {shape}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..migrate.migrated import Migrated
 
 MEMORY, ANSWER = "Memory", "Answer"
-NARROWEST, WIDEST = 80, 140
+NARROWEST, WIDEST = 60, 140
 KEYS = 0.44  # of the width, at most
 NAMES = 30
 
@@ -104,7 +104,9 @@ def _told(migrated: "Migrated", memory: "Beside | str", width: int) -> Iterator[
         yield "Nothing would run with it: mend or leave out what is refused."
         return
     for name, value in {"layout": layout_of(migrated.strategy), **migrated.settings}.items():
-        yield f"  {name:<{NAMES}}{_plain(value)}"
+        yield from textwrap.wrap(
+            f"{name:<{NAMES}}{_plain(value)}", width, initial_indent="  ", subsequent_indent=" " * (NAMES + 2)
+        )
     yield ""
     if isinstance(memory, str):
         yield from textwrap.wrap(f"memory is not planned: {memory}", width, initial_indent="  ", subsequent_indent="  ")
@@ -132,7 +134,18 @@ def _effect(entry: "Entry") -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+    """A name that is longer than its column goes on behind a dot, a dash or an underscore."""
+    words = [_in_parts(word, width) if len(word) > width else word for word in text.split()]
+    return textwrap.wrap(" ".join(words), width, break_on_hyphens=False) or [""]
+
+
+def _in_parts(name: str, width: int) -> str:
+    parts = []
+    while len(name) > width:
+        at = max(name.rfind(mark, 0, width) for mark in "._-") + 1 or width
+        parts.append(name[:at])
+        name = name[at:]
+    return " ".join((*parts, name))
 
 
 def _memory(memory: "Beside", width: int) -> Iterator[str]:

@@ -175,8 +175,9 @@ def _refuser(reason: str) -> Callable[..., NoReturn]:
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
     if id(module) not in engine_of(module).whole_modules:
         raise StateError(
-            "model.state_dict() would hold this rank's part only: call sw.full_state_dict(model) on every rank, use "
-            "`with sw.whole(model):`, or write a checkpoint with sw.save(path, model, optimizer)"
+            "model.state_dict() of a sharded model holds what this rank has, under most layouts a part: call "
+            "sw.full_state_dict(model) on every rank, use `with sw.whole(model):`, or write a checkpoint with "
+            "sw.save(path, model, optimizer); for Hugging Face models, model.save_pretrained(folder) on every rank"
         )
 
 

@@ -126,7 +126,8 @@ def refuse_as_ours(path: Path, own: Collection[str]) -> None:
 def _telling(tree: Mapping[str, Tree], kind: Kind) -> set[str]:
     """Keys of the tree that tell its kind."""
     is_block = kind == "deepspeed"
-    return {key for key in TELLING[kind] & set(tree) if key not in BLOCKS or isinstance(tree[key], dict) == is_block}
+    said = {key for key in TELLING[kind] & set(tree) if tree[key] is not None}
+    return {key for key in said if key not in BLOCKS or isinstance(tree[key], dict) == is_block}
 
 
 def _refuse_another_kind(tree: Mapping[str, Tree], name: str, asked: Kind) -> None:

@@ -22,6 +22,7 @@ from ..plan.model import ROOT, FoundUnit, Param, Site
 from ..plan.offload import off_device
 from ..plan.plan import Plan, plan
 from ..plan.training import Lora, Training
+from ..precision import Precision
 from ..train.settings import num_nodes
 from .migrated import TITLES, Migrated
 
@@ -31,17 +32,17 @@ NUM_PIECES = 100
 A_GPU = "H100-80GB"
 NUM_RANKS = 8
 
-# Bytes of a parameter that is trained: itself, its gradient, and what the optimizer has beside its moments, of 4 each.
-TORCH = {"fsdp": (4, 4, 0), "ddp": (4, 8, 0)}
+# Bytes of a parameter that is trained: itself, its gradient, and what the optimizer has beside its moments. Torch's
+# count in the format that is trained in.
+TORCH = {"fsdp": (1, 1, 0), "ddp": (1, 2, 0)}
 DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 8), (2, 0, 8), (4, 4, 0)
-MOMENT = 4
 # Of a layer's parameters while they are gathered, and their gradients.
 GATHERED = 4
 SOURCES = {
     "deepspeed": "states as DeepSpeed estimates them for 16 bits in stages 2 and 3, and others alike; its buckets; of "
     "the host what rests there, where its estimate takes 1.5 times that and more",
-    "fsdp": "fp32 shards, and what is gathered",
-    "ddp": "fp32 states, and gradients in buckets",
+    "fsdp": "shards in {master}, and what is gathered",
+    "ddp": "states in {master}, and gradients in buckets",
 }
 
 
@@ -108,13 +109,14 @@ def _original(
     engine = migrated.original.engine
     half = training.formats.compute.itemsize
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
-    params, grads, optimizer = _bytes(engine, half, layout)
+    params, grads, optimizer = _bytes(engine, training.formats, layout)
+    moment = FP32.itemsize if engine == "deepspeed" else training.formats.master.itemsize
     device, away = 0.0, {"host": 0.0, "disk": 0.0}
     for num_bytes, place, kept in (
         ((params * counts[True] + half * counts[False]) / share[layout.params], layout.params_on, 0.0),
         (grads * counts[True] / share[layout.grads], layout.grads_on, 0.0),
         (
-            (optimizer + MOMENT * training.num_moments) * counts[True] / share[layout.optimizer],
+            (optimizer + moment * training.num_moments) * counts[True] / share[layout.optimizer],
             layout.optimizer_on,
             layout.kept,
         ),
@@ -122,22 +124,25 @@ def _original(
         device += num_bytes if place == "device" else kept * num_bytes
         if place != "device":
             away[place] += (1 - kept) * num_bytes * cluster.node_size
+    source = SOURCES[engine].format(master=training.formats.master.name)
     extra = half * migrated.original.bucket_elems
     if layout.gathered_until == "forward":
         extra += GATHERED * largest
     elif layout.gathered_until == "backward":
         extra += half * sum(counts.values())
-    return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, SOURCES[engine])
+    return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, source)
 
 
 def _lora(asked: Mapping[str, Any] | None) -> Lora | None:
     return None if asked is None else Lora(asked.get("r", 16), tuple(asked.get("targets", ())))
 
 
-def _bytes(engine: str, half: int, layout: Layout) -> tuple[int, int, int]:
+def _bytes(engine: str, formats: Precision, layout: Layout) -> tuple[int, int, int]:
     if engine != "deepspeed":
-        return TORCH[engine]
-    if half == FP32.itemsize:
+        params, grads, optimizer = TORCH[engine]
+        size = formats.master.itemsize
+        return params * size, grads * size, optimizer * size
+    if formats.compute == FP32:
         return DEEPSPEED_FP32
     return DEEPSPEED if layout.params == "whole" else DEEPSPEED_3
 

@@ -7,6 +7,7 @@ unless they were changed on the host.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,12 +72,12 @@ def require_norm_type(norm_type: float) -> float:
     return float(norm_type)
 
 
-def require_limit(name: str, limit: float) -> None:
+def require_limit(name: str, limit: Any) -> None:
     """What gradients are clipped to. torch takes 0 and sets all gradients to 0; elsewhere 0 means that nothing is
     clipped."""
-    if not float(limit) > 0:
+    if not isinstance(limit, int | float | Tensor) or not float(limit) > 0:
         raise ConfigurationError(
-            f"{name}={float(limit):g}: it must be above 0. To clip nothing, leave the call out; "
+            f"{name}={limit!r}: it must be above 0. To clip nothing, leave the call out; "
             "clip_grad_norm(math.inf) only measures the norm"
         )
 

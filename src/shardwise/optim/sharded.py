@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
@@ -65,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Not super().__init__: groups and state are the inner optimizer's.
         self._inner = inner
+        for name in ("state_dict", "load_state_dict", "add_param_group"):
+            inner.__dict__[name] = partial(_refuse_old, name)
         self._stepper = stepper
         self._channels = channels
         self._scaler = scaler
@@ -405,7 +408,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             complaint = f"the ranks gave other groups: {told}"
         if complaint:
             raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
-        self._inner.add_param_group({**param_group, "params": as_list(param_group["params"])})
+        type(self._inner).add_param_group(self._inner, {**param_group, "params": as_list(param_group["params"])})
         try:
             if any(state.flat.depth_of_master for state in own):
                 refuse_unless_elementwise(self._inner, self._stepper.device)
@@ -420,7 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         raise StateError(
-            "optimizer.state_dict() would hold this rank's shards only, without saying which: call "
+            "optimizer.state_dict() holds this rank's shards, without saying which: call "
             "sw.save(path, model, optimizer) on every rank"
         )
 
@@ -504,3 +507,10 @@ def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatSt
 def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
     held = {param for state in states for param in state.resting_params}
     return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
+
+
+def _refuse_old(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StateError(
+        f"optimizer.{name}() of the optimizer that was given to sw.shard: use the one that sw.shard returned, and "
+        "sw.save and sw.load for its state"
+    )

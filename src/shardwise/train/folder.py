@@ -12,6 +12,7 @@ logs/           what ranks other than the first have said
 """
 
 import dataclasses
+import errno
 import json
 from datetime import datetime
 from pathlib import Path
@@ -166,9 +167,12 @@ def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
     """What to say, and to do, when a file of this run cannot be written; None: it is no file of this run."""
     text = str(error)
     if isinstance(error, OSError):
-        if not isinstance(error.filename, str | Path) or not Path(error.filename).is_relative_to(folder):
+        if isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(folder):
+            text = f"cannot write {error.filename}: {error.strerror}"
+        elif error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # write() names no file
+            text = f"cannot write a file of this run: {error.strerror}"
+        else:
             return None
-        text = f"cannot write {error.filename}: {error.strerror}"
     fix = f"then go on with --output-dir {folder} --resume-from-checkpoint auto"
     if not folder.is_dir():
         return SaveError(f"{text}; the run folder {folder} was moved or removed under the run: move it back, {fix}")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigurationError, did_you_mean
@@ -35,8 +36,9 @@ CHUNK_MULTIPLE = 64
 Reduction = Literal["mean", "sum"]
 
 
-# Compilers step over it: there is nothing to fuse around it, and they would be free to keep several chunks alive.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# Compilers step over it: there is nothing to fuse around it, and they would be free to keep several chunks alive. What
+# torch's own functions do; torch.compiler.disable would import the compiler, which takes as long as torch itself.
+@_disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -54,9 +54,12 @@ def run_task(task: Task) -> int:
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
         text = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
-        notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         if log:
             print(text, file=sys.stderr, flush=True)
+        try:
+            notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
+        except OSError as unwritten:  # where temporary files go the disk is full, too
+            print(f"{text}\nshardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
         sys.exit(1)  # what is raised torch would write into a file of its own, which nobody removes
     notes.write(folder, notes.Ended(local_rank, time.time(), code=code))
     return code

@@ -58,6 +58,8 @@ class Channel:
     # Over the ranks that wait here, and which of their meshes this is: its collectives have one order. None: no mesh.
     watch: Watch | None = None
     mesh: int | None = None
+    # How long a rank may be busy with a disk while the others wait here; 0: no longer than anywhere else.
+    patience_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -170,7 +172,7 @@ def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, wh
         try:
             work.wait(SLICE)
         except RuntimeError:
-            watch.wait(work, kind, what, is_meeting=channel.mesh is None)
+            watch.wait(work, kind, what, channel.mesh is None, channel.patience_s)
     except WireError:
         raise
     except RuntimeError as error:

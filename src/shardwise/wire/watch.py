@@ -10,7 +10,8 @@ Who finds that the ranks cannot go on writes a verdict, which is raised on every
 
 A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`. If
 it does nothing there (its main thread stands at one place and uses no processor time), or its process is stopped, after
-three times `hang_s`.
+three times `hang_s`. A rank that writes or reads a checkpoint does nothing for as long as its disk takes: where ranks
+meet for that, they wait as long as the channel says.
 """
 
 import json
@@ -83,6 +84,7 @@ class _Wait:
     what: str
     since_s: float
     announced: int = 0
+    patience_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -137,14 +139,14 @@ class Watch:
 
     # The rank's own threads.
 
-    def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool) -> None:
+    def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool, patience_s: float) -> None:
         """For work on a CPU that was not done within a slice of time."""
         if is_meeting and threading.current_thread() is not threading.main_thread():
             work.wait()  # of a thread beside the training
             return
-        self._wait = _Wait(
-            "meeting" if is_meeting else "collective", f"{kind} of {what}{self._in_phase()}", time.monotonic()
-        )
+        doing: Doing = "meeting" if is_meeting else "collective"
+        phase = "" if is_meeting else self._in_phase()
+        self._wait = _Wait(doing, f"{kind} of {what}{phase}", time.monotonic(), patience_s=patience_s)
         try:
             while not self.verdict:
                 try:
@@ -299,17 +301,18 @@ class Watch:
         self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in seen})
         waited_s = time.monotonic() - wait.since_s
         headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
+        patience_s = NUM_HANGS * self._limits.hang_s
         if gone:
             self._judge(self._report(f"{'; '.join(gone.values())}, and the others wait", states, gone))
         elif apart := self._apart(wait, passed, states):
             self._judge(self._report(apart, states, gone))
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
             self._judge(self._report("no rank can go on", states, gone))
-        elif idle := [rank for rank, state in states.items() if state.idle_s > NUM_HANGS * self._limits.hang_s]:
+        elif not wait.patience_s and (idle := [rank for rank in states if states[rank].idle_s > patience_s]):
             self._judge(self._report(f"rank {idle[0]} does nothing, and rank {self.rank} waits for it", states, gone))
-        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > NUM_HANGS * self._limits.hang_s]:
+        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > patience_s]:
             self._judge(self._report(f"rank {stopped[0]} is stopped, and rank {self.rank} waits for it", states, gone))
-        elif waited_s > self._limits.timeout_s:
+        elif waited_s > (wait.patience_s or self._limits.timeout_s):
             self._judge(self._report(headline, states, gone))
         elif waited_s > self._limits.hang_s and not self._has_warned:
             self._has_warned = True

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import CheckpointError
 from ..dtypes import NAMES
-from ..index import Index, Piece, Stored, counts, in_order
+from ..index import Index, Piece, Stored, counts, in_order, shape_from
 from . import archives, known, pickles
 from .described import Described, add_optimizer, by_settings, index_of
 from .known import Strided, text, told
@@ -128,7 +128,7 @@ def _name(keys: Sequence[Any]) -> str:
 
 def _tensor(found: Described, inside: str, metadata: _Metadata, key: str) -> Stored:
     entry = metadata.entries[key].state
-    dtype, shape = entry["properties"].state[0], counts(entry["size"])
+    dtype, shape = entry["properties"].state[0], shape_from(entry["size"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
     pieces: list[Piece] = []

@@ -112,7 +112,7 @@ def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell:
     described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
     length = stored.shape[0] if stored.shape else 1
     row_elems = stored.num_elems // max(1, length)
-    step = max(1, _PART_BYTES // max(1, row_elems * stored.torch_dtype.itemsize))
+    step = max(1, _PART_BYTES // (row_elems * stored.torch_dtype.itemsize)) if row_elems else max(1, length)
     for first in range(0, max(1, length), step):
         offsets = (first, *(0 for _ in stored.shape[1:])) if stored.shape else ()
         shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...regular_file import read_regular
-from ..index import Index, Plain, Stored, counts
+from ..index import Index, Plain, Stored, counts, shape_from
 from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
 from .known import Strided, text, told
@@ -125,7 +125,7 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     bases = [_base(part[base_key]) for part in parts]
     groups = bases[0]["param_groups"]
     members = [(number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MOST)]
-    shapes = [{text(name): counts(shape) for name, shape in block.items()} for block in model["param_shapes"]]
+    shapes = [{text(name): shape_from(shape) for name, shape in block.items()} for block in model["param_shapes"]]
     found.groups = [settings_of(found, group) for group in groups]
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):
         rows = [_row(found, part[rows_key][block]) for part in parts]
@@ -192,7 +192,7 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
         found.tied[text(name)] = (*found.tied.get(name, ()), text(other))
     if stage == 3:
         for name, given in (model.get("frozen_param_shapes") or {}).items():
-            name, shape = text(name), counts(given)
+            name, shape = text(name), shape_from(given)
             rows = [_row(found, states["frozen_param_fragments"][name]) for states in models]
             found.tensors[name] = gathered(name, shape, spans_of_parameters({name: shape}, len(models))[name], rows)
             found.kinds[name] = "parameter"

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..index import counts
+from ..index import MAX_NAME, counts, shape_from
 from .records import Maker, Record, require_key
-
-_MAX_NAME = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +54,14 @@ def find(module: str, name: str) -> Any:
 
 def text(value: Any) -> str:
     """A name. What a pickle repeats a thousand times is not put together a thousand times."""
-    if type(value) is not str or len(value) > _MAX_NAME:
+    if type(value) is not str or len(value) > MAX_NAME:
         raise ValueError("no short text where a name is expected")
     return value
 
 
 def told(value: Any) -> str:
     """What is only shown: a version, a count."""
-    return str(value) if type(value) is int else value if type(value) is str and len(value) < _MAX_NAME else "unknown"
+    return str(value) if type(value) is int else value if type(value) is str and len(value) < MAX_NAME else "unknown"
 
 
 def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *rest: Any) -> Strided:
@@ -77,7 +75,7 @@ def _tensor_of_dtype(storage: Any, first: Any, shape: Any, stride: Any, *rest: A
 def _strided(storage: Any, dtype: Any, first: Any, shape: Any, stride: Any) -> Strided:
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a storage")
-    (first,), shape, stride = counts((first,)), counts(shape), counts(stride)
+    (first,), shape, stride = counts((first,)), shape_from(shape), counts(stride)
     if len(shape) != len(stride):
         raise ValueError(f"a tensor of shape {shape} with strides {stride}")
     if prod(shape):
@@ -88,7 +86,7 @@ def _strided(storage: Any, dtype: Any, first: Any, shape: Any, stride: Any) -> S
 
 
 def _size(lengths: Any = ()) -> tuple[int, ...]:
-    return counts(lengths)
+    return shape_from(lengths)
 
 
 def _parameter(tensor: Any, *rest: Any) -> Strided:

@@ -97,7 +97,7 @@ CHANGES: dict[str, Rule] = {
     ),
     "dataset_text_field": refused(TEXT, "texts are in the column text here; rename yours", (*OFF, "text")),
     "dataset_kwargs": refused(ANY, "rows become tokens in one way here"),
-    "max_samples": refused(ANY, "all rows are read; cut the file (head -n 1000 rows.jsonl), and leave this out", ()),
+    "max_samples": refused(ANY, "all rows are read; cut the file (head -n N rows.jsonl), and leave this out", ()),
     "shuffle_merged_datasets": refused(FLAG, "samples are always shuffled by the seed", ("true",)),
     # The tokens
     "chat_template": refused(TEXT, TEMPLATE, (*OFF, "tokenizer_default")),

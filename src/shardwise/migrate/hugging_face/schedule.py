@@ -167,7 +167,11 @@ def _in_epochs(top: Block, settings: dict[str, Any], said: str, key: str, times:
     """So many times in an epoch: with all epochs known that is a part of all steps."""
     num_times = times * settings.get("num_train_epochs", 0.0)
     if "num_train_epochs" not in settings and times:
-        top.refused(said, f"num_train_epochs does not say how many epochs there are; write {key}, in steps")
+        top.refused(
+            said,
+            f"without a number of epochs that counts (max_steps goes before it) nobody knows how many "
+            f"steps an epoch has; write {key}, in steps",
+        )
     elif num_times <= 1:
         top.used(said, f"{what} at the end only")
     else:
