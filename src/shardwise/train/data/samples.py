@@ -22,7 +22,8 @@ from .tokenizer import Tokenizer
 from .whole import pack_whole
 from .windows import NOT_TRAINED, Windows
 
-_ENTROPY_TOKENS = 2**22  # more of them change the entropy in the fourth digit and take seconds
+_ENTROPY_TOKENS = 2**22  # more of them change the entropy in the fourth digit
+_STRETCH = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +154,17 @@ def _split(windows: Windows, seed: int, position: int) -> int:
 
 
 def unigram_entropy(samples: Samples) -> float:
-    """Nats of a token that is guessed from how often each is a target: what a model beats once it uses context.
+    """Nats of a token that is guessed from how often each is trained on: what a model beats once it uses context.
 
-    Of all targets, or of evenly spread samples where there are very many.
+    Of all tokens of the training data, or of evenly spread stretches where there are very many.
     """
-    most = max(1, _ENTROPY_TOKENS // samples.windows.seq_length)
-    stride = math.ceil(samples.num_samples / most)
+    store = samples.windows.store
+    stride = _STRETCH * math.ceil(store.num_tokens / _ENTROPY_TOKENS)
     counts = torch.zeros(0, dtype=torch.int64)
-    for index in range(0, samples.num_samples, stride):
-        targets = samples.batch([index]).targets
-        seen = torch.bincount(targets[targets != NOT_TRAINED], minlength=counts.numel())
+    for first in range(0, store.num_tokens, stride):
+        count = min(_STRETCH, store.num_tokens - first)
+        tokens, trained = store.tokens(first, count), store.trained(first, count)
+        seen = torch.bincount(tokens if trained is None else tokens[trained], minlength=counts.numel())
         seen[: counts.numel()] += counts
         counts = seen
     chances = counts[counts > 0].double() / counts.sum()
