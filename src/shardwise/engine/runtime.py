@@ -185,8 +185,11 @@ class Engine:
         """vmap, jvp and the like look at every operation, and gathers are none of theirs. What a unit returns is theirs
         as well: gradients are waited for at its parameters."""
         plan = self.schedule.units[index]
-        is_there = self.gathers.occupancy.is_ready(index, "forward") or all(f.master_is_whole for f in plan.flats)
-        if plan.layout.gathered_until != "always" or not is_there:
+        if plan.layout.gathered_until != "always" or not all(
+            self.gathers.occupancy.is_ready(unit, "forward")
+            or all(flat.master_is_whole for flat in self.schedule.units[unit].flats)
+            for unit in (index, *self.schedule.before_forward[index])
+        ):
             raise StateError(
                 f"a transform of torch.func around unit {plan.name!r}, whose weights are gathered when it runs: use a "
                 "layout whose weights are whole (ddp), or torch.func.functional_call with sw.full_state_dict(model)"

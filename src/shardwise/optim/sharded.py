@@ -118,6 +118,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> UserState:
         """What is kept for each of the user's parameters that this rank has a part of: of that part."""
+        for state in self._stepper.trainable_states:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)  # its last update may still run there
         return UserState(self._inner, self.was_restored)
 
     @state.setter
