@@ -24,7 +24,7 @@ from ..errors import WireError
 from ..processes import temporary_folder
 from .cause import first_failure
 from .rank import Task, run_task
-from .watch import REFUSALS, Watch
+from .watch import Watch
 
 # From the least to the gravest; what is not here is as grave as a crash.
 GRAVITY = (0, 130, 143, 2, 3, 4, 5, 1)
@@ -83,8 +83,8 @@ def run_agent(machines: Machines, max_restarts: int, task: Task, host: str, time
             if watch.code is not None:
                 return watch.code
             # A rank that has refused to go on is the cause: the others failed because it left.
-            if refusals := [end.code for end in watch.endings.values() if end.code in REFUSALS]:
-                return refusals[0]
+            if watch.refusal is not None:
+                return watch.refusal
             reported = {f.local_rank: (rank, f.exitcode) for rank, f in failed.failures.items()}
             say(first_failure(watch.ranks, watch.endings, reported, host))
             if machines.max_nodes > 1:

@@ -59,7 +59,8 @@ def run_task(task: Task) -> int:
         try:
             notes.write(folder, notes.Ended(local_rank, raised_s, error=text))
         except OSError as unwritten:  # where temporary files go the disk is full, too
-            print(f"{text}\nshardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
+            told = "" if log else text
+            print(f"{told}shardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
         sys.exit(1)  # what is raised torch would write into a file of its own, which nobody removes
     notes.write(folder, notes.Ended(local_rank, time.time(), code=code))
     return code

@@ -174,13 +174,18 @@ class Watch:
             seen.is_asked = True
             _send(pid, ASKS[self._asked])
 
+    @property
+    def refusal(self) -> int | None:
+        """The exit code of a rank that has refused to go on, if one has."""
+        return next((ending.code for ending in self.endings.values() if ending.code in REFUSALS), None)
+
     def _grace_s(self) -> float | None:
         """How long the ranks that still run may go on; None: as long as they like."""
         if any(ending.code is None for ending in self.endings.values()):
             return AFTER_A_DEATH_S
         if any(seen.gone_s is not None and rank not in self.endings for rank, seen in self.ranks.items()):
             return AFTER_A_DEATH_S
-        if any(ending.code in REFUSALS for ending in self.endings.values()):
+        if self.refusal is not None:
             return AFTER_A_REFUSAL_S
         return None
 
@@ -221,12 +226,11 @@ class Watch:
 
     def _lose_patience(self) -> None:
         self._grace_end_s = float("inf")
-        refusals = [e.code for e in self.endings.values() if e.code in REFUSALS]
         running = self._running()
         places = self._where_they_are(running)
-        if refusals and len(self.endings) < len(self.ranks):
+        if self.refusal is not None and len(self.endings) < len(self.ranks):
             why = "a rank has refused to run; the others did not notice, and are killed"
-            self._end(refusals[0], f"{why}:\n{places}" if places else why)
+            self._end(self.refusal, f"{why}:\n{places}" if places else why)
             return
         for seen in running:
             seen.is_killed = True

@@ -301,16 +301,16 @@ class Watch:
         self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in seen})
         waited_s = time.monotonic() - wait.since_s
         headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
-        patience_s = NUM_HANGS * self._limits.hang_s
+        most_idle_s = NUM_HANGS * self._limits.hang_s
         if gone:
             self._judge(self._report(f"{'; '.join(gone.values())}, and the others wait", states, gone))
         elif apart := self._apart(wait, passed, states):
             self._judge(self._report(apart, states, gone))
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
             self._judge(self._report("no rank can go on", states, gone))
-        elif not wait.patience_s and (idle := [rank for rank in states if states[rank].idle_s > patience_s]):
+        elif not wait.patience_s and (idle := [rank for rank in states if states[rank].idle_s > most_idle_s]):
             self._judge(self._report(f"rank {idle[0]} does nothing, and rank {self.rank} waits for it", states, gone))
-        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > patience_s]:
+        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > most_idle_s]:
             self._judge(self._report(f"rank {stopped[0]} is stopped, and rank {self.rank} waits for it", states, gone))
         elif waited_s > (wait.patience_s or self._limits.timeout_s):
             self._judge(self._report(headline, states, gone))
