@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.train.model import Transformer
-from shardwise.train.shapes import TransformerShape
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.shapes import TransformerShape
 
 SHAPES = {
     "1m": TransformerShape(vocab=512, hidden=128, layers=4, heads=4, kv_heads=4, ffn=352, max_seq=64),

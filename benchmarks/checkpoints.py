@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.bench.machine import commit, processor
-from shardwise.train.settings import Settings
+from shardwise.trainer.settings import Settings
 
 from .checkpoint_contenders import SHAPES, Job, forget, num_params, sync
 from .pages import Page, show

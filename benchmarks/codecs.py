@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from shardwise.base.dtypes import dtype_of
 from shardwise.bench.machine import commit, processor
-from shardwise.dtypes import dtype_of
-from shardwise.wire.codec import encoded_bytes, parse
-from shardwise.wire.quant import decode, decode_sum, encode
+from shardwise.core.wire.codec import encoded_bytes, parse
+from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
 
 from .pages import Page, show, table
 

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.base.direct_io import is_direct, read_at, write_at
 from shardwise.bench.machine import commit, processor
-from shardwise.direct_io import is_direct, read_at, write_at
-from shardwise.optim.host.library import library
-from shardwise.store.arena import Arena
-from shardwise.store.blocks import memory_of
-from shardwise.store.disk import Disk
-from shardwise.store.file import reserve
-from shardwise.store.sizes import arena_bytes
+from shardwise.core.native.library import library
+from shardwise.core.offload.arena import Arena
+from shardwise.core.offload.blocks import memory_of
+from shardwise.core.offload.disk import Disk
+from shardwise.core.offload.unnamed_file import reserve
+from shardwise.core.schedule.sizes import arena_bytes
 
 from .pages import Page, show, spread, table
 

@@ -42,8 +42,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.bench import fabric
 from shardwise.bench.machine import commit
-from shardwise.mesh import make_axes
-from shardwise.plan.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
+from shardwise.core.mesh import make_axes
+from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
 
 from .namespaces import LOCAL, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
 from .pages import Page, table, write

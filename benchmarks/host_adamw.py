@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from shardwise.bench.machine import commit, processor
-from shardwise.optim.host.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
-from shardwise.optim.host.cores import Cores, cores_for
+from shardwise.core.native.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
+from shardwise.core.native.cores import Cores, cores_for
 
 from .pages import Page, show, table
 

@@ -14,17 +14,17 @@ import time
 
 import torch
 
-from shardwise import mesh
-from shardwise.config import resolve
-from shardwise.train.beside import Run
-from shardwise.train.checks import completed
-from shardwise.train.launch import launch
-from shardwise.train.loop import run_steps
-from shardwise.train.models.headloss import loss_sum
-from shardwise.train.out_of_memory import Scene
-from shardwise.train.profile import Profile
-from shardwise.train.settings import settings_from_json
-from shardwise.train.setup import set_up
+from shardwise.core import mesh
+from shardwise.trainer.checks import completed
+from shardwise.trainer.config import resolve
+from shardwise.trainer.launcher import launch
+from shardwise.trainer.loop import run_steps
+from shardwise.trainer.models.headloss import loss_sum
+from shardwise.trainer.out_of_memory import Scene
+from shardwise.trainer.profile import Profile
+from shardwise.trainer.settings import settings_from_json
+from shardwise.trainer.setup import set_up
+from shardwise.trainer.step_callbacks import Run
 
 STRETCH = 20  # steps
 TURNS = 8  # of each, after one of each to warm up

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.bench.machine import commit, processor
-from shardwise.engine.guards import engine_of
+from shardwise.core.engine.guards import engine_of
 
 from .disk_store import PLAIN, Plain
 from .pages import Page, show, spread, table

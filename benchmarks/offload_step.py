@@ -19,8 +19,8 @@ import torch
 import shardwise as sw
 from shardwise.bench.case import Shape
 from shardwise.bench.model import Blocks
-from shardwise.engine.guards import engine_of
-from shardwise.train.checkpointing import checkpoint_blocks
+from shardwise.core.engine.guards import engine_of
+from shardwise.trainer.checkpointing import checkpoint_blocks
 
 
 def main() -> None:

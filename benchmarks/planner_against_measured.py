@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.planner_seen import HOST_BOUND, Compared, Document, compact, compare
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.plan import plan
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.planning import plan
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -33,12 +33,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.planner_memory_published import schedule_of
 from benchmarks.titan import Titan
-from shardwise.plan.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.plan.cost.fsdp2_groups import Wrapping
-from shardwise.plan.cost.peak import WORKSPACE_BYTES
-from shardwise.plan.shapes.shape import ModelShape
-from shardwise.plan.training import Checkpointing, Training
-from shardwise.plan.work.activations import works_of
+from shardwise.planner.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
+from shardwise.planner.cost.fsdp2_groups import Wrapping
+from shardwise.planner.cost.peak import WORKSPACE_BYTES
+from shardwise.planner.shapes.shape import ModelShape
+from shardwise.planner.training import Checkpointing, Training
+from shardwise.planner.work.activations import works_of
 
 SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=8192)
 SHAPES = (

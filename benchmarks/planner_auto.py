@@ -50,20 +50,20 @@ from benchmarks.planner_measure import (
     set_up,
     timed,
 )
+from shardwise import api
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
-from shardwise.engine import api
-from shardwise.engine.auto import Asked, choose, machine_here
-from shardwise.engine.guards import engine_of
-from shardwise.layout import AUTO, PRESETS
-from shardwise.mesh import everyone, make_axes
-from shardwise.plan.assess import Assessment
-from shardwise.plan.plan import Plan
-from shardwise.plan.search import strategy_of
-from shardwise.plan.units import find_units
-from shardwise.precision import precision_of
-from shardwise.train.optimizers import optimizer_for
-from shardwise.train.settings import Settings
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import AUTO, PRESETS
+from shardwise.core.mesh import everyone, make_axes
+from shardwise.core.precision import precision_of
+from shardwise.core.schedule.units import find_units
+from shardwise.planner.assess import Assessment
+from shardwise.planner.auto import Asked, choose, machine_here
+from shardwise.planner.planning import Plan
+from shardwise.planner.search import strategy_of
+from shardwise.trainer.optimizers import optimizer_for
+from shardwise.trainer.settings import Settings
 
 ENDLESS = 10**15
 WARM_UP, SETTLE = 2, 2

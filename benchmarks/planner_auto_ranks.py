@@ -24,11 +24,11 @@ import shardwise as sw
 from benchmarks.planner_auto import ENDLESS, Setting, batch_of, chosen, limits, room, told
 from benchmarks.planner_cases import Case
 from benchmarks.planner_measure import SEED, Answer, Run, batches_of, build
-from shardwise.engine.guards import engine_of
-from shardwise.layout import AUTO
-from shardwise.plan.plan import Plan
-from shardwise.train.optimizers import optimizer_for
-from shardwise.train.settings import Settings
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import AUTO
+from shardwise.planner.planning import Plan
+from shardwise.trainer.optimizers import optimizer_for
+from shardwise.trainer.settings import Settings
 
 NUM_RANKS = 2
 NUM_ROUNDS, STEPS_OF_ROUND, WARM_UP = 12, 2, 3

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardwise.layout import PRESETS
-from shardwise.train.shapes import TransformerShape
+from shardwise.core.layout import PRESETS
+from shardwise.trainer.shapes import TransformerShape
 
 LONGEST = 32768
 

@@ -47,13 +47,13 @@ from benchmarks.planner_cases import Case, cases, smoke
 from shardwise.bench import fabric
 from shardwise.bench.machine import commit, processor
 from shardwise.bench.measure import failure
-from shardwise.train.checkpointing import checkpoint_blocks
-from shardwise.train.data.samples import Batch
-from shardwise.train.model import Transformer
-from shardwise.train.models.headloss import find_path, loss_sum, set_path
-from shardwise.train.models.lora import adapters_for, hush, with_adapters
-from shardwise.train.optimizers import optimizer_for
-from shardwise.train.settings import Lora, Settings
+from shardwise.trainer.checkpointing import checkpoint_blocks
+from shardwise.trainer.data.samples import Batch
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.models.headloss import find_path, loss_sum, set_path
+from shardwise.trainer.models.lora import adapters_for, hush, with_adapters
+from shardwise.trainer.optimizers import optimizer_for
+from shardwise.trainer.settings import Lora, Settings
 
 LONG_S = 0.4
 SEED = 1

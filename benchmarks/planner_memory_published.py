@@ -24,20 +24,20 @@ from pathlib import Path
 
 from benchmarks.planner_published import TARGETS, read_rows
 from benchmarks.planner_published import Row as Timed
-from shardwise.dtypes import BF16
-from shardwise.layout import layout_of
-from shardwise.plan.assess import NCCL_BYTES
-from shardwise.plan.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.plan.cost.fsdp2_groups import Wrapping
-from shardwise.plan.cost.reserve import HOLES, Reserved, reserved_of
-from shardwise.plan.flat import flats_of
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes.families import shape_named
-from shardwise.plan.shapes.shape import ModelShape, units_of
-from shardwise.plan.training import Checkpointing, Lora, Training
-from shardwise.plan.work.activations import works_of
-from shardwise.plan.work.work import Work
+from shardwise.base.dtypes import BF16
+from shardwise.core.layout import layout_of
+from shardwise.core.schedule.flat import flats_of
+from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from shardwise.planner.assess import NCCL_BYTES
+from shardwise.planner.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
+from shardwise.planner.cost.fsdp2_groups import Wrapping
+from shardwise.planner.cost.reserve import HOLES, Reserved, reserved_of
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.shapes.shape import ModelShape, units_of
+from shardwise.planner.training import Checkpointing, Lora, Training
+from shardwise.planner.work.activations import works_of
+from shardwise.planner.work.work import Work
 
 ROWS = Path(__file__).with_name("planner_memory_rows.json")
 GIB = 1 << 30

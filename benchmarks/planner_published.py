@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from shardwise.layout import layout_of
-from shardwise.plan.cost.compute import UnitSeconds, seconds_of, speed_of
-from shardwise.plan.cost.time import step_time
-from shardwise.plan.events import Event, step_events
-from shardwise.plan.flat import flats_of
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.efficiency import Efficiency, Wear
-from shardwise.plan.hardware.values import Cluster
-from shardwise.plan.schedule import Schedule, UnitPlan, make_schedule
-from shardwise.plan.shapes.families import shape_named
-from shardwise.plan.shapes.shape import ModelShape, units_of
-from shardwise.plan.training import Checkpointing, Lora, Training
-from shardwise.plan.work.activations import works_of
-from shardwise.plan.work.work import Work
+from shardwise.core.layout import layout_of
+from shardwise.core.schedule.events import Event, step_events
+from shardwise.core.schedule.flat import flats_of
+from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from shardwise.planner.cost.compute import UnitSeconds, seconds_of, speed_of
+from shardwise.planner.cost.step_time import step_time
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.efficiency import Efficiency, Wear
+from shardwise.planner.hardware.values import Cluster
+from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.shapes.shape import ModelShape, units_of
+from shardwise.planner.training import Checkpointing, Lora, Training
+from shardwise.planner.work.activations import works_of
+from shardwise.planner.work.work import Work
 
 ROWS = Path(__file__).with_name("planner_published_rows.json")
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.train.loss import chunked_cross_entropy
-from shardwise.train.model import rotary_table, rotate
+from shardwise.trainer.loss import chunked_cross_entropy
+from shardwise.trainer.model import rotary_table, rotate
 
 Row = dict[str, Any]
 

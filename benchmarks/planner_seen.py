@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from benchmarks.planner_cases import Case, case_from
-from shardwise.plan.assess import Assessment, Assessor, Machine, Subject
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.efficiency import EMULATED, IDEAL, efficiency_of
-from shardwise.plan.hardware.links import parse
-from shardwise.plan.search import asked, choices
-from shardwise.plan.shapes.shape import ModelShape
-from shardwise.plan.subject import subject_of
-from shardwise.plan.training import Lora, Training
-from shardwise.wire.ledger import Row as Calls
+from shardwise.core.wire.ledger import Row as Calls
+from shardwise.planner.assess import Assessment, Assessor, Machine, Subject
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.efficiency import EMULATED, IDEAL, efficiency_of
+from shardwise.planner.hardware.links import parse
+from shardwise.planner.search import asked, choices
+from shardwise.planner.shapes.shape import ModelShape
+from shardwise.planner.subject import subject_of
+from shardwise.planner.training import Lora, Training
 
 GPU = "H200-141GB"
 NORM = "clip"
@@ -169,7 +169,7 @@ def _subject(case: Case) -> tuple[Subject, Training]:
     import torch
 
     from benchmarks.planner_measure import build
-    from shardwise.plan.module import subject_of_module
+    from shardwise.planner.module import subject_of_module
 
     # The module has its checkpointing itself.
     training = replace(training, checkpointing="none")

@@ -42,10 +42,10 @@ from shardwise.bench.machine import commit, processor
 from shardwise.bench.measure import join
 from shardwise.bench.model import batches_of, build, num_params
 from shardwise.bench.names import DEEPSPEED, HSDP, OURS
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.links import Fabric, Kind, plan_transfer
-from shardwise.plan.training import Training
-from shardwise.wire.ledger import Call
+from shardwise.core.wire.ledger import Call
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.links import Fabric, Kind, plan_transfer
+from shardwise.planner.training import Training
 
 from .namespaces import NIC, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
 from .pages import Page, table, write

@@ -22,5 +22,5 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 def test_a_module_of_the_same_name_hides_nothing() -> None:
-    run("import shardwise.engine.api, shardwise.shard; import shardwise as sw; assert callable(sw.shard)")
-    run("from shardwise.shard import Interval; from shardwise import shard; assert callable(shard)")
+    run("import shardwise.planner, shardwise.base.intervals; import shardwise as sw; assert callable(sw.shard)")
+    run("from shardwise.base.intervals import Interval; from shardwise import shard; assert callable(shard)")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.train import ALONE, PRINTERS
-from shardwise.config import FIELDS, resolve
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.plan import Plan, plan
-from shardwise.train.settings import Settings
-from shardwise.train.shapes import PRESETS
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.planning import Plan, plan
+from shardwise.trainer.config import FIELDS, resolve
+from shardwise.trainer.settings import Settings
+from shardwise.trainer.shapes import PRESETS
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 from .version import VERSION
 
 if TYPE_CHECKING:
-    from .checkpoint.load import load
-    from .checkpoint.save import save, start_save
-    from .engine.api import accumulate, describe, shard, traffic
-    from .engine.buffers import sync_buffers
-    from .engine.capture import capture
-    from .engine.held import Memory, memory
-    from .engine.hooks import register_forward
-    from .engine.whole import full_state_dict, load_full_state_dict, whole
-    from .engine.whole_gradients import grad_norms
-    from .errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
-    from .layout import Layout
-    from .mesh import init
+    from .api import accumulate, describe, shard, traffic
+    from .base.errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
+    from .checkpoint.loading import load
+    from .checkpoint.saving import save, start_save
+    from .core.engine.buffers import sync_buffers
+    from .core.engine.capture import capture
+    from .core.engine.full_gradients import grad_norms
+    from .core.engine.full_weights import full_state_dict, load_full_state_dict, whole
+    from .core.engine.hooks import register_forward
+    from .core.engine.memory_report import Memory, memory
+    from .core.layout import Layout
+    from .core.mesh import init
+    from .core.precision import Precision
+    from .core.wire.ledger import Traffic
     from .migrate.api import from_accelerate, from_deepspeed
     from .migrate.migrated import Migrated
-    from .plan.hardware.cluster import make_cluster
-    from .plan.plan import Plan, plan
-    from .plan.training import Training
-    from .precision import Precision
-    from .wire.ledger import Traffic
+    from .planner.hardware.cluster import make_cluster
+    from .planner.planning import Plan, plan
+    from .planner.training import Training
 
 __version__ = VERSION
 
@@ -69,45 +69,39 @@ __all__ = [
 
 # The same names as above, and the modules they come from.
 _HOMES = {
-    "load": ".checkpoint.load",
-    "save": ".checkpoint.save",
-    "start_save": ".checkpoint.save",
-    "accumulate": ".engine.api",
-    "describe": ".engine.api",
-    "shard": ".engine.api",
-    "traffic": ".engine.api",
-    "sync_buffers": ".engine.buffers",
-    "capture": ".engine.capture",
-    "Memory": ".engine.held",
-    "memory": ".engine.held",
-    "register_forward": ".engine.hooks",
-    "full_state_dict": ".engine.whole",
-    "load_full_state_dict": ".engine.whole",
-    "whole": ".engine.whole",
-    "grad_norms": ".engine.whole_gradients",
-    "CheckpointError": ".errors",
-    "ConfigurationError": ".errors",
-    "ShardwiseError": ".errors",
-    "StateError": ".errors",
-    "WireError": ".errors",
-    "Layout": ".layout",
-    "init": ".mesh",
+    "load": ".checkpoint.loading",
+    "save": ".checkpoint.saving",
+    "start_save": ".checkpoint.saving",
+    "accumulate": ".api",
+    "describe": ".api",
+    "shard": ".api",
+    "traffic": ".api",
+    "sync_buffers": ".core.engine.buffers",
+    "capture": ".core.engine.capture",
+    "Memory": ".core.engine.memory_report",
+    "memory": ".core.engine.memory_report",
+    "register_forward": ".core.engine.hooks",
+    "full_state_dict": ".core.engine.full_weights",
+    "load_full_state_dict": ".core.engine.full_weights",
+    "whole": ".core.engine.full_weights",
+    "grad_norms": ".core.engine.full_gradients",
+    "CheckpointError": ".base.errors",
+    "ConfigurationError": ".base.errors",
+    "ShardwiseError": ".base.errors",
+    "StateError": ".base.errors",
+    "WireError": ".base.errors",
+    "Layout": ".core.layout",
+    "init": ".core.mesh",
     "from_accelerate": ".migrate.api",
     "from_deepspeed": ".migrate.api",
     "Migrated": ".migrate.migrated",
-    "make_cluster": ".plan.hardware.cluster",
-    "Plan": ".plan.plan",
-    "plan": ".plan.plan",
-    "Training": ".plan.training",
-    "Precision": ".precision",
-    "Traffic": ".wire.ledger",
+    "make_cluster": ".planner.hardware.cluster",
+    "Plan": ".planner.planning",
+    "plan": ".planner.planning",
+    "Training": ".planner.training",
+    "Precision": ".core.precision",
+    "Traffic": ".core.wire.ledger",
 }
-
-# Importing a module binds its name here. Modules that share their name with something above are imported
-# now (they are pure), so that the binding can be undone and no later import hides the API.
-for _name in ("shard", "plan"):
-    import_module(f".{_name}", __name__)
-    del globals()[_name]
 
 
 def __getattr__(name: str) -> Any:

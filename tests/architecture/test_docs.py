@@ -1,11 +1,12 @@
-"""The documents are true: README's tree is the folder, and every relative link leads somewhere."""
+"""The documents are true: the tree is the package, and every relative link leads somewhere."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE, ROOT
+from tests.architecture.source import ROOT
+from tests.support import module_map
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 
@@ -33,34 +34,6 @@ def test_relative_links_resolve(document: Path) -> None:
     assert not broken
 
 
-def readme_tree() -> dict[str, str]:
-    """Path inside the package -> description, from the fenced block under "## The tree".
-
-    The first line is the package itself; each further line is an indented name (a folder's ends in a slash),
-    two or more spaces, and one line on what it is for.
-    """
-    readme = (ROOT / "README.md").read_text()
-    block = re.search(r"^## The tree$.*?^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert block, 'README.md needs a heading "## The tree" with a fenced block after it'
-    first, *lines = block[1].splitlines()
-    assert first.split()[0] == "src/shardwise/"
-    found: dict[str, str] = {}
-    folders: list[tuple[int, str]] = []
-    for line in lines:
-        indent = len(line) - len(line.lstrip())
-        name, _, description = line.strip().partition("  ")
-        folders = [(depth, folder) for depth, folder in folders if depth < indent]
-        path = "".join(folder for _, folder in folders) + name
-        found[path] = description.strip()
-        if name.endswith("/"):
-            folders.append((indent, name))
-    return found
-
-
-def test_readme_tree_is_the_folder() -> None:
-    """A package's own __init__ is spoken for by its folder's line."""
-    files = {file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py")}
-    folders = {f"{path.rpartition('/')[0]}/" for path in files if "/" in path}
-    tree = readme_tree()
-    assert set(tree) == folders | {path for path in files if not path.endswith("/__init__.py")}
-    assert all(tree.values()), "every line of the tree says what the file is for"
+def test_the_tree_is_the_package() -> None:
+    assert module_map.page() == module_map.PAGE.read_text(), "run python -m tests.support.module_map"
+    assert all("  " in row.strip() for row in module_map.rows(module_map.PACKAGE)), "every file has a docstring"

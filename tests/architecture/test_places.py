@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Callable
 
-from shardwise.layout import ALIASES, PRESETS
+from shardwise.core.layout import ALIASES, PRESETS
 from tests.architecture.source import docstrings, names_used, trees
 
 STREAM_NAMES = {
@@ -34,10 +34,10 @@ def test_torch_distributed_is_called_in_wire_and_mesh_only() -> None:
     def distributed(name: str) -> bool:
         return f"{name}.".startswith(("torch.distributed.", "torch._C._distributed"))
 
-    launcher = ("train/agent.py", "train/rendezvous.py")
+    launcher = ("trainer/agent.py", "trainer/rendezvous.py")
     assert not uses(
         distributed,
-        allowed=("wire/", "mesh.py", "checkpoint/others/dcp_write.py", *launcher, "doctor/", "bench/"),
+        allowed=("core/wire/", "core/mesh.py", "checkpoint/interop/dcp_write.py", *launcher, "doctor/", "bench/"),
     )
 
 
@@ -46,7 +46,7 @@ def test_streams_are_used_in_one_file() -> None:
         last = name.rpartition(".")[2]
         return last in STREAM_METHODS or (name.startswith("torch.") and last in STREAM_NAMES)
 
-    assert not uses(stream, allowed=("engine/streams.py", "bench/"))
+    assert not uses(stream, allowed=("core/engine/streams.py", "bench/"))
 
 
 def test_the_environment_is_read_where_a_process_begins_only() -> None:
@@ -54,9 +54,9 @@ def test_the_environment_is_read_where_a_process_begins_only() -> None:
         return re.match(r"os\.(environ|getenv|putenv)", name) is not None
 
     # What is compiled goes where the user keeps caches.
-    caches = "optim/host/library.py"
-    starting = ("processes.py", "train/launch.py", "train/rank.py", "doctor/rings.py")
-    allowed = ("mesh.py", "config.py", *starting, "cli/", "bench/", caches)
+    caches = "core/native/library.py"
+    starting = ("base/processes.py", "trainer/launcher.py", "trainer/rank.py", "doctor/rings.py")
+    allowed = ("core/mesh.py", "trainer/config.py", *starting, "cli/", "bench/", caches)
     assert not uses(environment, allowed)
 
 
@@ -73,7 +73,7 @@ def test_preset_names_are_known_to_layout_the_command_line_and_the_table_of_othe
     presets = {*PRESETS, *ALIASES}
     # A peer may have a preset's name.
     peers = ("bench/names.py", "bench/contenders.py", "bench/peers.py", "bench/deepspeed_config.py")
-    allowed = ("layout.py", "cli/", "migrate/names.py", *peers)
+    allowed = ("core/layout.py", "cli/", "migrate/names.py", *peers)
     found = [
         f"src/shardwise/{path}:{node.lineno} says {node.value!r}"
         for path, tree in trees().items()

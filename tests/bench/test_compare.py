@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.bench import report
 from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
 from shardwise.bench.overlap import Overlap
 from shardwise.bench.rows import Row
-from shardwise.errors import ConfigurationError
-from shardwise.plan.hardware.links import parse
+from shardwise.planner.hardware.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
 OURS, PEER = "shardwise:zero3", "fsdp2"

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.bench.case import Shape, one_process
 from shardwise.bench.compare import TOLERANCES, losses_of
 from shardwise.bench.deepspeed_config import config_of
 from shardwise.bench.launch import Outcome, launch
 from shardwise.bench.names import read_deepspeed
 from shardwise.bench.peers import refuse_what_deepspeed_leaves_out
-from shardwise.errors import ConfigurationError
 from tests.bench.cases import smoke
 from tests.bench.test_contenders import losses
 from tests.support.deepspeed import DeepSpeed

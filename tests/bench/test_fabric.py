@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
+from shardwise.base.errors import ConfigurationError, StateError
 from shardwise.bench import fabric
-from shardwise.errors import ConfigurationError, StateError
-from shardwise.layout import PRESETS
-from shardwise.plan.hardware.links import Fabric, Link, Transfer, plan_transfer
+from shardwise.core.layout import PRESETS
+from shardwise.planner.hardware.links import Fabric, Link, Transfer, plan_transfer
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

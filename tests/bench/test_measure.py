@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.bench.calls import count_calls
 from shardwise.bench.case import SHAPES
 from shardwise.bench.launch import environment, launch
 from shardwise.bench.measure import failure, host_memory
-from shardwise.errors import ConfigurationError
 from tests.bench.cases import smoke
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.bench.case import case_from_json
 from shardwise.bench.names import (
     DeepSpeed,
@@ -12,8 +13,7 @@ from shardwise.bench.names import (
     rests_on_disk,
     strategies_in,
 )
-from shardwise.errors import ConfigurationError
-from shardwise.layout import PRESETS, Layout
+from shardwise.core.layout import PRESETS, Layout
 from tests.bench.cases import smoke
 
 MIX = '{"blocks.[0-9]": "shard_grad_op", "*": "zero3"}'

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.bench import wire, wire_report
 from shardwise.bench.wire import Asked, Findings, codecs_of, strategies_of
 from shardwise.bench.wire_run import Seen, inter_node_bytes, last_words
-from shardwise.errors import ConfigurationError
-from shardwise.train.settings import Settings
+from shardwise.trainer.settings import Settings
 
 INT8 = "zero3+grads_as=int8"
 SETTINGS = Settings(max_steps=4, node_size=2, device="cpu", precision="fp32")

@@ -8,8 +8,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.bench.wire_codecs import lost_by, matrices
-from shardwise.engine.guards import engine_of
-from shardwise.mesh import leave
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.mesh import leave
 
 
 def test_error_cosine_and_size_are_those_of_the_definition() -> None:

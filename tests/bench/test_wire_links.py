@@ -11,7 +11,7 @@ import pytest
 from benchmarks import wire_links
 from benchmarks.namespaces import LOCAL, Rank, can_make_namespaces, namespaces, run_ranks
 from benchmarks.wire_links import Planned, Plans, Seen, gloo_bytes, planned, rows_of, seconds_of
-from shardwise.wire.ledger import Call
+from shardwise.core.wire.ledger import Call
 from tests.bench.cases import smoke
 
 

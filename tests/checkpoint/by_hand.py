@@ -11,7 +11,7 @@ from shardwise.checkpoint import folder
 from shardwise.checkpoint.dtypes import NAMES
 from shardwise.checkpoint.index import File, Index, Optimizer, Piece, Saved, Stored
 from shardwise.checkpoint.index_json import to_json
-from shardwise.checkpoint.tensors import entry_of, lay_out, write_file
+from shardwise.checkpoint.tensor_files import entry_of, lay_out, write_file
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0})
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import background, save
-from shardwise.engine.guards import engine_of
-from shardwise.errors import SaveError, StateError
+from shardwise.base.errors import SaveError, StateError
+from shardwise.checkpoint import background
+from shardwise.checkpoint import saving as save
+from shardwise.core.engine.guards import engine_of
 from tests.checkpoint.test_refusals import built, step
 from tests.harness import Pool
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise.base.direct_io import ALIGNMENT, open_direct, read_at
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.disk import BLOCK_BYTES, Stream, check_bytes, write_pieces
 from shardwise.checkpoint.index import Check
-from shardwise.direct_io import ALIGNMENT, open_direct, read_at
 from tests.harness import num_open_files
 
 BLOCK, CHECKED = 8192, 4096

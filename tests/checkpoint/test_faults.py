@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.checkpoint import folder, save
+from shardwise.base.errors import DamageError, SaveError
+from shardwise.checkpoint import folder
+from shardwise.checkpoint import saving as save
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.errors import DamageError, SaveError
 from tests.checkpoint.test_refusals import built, refused, step
 from tests.harness import Pool
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import folder
-from shardwise.errors import CheckpointError
 
 
 def write(path: Path, text: str = "{}") -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import folder
-from shardwise.errors import CheckpointError
 from tests.checkpoint.by_hand import save_by_hand
 from tests.support.limited import Limited
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.intervals import Interval
 from shardwise.checkpoint.index import Check, File, Index, Optimizer, Piece, Saved, Stored, parts_of, require_sound
-from shardwise.errors import CheckpointError
-from shardwise.shard import Interval
 
 W = Saved(
     Stored((2, 3), "F32", (Piece(0, 8, 0, 4), Piece(1, 16, 4, 6))),

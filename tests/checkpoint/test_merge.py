@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.index import Piece, Saved, Stored, require_sound
 from shardwise.checkpoint.merge import merge
-from shardwise.errors import CheckpointError
 from tests.checkpoint.test_index import INDEX, W, cut_points
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise.base.direct_io import ALIGNMENT
+from shardwise.base.errors import CheckpointError
+from shardwise.base.intervals import Interval
 from shardwise.checkpoint import disk, reader
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.tensors import entry_of, lay_out, read_header, write_file
-from shardwise.direct_io import ALIGNMENT
-from shardwise.errors import CheckpointError
-from shardwise.shard import Interval
+from shardwise.checkpoint.tensor_files import entry_of, lay_out, read_header, write_file
 from tests.harness import num_open_files
 
 BLOCK = 16384

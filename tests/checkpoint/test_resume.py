@@ -9,15 +9,7 @@ import shardwise as sw
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.strategies import ALL, STRATEGIES, disk_for
-from tests.support.training import (
-    CLIP,
-    FORMATS,
-    Outcome,
-    Poke,
-    adamw,
-    assert_same,
-    train_alone,
-)
+from tests.support.training import CLIP, FORMATS, Outcome, Poke, adamw, assert_same, train_alone
 
 NUM_STEPS = 8
 

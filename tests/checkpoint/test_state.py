@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.optim.groups import shard_groups
+from shardwise.core.optim.groups import shard_groups
 from tests.harness import Pool
 from tests.support.trainee import features
 

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.dtypes import NAMES
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.tensors import Entry, entry_of, lay_out, read_header, write_file
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.tensor_files import Entry, entry_of, lay_out, read_header, write_file
 
 BLOCK = 4096
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.index_json import from_json, to_json
-from shardwise.checkpoint.verify import Report, checkpoints_in, look_at, verify
+from shardwise.checkpoint.verification import Report, checkpoints_in, look_at, verify
 from tests.checkpoint.by_hand import save_by_hand, some_tensors
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint.index import Check, File
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.checkpoint.whole import NAMES, merge_files
+from shardwise.checkpoint.whole_tensors import NAMES, merge_files
 from tests.checkpoint.test_refusals import refused
 from tests.checkpoint.test_state import Odd, build, in_groups, steps
 from tests.harness import Pool

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint.write import Source, converted, split, write_sources
-from shardwise.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.writer import Source, converted, split, write_sources
 
 
 def test_what_fp16_cannot_hold_is_refused_by_name() -> None:

@@ -51,7 +51,7 @@ def test_help_comes_without_torch(arguments: list[str]) -> None:
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules\n"
-        "assert not any(name.startswith(('shardwise.bench', 'shardwise.engine')) for name in sys.modules)\n"
+        "assert not any(name.startswith(('shardwise.bench', 'shardwise.core.engine')) for name in sys.modules)\n"
     )
     seen = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert seen.returncode == 0, seen.stderr

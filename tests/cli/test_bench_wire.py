@@ -15,7 +15,7 @@ from shardwise.bench import wire as session
 from shardwise.bench.wire import Asked
 from shardwise.cli import main
 from shardwise.cli.bench_wire import DECIDED, STRATEGIES, wire
-from shardwise.train.settings import Settings
+from shardwise.trainer.settings import Settings
 from tests.cli.asking import Asker
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cgroup import cgroup_values, cpu_limit, memory_limit
+from shardwise.base.container_limits import cgroup_values, cpu_limit, memory_limit
 from shardwise.doctor import devices, disk, limits, network, software
 from shardwise.doctor.finding import Finding, size
 from shardwise.doctor.network import Interface

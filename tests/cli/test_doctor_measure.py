@@ -9,7 +9,7 @@ import torch
 
 from shardwise.doctor import measure
 from shardwise.doctor.rings import measure_rings
-from shardwise.plan.hardware.measured import cluster_in, read_measured
+from shardwise.planner.hardware.measured import cluster_in, read_measured
 from tests.cli.asking import Asker
 
 

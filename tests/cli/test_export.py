@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.train.model import Transformer
-from shardwise.train.settings import Settings
-from shardwise.train.shapes import TransformerShape
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.settings import Settings
+from shardwise.trainer.shapes import TransformerShape
 from tests.checkpoint.by_hand import save_by_hand
 from tests.cli.asking import Asker
 

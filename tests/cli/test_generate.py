@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardwise.base.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
 from shardwise.cli import main
-from shardwise.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
-from shardwise.train.data.chat import Message
-from shardwise.train.data.tokenizer import BYTES, Tokenizer
-from shardwise.train.model import Transformer
-from shardwise.train.models import restore, sample
-from shardwise.train.models.llama import llama_name
-from shardwise.train.shapes import TransformerShape
+from shardwise.trainer.data.chat import Message
+from shardwise.trainer.data.tokenizer import BYTES, Tokenizer
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.models import restore, sample
+from shardwise.trainer.models.llama import llama_name
+from shardwise.trainer.shapes import TransformerShape
 
 SHAPE = TransformerShape(vocab=257, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 CONFIG = (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import CheckpointError, ConfigurationError, ShardwiseError, WireError
 from shardwise.checkpoint import folder
-from shardwise.errors import CheckpointError, ConfigurationError, ShardwiseError, WireError
-from shardwise.train.progress import Progress
+from shardwise.trainer.progress import Progress
 from tests.checkpoint.by_hand import save_by_hand
 from tests.cli.asking import Asker
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.config import resolve
+from shardwise.trainer.config import resolve
 from tests.harness import Pool
 from tests.support.running import losses, manual_in, rows, save_llama, train
 
@@ -222,7 +222,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     """In this process: nothing of it gets as far as a rank."""
     from shardwise import cli
-    from shardwise.train import agent
+    from shardwise.trainer import agent
 
     def no_ranks(*_: object) -> int:
         raise AssertionError("ranks were started")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import typer.main
 
+from shardwise.base.errors import CheckpointError, ShardwiseError
 from shardwise.cli import app, main
 from shardwise.cli.train import train
-from shardwise.config import resolve
-from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.train.settings import Lora, Settings
+from shardwise.trainer.config import resolve
+from shardwise.trainer.settings import Lora, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +54,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
             handed.append(Handed(settings, words))
             return "#!/bin/bash"
 
-        stand_in(monkeypatch, "shardwise.train.launch", launch=launch)
-        stand_in(monkeypatch, "shardwise.train.submit", slurm=slurm, k8s=slurm)
+        stand_in(monkeypatch, "shardwise.trainer.launcher", launch=launch)
+        stand_in(monkeypatch, "shardwise.trainer.submit", slurm=slurm, k8s=slurm)
         monkeypatch.setattr(sys, "argv", ["shardwise", "train", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -98,7 +98,7 @@ def test_help_comes_at_once(arguments: str) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     if arguments.endswith("--help"):
-        code += "assert 'shardwise.config' not in sys.modules\n"
+        code += "assert 'shardwise.trainer.config' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", code, *arguments.split()], check=True, capture_output=True, cwd=ROOT)
 
 
@@ -194,7 +194,7 @@ def test_errors_have_codes(
     def launch(*_: object) -> int:
         raise error
 
-    stand_in(monkeypatch, "shardwise.train.launch", launch=launch)
+    stand_in(monkeypatch, "shardwise.trainer.launcher", launch=launch)
     monkeypatch.setattr(sys, "argv", ["shardwise", "train"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.errors import ConfigurationError
-from shardwise.train.checkpointing import Mode, checkpoint_blocks
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.engine.guards import engine_of
+from shardwise.trainer.checkpointing import Mode, checkpoint_blocks
 from tests.harness import Pool
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.capture import NUM_EAGER_CALLS
-from shardwise.errors import StateError
-from shardwise.layout import PRESETS
-from shardwise.train.model import Transformer
-from shardwise.train.shapes import TransformerShape
+from shardwise.base.errors import StateError
+from shardwise.core.engine.capture import NUM_EAGER_CALLS
+from shardwise.core.layout import PRESETS
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.shapes import TransformerShape
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.train.model import Transformer
+from shardwise.trainer.model import Transformer
 from tests.gpu.test_gpu import SHAPE, batch
 from tests.harness import Pool
 

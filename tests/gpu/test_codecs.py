@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.wire.codec import Codec, encoded_bytes, parse, parts
-from shardwise.wire.quant import decode, decode_sum, encode
+from shardwise.core.wire.codec import Codec, encoded_bytes, parse, parts
+from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
 
 pytestmark = pytest.mark.gpu
 

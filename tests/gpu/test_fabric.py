@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.bench import fabric
-from shardwise.plan.hardware.links import Fabric, Link, plan_transfer
+from shardwise.planner.hardware.links import Fabric, Link, plan_transfer
 
 pytestmark = pytest.mark.gpu
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.layout import PRESETS
-from shardwise.plan.events import step_events
-from shardwise.train.model import Transformer
-from shardwise.train.shapes import TransformerShape
-from shardwise.wire.ledger import add_up
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import PRESETS
+from shardwise.core.schedule.events import step_events
+from shardwise.core.wire.ledger import add_up
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool
 from tests.support.strategies import disk_for
 

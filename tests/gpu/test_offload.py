@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.errors import ConfigurationError
-from shardwise.layout import Layout, layout_of
-from shardwise.plan.events import step_events
-from shardwise.train.model import Transformer
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import Layout, layout_of
+from shardwise.core.schedule.events import step_events
+from shardwise.trainer.model import Transformer
 from tests.gpu.test_gpu import LOSS_TOLERANCE, NUM_STEPS, SHAPE, batch
 from tests.gpu.test_out_of_memory import SHAPE as LARGE_SHAPE
 from tests.gpu.test_out_of_memory import run_within, settings_for

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.train.run import run_rank
-from shardwise.train.settings import Settings
+from shardwise.trainer.run import run_rank
+from shardwise.trainer.settings import Settings
 from tests.harness import Pool
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.engine.held import Memory
-from shardwise.engine.streams import Later
-from shardwise.train.profile import Profile
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.engine.memory_report import Memory
+from shardwise.core.engine.streams import Later
+from shardwise.trainer.profile import Profile
 from tests.gpu.test_gpu import batch, build
 from tests.harness import Pool
 

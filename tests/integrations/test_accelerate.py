@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.base.errors import ConfigurationError
 from shardwise.cli import app
-from shardwise.errors import ConfigurationError
 from shardwise.integrations.accelerate import Accelerator
 from tests.harness import Pool
 from tests.integrations.scripts import ROOT, forget_accelerate, torchrun

@@ -11,7 +11,7 @@ import pytest
 from transformers import Trainer
 
 import shardwise as sw
-from shardwise.errors import ConfigurationError
+from shardwise.base.errors import ConfigurationError
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.transformers import sharded
 from tests.integrations.scripts import Sentences, arguments, forget_accelerate, tiny_llama

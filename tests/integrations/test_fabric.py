@@ -11,7 +11,7 @@ from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import ConfigurationError
+from shardwise.base.errors import ConfigurationError
 from shardwise.integrations.fabric import ShardwiseStrategy
 from tests.harness import Pool
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import Strategy
+from shardwise.core.layout import Strategy
 from tests.harness import Ending, Pool, World
 from tests.loops.loop import Loop, Record, UserError
 

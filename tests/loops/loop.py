@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import Strategy
+from shardwise.core.layout import Strategy
 
 
 class UserError(Exception):

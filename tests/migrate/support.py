@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.layout import layout_of
+from shardwise.core.layout import layout_of
 from shardwise.migrate.account import Entry, name_of
 from shardwise.migrate.migrated import Migrated
-from shardwise.train.offload import check_strategy
-from shardwise.train.settings import Settings
+from shardwise.trainer.offload import check_strategy
+from shardwise.trainer.settings import Settings
 
 
 def rows(migrated: Migrated) -> dict[str, Entry]:

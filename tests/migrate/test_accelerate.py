@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.config import resolve
-from shardwise.documents import yaml_tree
-from shardwise.errors import ConfigurationError
-from shardwise.layout import layout_of
+from shardwise.base.documents import yaml_tree
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.layout import layout_of
 from shardwise.migrate.migrated import Migrated
+from shardwise.trainer.config import resolve
 from tests.migrate.told import assert_all_told
 
 FIXTURES = Path(__file__).parent / "fixtures" / "accelerate"

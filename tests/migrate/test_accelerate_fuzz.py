@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardwise.migrate.api as api
-from shardwise.config import resolve
-from shardwise.errors import ConfigurationError
-from shardwise.layout import layout_of
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.layout import layout_of
 from shardwise.migrate.accelerate.environment import NAMED, PREFIXES, read_environment
 from shardwise.migrate.accelerate.fsdp_keys import KNOWN
 from shardwise.migrate.accelerate.keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
@@ -22,6 +21,7 @@ from shardwise.migrate.hugging_face.programs import PROGRAMS
 from shardwise.migrate.hugging_face.training import NAMES
 from shardwise.migrate.migrated import Migrated
 from shardwise.migrate.write import yaml_of
+from shardwise.trainer.config import resolve
 from tests.migrate.test_fsdp import MEANS
 from tests.migrate.told import assert_all_told
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.layout import layout_of
+from shardwise.core.layout import layout_of
 from tests.migrate.test_fsdp import MEANS
 from tests.migrate.told import assert_all_told
 

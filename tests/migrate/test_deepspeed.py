@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.documents import json_tree
-from shardwise.errors import ConfigurationError
+from shardwise.base.documents import json_tree
+from shardwise.base.errors import ConfigurationError
 from shardwise.migrate.api import from_deepspeed, kind_of, read
 from shardwise.migrate.migrated import Migrated
 from tests.migrate.deepspeed_expected import EXPECTED

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.documents import texts_of
-from shardwise.errors import ConfigurationError
-from shardwise.layout import layout_of
+from shardwise.base.documents import texts_of
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.layout import layout_of
 from shardwise.migrate.api import from_deepspeed, read
 from shardwise.migrate.deepspeed.keys import IGNORED
 from shardwise.migrate.deepspeed.switches import SWITCHED

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.migrate.api import read
-from shardwise.train.learning_rate import learning_rate
-from shardwise.train.settings import Settings
+from shardwise.trainer.learning_rate import learning_rate
+from shardwise.trainer.settings import Settings
 from tests.migrate.support import rows
 from tests.support.deepspeed import DeepSpeed
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.migrate.api import from_deepspeed
-from shardwise.train.learning_rate import learning_rate
-from shardwise.train.optimizers import set_learning_rate
-from shardwise.train.settings import Settings
+from shardwise.trainer.learning_rate import learning_rate
+from shardwise.trainer.optimizers import set_learning_rate
+from shardwise.trainer.settings import Settings
 from tests.harness import Pool
 from tests.support.deepspeed import DeepSpeed
 from tests.support.models import BATCH, IN_TREE, MODELS, tokens

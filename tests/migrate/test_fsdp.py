@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.layout import layout_of
+from shardwise.core.layout import layout_of
 from shardwise.migrate.migrated import Migrated
 from tests.migrate.told import assert_all_told
 

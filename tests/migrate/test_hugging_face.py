@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.config import resolve
-from shardwise.layout import layout_of
+from shardwise.core.layout import layout_of
 from shardwise.migrate.files import tree_of
 from shardwise.migrate.migrated import Migrated
+from shardwise.trainer.config import resolve
 from tests.migrate.told import assert_all_told
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hugging_face"

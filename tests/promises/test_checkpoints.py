@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.layout import Strategy
+from shardwise.core.layout import Strategy
 from tests.harness import Pool
 from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for, slow_but
 from tests.support.trainee import features

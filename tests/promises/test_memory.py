@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.engine.held import Memory
-from shardwise.engine.runtime import Engine
-from shardwise.layout import PRESETS, Strategy, layout_of
-from shardwise.plan.memory import StateBytes, state_bytes
-from shardwise.plan.offload import NUM_STAGED, NUM_WINDOWS
-from shardwise.plan.schedule import NUM_REDUCTIONS
-from shardwise.unit.stand_ins import OnDisk
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.engine.memory_report import Memory
+from shardwise.core.engine.runtime import Engine
+from shardwise.core.layout import PRESETS, Strategy, layout_of
+from shardwise.core.schedule.offload import NUM_STAGED, NUM_WINDOWS
+from shardwise.core.schedule.state_bytes import StateBytes, state_bytes
+from shardwise.core.schedule.step_schedule import NUM_REDUCTIONS
+from shardwise.core.unit.stand_ins import OnDisk
 from tests.harness import Pool
 from tests.support.strategies import ALL, ENCODED, NAMED, STRATEGIES, disk_for
 

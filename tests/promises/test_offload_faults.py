@@ -31,14 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.away import Windows
+from shardwise.base.errors import NoRoomError, ShardwiseError
 from shardwise.checkpoint.folder import find
-from shardwise.checkpoint.verify import look_at, verify
-from shardwise.errors import NoRoomError, ShardwiseError
-from shardwise.store.disk import Region
-from shardwise.train.run import run_rank
+from shardwise.checkpoint.verification import look_at, verify
+from shardwise.core.offload.disk import Region
+from shardwise.core.offload.host_memory import Windows
+from shardwise.trainer.run import run_rank
+from tests.core.offload.conftest import Mount, mount  # noqa: F401  a fixture
 from tests.harness import Pool
-from tests.store.conftest import Mount, mount  # noqa: F401  a fixture
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.running import settings_for
 from tests.support.training import CLIP, adamw

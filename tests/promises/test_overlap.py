@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.optim.host_updates import FlatUpdate
-from shardwise.unit.gradient import Gradient
-from shardwise.wire import collectives
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.optim.host_updates import FlatUpdate
+from shardwise.core.unit.gradient import Gradient
+from shardwise.core.wire import collectives
 from tests.harness import Pool
 from tests.support.strategies import NAMED, STRATEGIES, disk_for
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import pytest
 
 import shardwise as sw
-from shardwise.engine.held import Memory
-from shardwise.layout import Strategy
-from shardwise.plan.assess import Assessment, Assessor, Machine
-from shardwise.plan.cost.peak import CLASSES
-from shardwise.plan.hardware.cluster import make_cluster
-from shardwise.plan.hardware.efficiency import IDEAL, efficiency_of
-from shardwise.plan.memory import kept_losses, resting_grads
-from shardwise.plan.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
-from shardwise.plan.shapes.shape import ModelShape
-from shardwise.plan.subject import subject_of
-from shardwise.plan.training import Training
-from shardwise.wire.ledger import Traffic
+from shardwise.core.engine.memory_report import Memory
+from shardwise.core.layout import Strategy
+from shardwise.core.schedule.state_bytes import kept_losses, resting_grads
+from shardwise.core.wire.ledger import Traffic
+from shardwise.planner.assess import Assessment, Assessor, Machine
+from shardwise.planner.cost.peak import CLASSES
+from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.efficiency import IDEAL, efficiency_of
+from shardwise.planner.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
+from shardwise.planner.shapes.shape import ModelShape
+from shardwise.planner.subject import subject_of
+from shardwise.planner.training import Training
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, SEQ, VOCAB, tokens
 from tests.support.strategies import ENCODED, NAMED, OFFLOADED, STRATEGIES, disk_for

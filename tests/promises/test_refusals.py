@@ -296,7 +296,7 @@ def test_a_node_size_must_divide_the_world(run_ranks: Pool) -> None:
 
 
 def test_before_init_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.mesh._device", None)
+    monkeypatch.setattr("shardwise.core.mesh._device", None)
     with pytest.raises(sw.StateError, match=r"call sw\.init\(\) before sw\.shard"):
         sw.shard(net(), None, "zero3")
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.layout import PRESETS
-from shardwise.plan.events import step_events
-from shardwise.shard import BLOCK_ELEMS, round_up
-from shardwise.wire.ledger import Call, Traffic, add_up
+from shardwise.base.intervals import BLOCK_ELEMS, round_up
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import PRESETS
+from shardwise.core.schedule.events import step_events
+from shardwise.core.wire.ledger import Call, Traffic, add_up
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.strategies import ALL, ENCODED, ENCODED_ALWAYS, OFFLOADED, STRATEGIES, disk_for

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.guards import engine_of
-from shardwise.errors import ConfigurationError
-from shardwise.layout import layout_of
-from shardwise.wire.codec import parse
-from tests.engine.test_models import OddStack
-from tests.engine.test_models import train as train_odd
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.engine.guards import engine_of
+from shardwise.core.layout import layout_of
+from shardwise.core.wire.codec import parse
+from tests.core.engine.test_models import OddStack
+from tests.core.engine.test_models import train as train_odd
 from tests.harness import Pool
 from tests.support.models import IN_TREE
 from tests.support.strategies import ENCODED, SOME_ENCODED, disk_for

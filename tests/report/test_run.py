@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigurationError
-from shardwise.report.beside import text
+from shardwise.base.errors import ConfigurationError
+from shardwise.report.comparison import text
 from shardwise.report.run import read_run
 from tests.report.runs import OPTIMIZER, PARAMS, TOKENS, evaluation, make_run, moved, row, small_plan, trained
 

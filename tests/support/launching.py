@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.errors import ShardwiseError
-from shardwise.train import watch
-from shardwise.train.launch import launch
-from shardwise.train.settings import Settings, settings_from_json
-from shardwise.train.signals import Requests
+from shardwise.base.errors import ShardwiseError
+from shardwise.trainer import rank_watcher as watch
+from shardwise.trainer.launcher import launch
+from shardwise.trainer.settings import Settings, settings_from_json
+from shardwise.trainer.signals import Requests
 
 
 def _folder(settings: str) -> Path:
@@ -128,7 +128,7 @@ def add_up(settings: str) -> int:
 
 def meet(settings: str) -> int:
     """The ranks have communicators, and tell where the store is. They go on when there is a file for each."""
-    from shardwise import mesh
+    from shardwise.core import mesh
 
     mesh.init(device="cpu", timeout_s=60)
     mesh.connect(mesh.make_axes(None))
@@ -143,7 +143,7 @@ def meet(settings: str) -> int:
 
 def come_late(settings: str) -> int:
     """Rank 1 never joins."""
-    from shardwise import mesh
+    from shardwise.core import mesh
 
     if os.environ["RANK"] == "1":
         time.sleep(600)
@@ -161,9 +161,9 @@ def end_late(settings: str) -> int:
 
 def _hang(settings: str, hang: Callable[[], None]) -> int:
     """A whole run whose last rank hangs when it takes the samples of its sixth batch."""
-    from shardwise import mesh
-    from shardwise.train.data.samples import Samples
-    from shardwise.train.run import run_rank
+    from shardwise.core import mesh
+    from shardwise.trainer.data.samples import Samples
+    from shardwise.trainer.run import run_rank
 
     mesh._limits.hang_s = 1.0
     batch, num_calls = Samples.batch, 0
@@ -191,8 +191,8 @@ def starve(settings: str) -> int:
     """A whole run whose last rank finds no memory in the forward of a block, its fourth."""
     import torch
 
-    from shardwise.train.model import Block
-    from shardwise.train.run import run_rank
+    from shardwise.trainer.model import Block
+    from shardwise.trainer.run import run_rank
 
     forward, num_calls = Block.forward, 0
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.train.model import Transformer
-from shardwise.train.shapes import TransformerShape
+from shardwise.trainer.model import Transformer
+from shardwise.trainer.shapes import TransformerShape
 
 VOCAB = 61
 SEQ = 9

@@ -68,7 +68,7 @@ class Nursery:
 def main() -> None:
     import torch
 
-    import shardwise.train.run  # noqa: F401  what a rank would wait for
+    import shardwise.trainer.run  # noqa: F401  what a rank would wait for
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
@@ -98,7 +98,7 @@ def _fork(rank: int, port: int, settings: str, log: str) -> int:
 def _be_a_rank(rank: int, port: int, settings: str, log: str) -> NoReturn:
     import torch.multiprocessing
 
-    from shardwise.train.run import run_rank
+    from shardwise.trainer.run import run_rank
 
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwise.train.data.text import documents
-from shardwise.train.run import run_rank
-from shardwise.train.settings import Settings
+from shardwise.trainer.data.text import documents
+from shardwise.trainer.run import run_rank
+from shardwise.trainer.settings import Settings
 from tests.harness import Pool
 
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 48, "max_seq": 64}

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from shardwise.errors import ConfigurationError
-from shardwise.layout import PRESETS, SPLITS, Layout, Strategy, Until, layout_of
+from shardwise.base.errors import ConfigurationError
+from shardwise.core.layout import PRESETS, SPLITS, Layout, Strategy, Until, layout_of
 
 STRATEGIES: dict[str, Strategy] = {
     **{name: name for name, layout in PRESETS.items() if layout.is_exact},

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import Strategy
+from shardwise.core.layout import Strategy
 from tests.harness import Pool
 from tests.support.training import adamw, weight_error
 

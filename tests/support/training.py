@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import Strategy
+from shardwise.core.layout import Strategy
 from tests.support.models import MODELS, tokens
 from tests.support.strategies import disk_for
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..plan.hardware.links import Fabric, parse
-from ..train.shapes import PRESETS
+from ..planner.hardware.links import Fabric, parse
+from ..trainer.shapes import PRESETS
 from .names import FLOORS, label
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..errors import ConfigurationError
-from ..layout import layouts_for
-from ..plan.units import find_units
+from ..base.errors import ConfigurationError
+from ..core.layout import layouts_for
+from ..core.schedule.units import find_units
 from .calls import AddedCalls, added_calls
 from .case import Case, one_process
 from .launch import Launch, Outcome, Say

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ..errors import ConfigurationError, StateError
-from ..plan.hardware.links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
+from ..base.errors import ConfigurationError, StateError
+from ..planner.hardware.links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
 from .wires import Kernel, Wires, capture_of, sleep_until
 
 __all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "start"]

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..processes import as_child, temporary_folder
-from ..wire.loopback import ADDRESS, rank_variables, store_at
+from ..base.processes import as_child, temporary_folder
+from ..core.wire.loopback import ADDRESS, rank_variables, store_at
 from .case import Case
 from .names import SOLO
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigurationError
-from ..processes import end_with_parent
+from ..base.errors import ConfigurationError
+from ..base.processes import end_with_parent
 from . import fabric
 from .calls import count_calls
 from .case import Case, case_from_json

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..plan.hardware.flops import flops_per_token
-from ..train.model import Transformer
-from ..train.shapes import TransformerShape
+from ..planner.hardware.flops import flops_per_token
+from ..trainer.model import Transformer
+from ..trainer.shapes import TransformerShape
 from .case import Case, Shape
 
 

@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import ConfigurationError, did_you_mean
-from ..layout import AUTO, MOST_SPLIT, Layout, layout_of
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.layout import AUTO, MOST_SPLIT, Layout, layout_of
 
 OURS = "shardwise"
 OFFLOADED_FSDP2 = "fsdp2+offload"

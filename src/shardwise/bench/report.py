@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.hardware.links import parse
+from ..planner.hardware.links import parse
 from .compare import Findings, Session
 from .machine import machine
 from .model import num_params

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..plan.hardware.flops import peak_flops
-from ..plan.hardware.links import parse
-from ..precision import precision_of
+from ..core.precision import precision_of
+from ..planner.hardware.flops import peak_flops
+from ..planner.hardware.links import parse
 from .case import Case
 from .compare import Findings, losses_of
 from .model import flops_of

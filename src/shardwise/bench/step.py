@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..train.checkpointing import Mode, checkpoint_blocks
+from ..trainer.checkpointing import Mode, checkpoint_blocks
 from .case import Case
 from .deepspeed_config import ADAMW
 from .model import build, loss_of

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import ConfigurationError
+from ..base.processes import as_child
 from ..checkpoint.steps import CHECKPOINTS
-from ..errors import ConfigurationError
-from ..layout import layout_of
-from ..processes import as_child
-from ..train.checks import check_all, look_ahead
-from ..train.folder import DATA
-from ..train.offload import is_auto
-from ..train.settings import Settings
-from ..wire.codec import parse
+from ..core.layout import layout_of
+from ..core.wire.codec import parse
+from ..trainer.checks import check_all, look_ahead
+from ..trainer.offload import is_auto
+from ..trainer.run_folder import DATA
+from ..trainer.settings import Settings
 from .launch import Say
 from .names import OURS, strategies_in
 from .wire_run import Seen, Strategy, end, last_words, train

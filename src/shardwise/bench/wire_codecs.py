@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.guards import engine_of
-from ..layout import MOST_SPLIT
-from ..mesh import leave
-from ..plan.flat import is_encodable
-from ..processes import end_with_parent
-from ..train.checks import check_all
-from ..train.data.prepare import prepare
-from ..train.data.samples import Batch, open_samples
-from ..train.folder import CONFIG, DATA
-from ..train.models.headloss import loss_sum
-from ..train.models.restore import restore
-from ..train.settings import settings_from_json
-from ..unit.state import FlatState
-from ..wire.codec import Codec, encoded_bytes, parse
-from ..wire.quant import decode, encode
+from ..base.processes import end_with_parent
+from ..core.engine.guards import engine_of
+from ..core.layout import MOST_SPLIT
+from ..core.mesh import leave
+from ..core.schedule.flat import is_encodable
+from ..core.unit.state import FlatState
+from ..core.wire.codec import Codec, encoded_bytes, parse
+from ..core.wire.reference_codecs import decode, encode
+from ..trainer.checks import check_all
+from ..trainer.data.prepare import prepare
+from ..trainer.data.samples import Batch, open_samples
+from ..trainer.models.headloss import loss_sum
+from ..trainer.models.restore import restore
+from ..trainer.run_folder import CONFIG, DATA
+from ..trainer.settings import settings_from_json
 
 ROUNDS = 5
 MILLION = 1e6

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..plan.traffic import crossing_bytes
-from ..processes import as_child
+from ..base.processes import as_child
+from ..core.schedule.traffic import crossing_bytes
+from ..core.wire.ledger import SHARE_OF_BUFFER, Call
 from ..report.run import METRICS, read_run
-from ..train.settings import Settings
-from ..wire.ledger import SHARE_OF_BUFFER, Call
+from ..trainer.settings import Settings
 from .launch import Say
 
 Strategy = str | dict[str, str]

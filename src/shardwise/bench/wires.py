@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.hardware.links import WIRES, Fabric, Transfer, Wire
+from ..planner.hardware.links import WIRES, Fabric, Transfer, Wire
 
 _SPIN_S = 2e-4  # sleeping is late by about this much, so the end of a wait is spun
 _SCRATCH_BYTES = 1 << 28

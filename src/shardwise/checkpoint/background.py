@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from ..engine.runtime import Engine
-from ..shard import round_up
-from ..wire.collectives import Channel, exchange
+from ..base.intervals import round_up
+from ..core.engine.runtime import Engine
+from ..core.wire.collectives import Channel, exchange
 from .dtypes import DTYPES
 from .share import Portion, Share
 

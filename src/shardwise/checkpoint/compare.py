@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..engine.runtime import Engine
-from ..errors import CheckpointError
-from ..plan.model import Param as Spec
+from ..base.errors import CheckpointError
+from ..core.engine.runtime import Engine
+from ..core.schedule.model import Param as Spec
 from .dtypes import NAMES
 from .index import Index, Saved, Stored
 

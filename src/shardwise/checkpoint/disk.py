@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ..direct_io import ALIGNMENT, open_direct, write_at
+from ..base.direct_io import ALIGNMENT, open_direct, write_at
 from .index import Check
 
 BLOCK_BYTES = 8 << 20

@@ -13,8 +13,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, DamageError, SaveError
-from ..regular_file import read_regular
+from ..base.errors import CheckpointError, DamageError, SaveError
+from ..base.regular_file import read_regular
 
 INDEX, MARKER = "index.json", "complete"
 # Half a million tensors with two moments each, or two million without; a marker is 64 characters.

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import CheckpointError
-from ..shard import Interval
+from ..base.errors import CheckpointError
+from ..base.intervals import Interval
 from .dtypes import DTYPES
 
 Plain = bool | int | float | str | None

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, astuple
 from typing import Any
 
-from ..errors import CheckpointError, DamageError
-from ..json_file import parse
+from ..base.errors import CheckpointError, DamageError
+from ..base.json_file import parse
 from .dtypes import DTYPES
 from .index import MAX_COUNT, Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, require_sound, shape_from
 

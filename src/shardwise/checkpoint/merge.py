@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .index import Piece, Plain, Saved, Stored, in_order
 
 

@@ -4,12 +4,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from . import folder, steps
 from .index import Index
 from .index_json import from_json
-from .others import dcp, deepspeed, hugging_face
-from .others.described import Groups
+from .interop import dcp, deepspeed, hugging_face
+from .interop.described import Groups
 from .reader import Reader
 
 _LOOKED_FOR = (

@@ -19,10 +19,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ..direct_io import ALIGNMENT, go_direct, read_at
-from ..errors import DamageError
-from ..regular_file import num_bytes_of, open_regular
-from ..shard import Interval, round_up
+from ..base.direct_io import ALIGNMENT, go_direct, read_at
+from ..base.errors import DamageError
+from ..base.intervals import Interval, round_up
+from ..base.regular_file import num_bytes_of, open_regular
 from .disk import BLOCK_BYTES
 from .index import Check, File, Piece, Stored, parts_of
 

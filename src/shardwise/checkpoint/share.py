@@ -11,18 +11,18 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ..engine.guards import own_state_dict
-from ..engine.runtime import Engine
-from ..errors import CheckpointError
-from ..plan.flat import Flat
-from ..plan.model import Param
-from ..shard import Interval, pieces
-from ..unit.state import FlatState
-from ..unit.user_parameter import place_of
+from ..base.errors import CheckpointError
+from ..base.intervals import Interval, pieces
+from ..core.engine.guards import own_state_dict
+from ..core.engine.runtime import Engine
+from ..core.schedule.flat import Flat
+from ..core.schedule.model import Param
+from ..core.unit.state import FlatState
+from ..core.unit.user_parameter import place_of
 from .dtypes import DTYPES, NAMES
 from .index import Piece, Plain, Saved, Stored
-from .state import Optimizers, describe_state, homes_in, refuse_homeless_state, stored_row
-from .tensors import Entry
+from .optimizer_state import Optimizers, describe_state, homes_in, refuse_homeless_state, stored_row
+from .tensor_files import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..engine.agree import attempt
-from ..errors import CheckpointError
-from ..wire.collectives import Channel
+from ..base.errors import CheckpointError
+from ..core.engine.rank_agreement import attempt
+from ..core.wire.collectives import Channel
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ShardwiseError, printable_lines
+from ..base.errors import ShardwiseError, printable_lines
 from ..version import VERSION
 from .bench import app as bench
 from .check import check

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError, did_you_mean
+from ..base.errors import ConfigurationError, did_you_mean
 from .bench_end import end_on_sigterm, interrupted, say
 from .bench_wire import wire
 from .train import TrainCommand
@@ -130,7 +130,7 @@ def bench(
     from ..bench.case import SHAPES, Case, settings_of, with_intra
     from ..bench.launch import launch
     from ..bench.names import peers_in, strategies_in
-    from ..plan.hardware.links import parse
+    from ..planner.hardware.links import parse
 
     end_on_sigterm()
     folder = out or Path("benchmark-results")

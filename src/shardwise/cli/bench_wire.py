@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError
-from ..processes import temporary_folder
-from ..train.settings import Settings
+from ..base.errors import ConfigurationError
+from ..base.processes import temporary_folder
+from ..trainer.settings import Settings
 from .bench_end import end_on_sigterm, interrupted, say
 from .train import train
 
@@ -148,9 +148,9 @@ def _asked(
     import torch
 
     from ..bench.wire import Asked, codecs_of, strategies_of
-    from ..config import resolve
-    from ..train.checks import completed
-    from ..train.launch import ranks_here
+    from ..trainer.checks import completed
+    from ..trainer.config import resolve
+    from ..trainer.launcher import ranks_here
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigurationError(

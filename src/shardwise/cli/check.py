@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..migrate.account import Entry
@@ -91,7 +91,7 @@ def _as_json(migrated: "Migrated", memory: "Beside | str") -> dict[str, Any]:
 
 
 def _told(migrated: "Migrated", memory: "Beside | str", width: int) -> Iterator[str]:
-    from ..layout import layout_of
+    from ..core.layout import layout_of
     from ..migrate.migrated import TITLES
 
     fates = [entry.fate for entry in migrated.entries]
@@ -150,7 +150,7 @@ def _in_parts(name: str, width: int) -> str:
 
 def _memory(memory: "Beside", width: int) -> Iterator[str]:
     """Columns that have nothing in them are left out."""
-    from ..train.figures import size
+    from ..trainer.figures import size
 
     columns = {"states": "states", "extra": "buffers", "peak": "peak", "host": "host of a node", "disk": "its disk"}
     shown = [name for name in columns if any(getattr(need, name) for need in memory.needs)]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError, did_you_mean
+from ..base.errors import ConfigurationError, did_you_mean
 from .files import num_bytes_in, require_there, say, streaming
 
 FORM, WHAT, PLACE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Its form", "What of it", "Where to"))
@@ -70,10 +70,10 @@ def convert(
         raise ConfigurationError(f"--whole is a form of our own checkpoints, and --to {form} is not: leave it out")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(source)
-    from ..checkpoint import convert as converting
+    from ..checkpoint import conversion as converting
     from ..checkpoint.opened import open_checkpoint
-    from ..checkpoint.write import require_free
-    from ..train.figures import size
+    from ..checkpoint.writer import require_free
+    from ..trainer.figures import size
 
     opened = open_checkpoint(source)
     if model_only or form == "hugging-face":
@@ -85,7 +85,7 @@ def convert(
         if form == "shardwise":
             converting.write_own(opened, target.resolve(), None if whole else max_bytes, tell)
         elif form == "dcp":
-            from ..checkpoint.others.dcp_write import write_dcp
+            from ..checkpoint.interop.dcp_write import write_dcp
 
             write_dcp(opened, target.resolve(), tell)
         else:

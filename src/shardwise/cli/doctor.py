@@ -79,7 +79,7 @@ def oom(
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
-    from ..plan.hardware.measured import write_measured
+    from ..planner.hardware.measured import write_measured
 
     _require_writable(file)
     from ..doctor.measure import measure
@@ -115,7 +115,7 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
 
 def _require_writable(file: Path) -> None:
     """Before a minute is spent on what would be lost."""
-    from ..errors import ConfigurationError
+    from ..base.errors import ConfigurationError
 
     try:
         file = file.expanduser()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError, did_you_mean
+from ..base.errors import ConfigurationError, did_you_mean
 from .files import num_bytes_in, require_there, say, streaming
 
 FROM, FORM, PLACE = (
@@ -65,10 +65,10 @@ def export(
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(path)
     from ..checkpoint.steps import newest_in
-    from ..checkpoint.write import require_free
-    from ..train.figures import size
-    from ..train.models.export import write_export
-    from ..train.models.from_checkpoint import Wish, content_of
+    from ..checkpoint.writer import require_free
+    from ..trainer.figures import size
+    from ..trainer.models.export import write_export
+    from ..trainer.models.from_checkpoint import Wish, content_of
 
     place = newest_in(path)
     require_free(out, overwrite, place)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError, printable
+from ..base.errors import ConfigurationError, printable
 
 # All that moves the cursor, but for tabs and ends of lines, and what turns the direction of the text.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -55,9 +55,9 @@ def generate(
     """
     if chat and not prompt:
         raise ConfigurationError("--chat: there is no message to answer: give one with --prompt")
-    from ..mesh import leave
-    from ..train.models.restore import restore
-    from ..train.models.sample import sample
+    from ..core.mesh import leave
+    from ..trainer.models.restore import restore
+    from ..trainer.models.sample import sample
 
     try:
         found = restore(path, "ddp", tokenizer)

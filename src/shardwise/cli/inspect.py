@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import printable
+from ..base.errors import printable
 from .files import require_there, say
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _show(folder: str, facts: list[tuple[str, str]], lines: list[tuple[str, ...]
 
 def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     from ..checkpoint.tree import totals_of
-    from ..train.figures import count, plural, size
+    from ..trainer.figures import count, plural, size
 
     totals = totals_of(index)
     if index.origin:
@@ -148,7 +148,7 @@ def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
 
 
 def _line(level: int, node: "Node") -> tuple[str, ...]:
-    from ..train.figures import count, size
+    from ..trainer.figures import count, size
 
     times = node.times
     words = [f"{times} alike"] if times > 1 else []

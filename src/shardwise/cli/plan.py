@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError, MemoryExceededError
+from ..base.errors import ConfigurationError, MemoryExceededError
 
 if TYPE_CHECKING:
-    from ..plan.assess import Machine
-    from ..plan.training import Lora
+    from ..planner.assess import Machine
+    from ..planner.training import Lora
 
 MODEL, HARDWARE, STEP, ANSWER = "Model", "Hardware", "What a step does", "Answer"
 MEASURED = "measured"
@@ -157,9 +157,9 @@ def plan(
 
         shardwise plan --shape params=7.5e9 --gpus 8xV100-32GB --nodes 8 --json
     """
-    from ..plan.as_json import plan_as_json
-    from ..plan.plan import plan as make_plan
-    from ..plan.shapes.text import parse_shape
+    from ..planner.plan_json import plan_as_json
+    from ..planner.planning import plan as make_plan
+    from ..planner.shapes.text import parse_shape
 
     if (model is None) == (shape is None):
         raise ConfigurationError("give a model or --shape" + ("" if model is None else ", not both"))
@@ -204,11 +204,11 @@ def plan(
 
 
 def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
-    from ..plan.assess import Machine
-    from ..plan.hardware.cluster import make_cluster
-    from ..plan.hardware.efficiency import IDEAL, REAL
-    from ..plan.hardware.measured import cluster_in, efficiency_in, read_measured
-    from ..plan.plan import machine_of
+    from ..planner.assess import Machine
+    from ..planner.hardware.cluster import make_cluster
+    from ..planner.hardware.efficiency import IDEAL, REAL
+    from ..planner.hardware.measured import cluster_in, efficiency_in, read_measured
+    from ..planner.planning import machine_of
 
     if hardware is None:
         if gpus is None:
@@ -253,7 +253,7 @@ def _precision(asked: str | None, machine: "Machine") -> str:
 
 
 def _lora(text: str | None) -> "Lora | None":
-    from ..plan.training import Lora
+    from ..planner.training import Lora
 
     if text is None:
         return None

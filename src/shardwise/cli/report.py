@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .files import say
 
 PAGE = "report.html"
@@ -28,7 +28,7 @@ def report(
 
         shardwise report runs/tiny --json
     """
-    from ..report.beside import text
+    from ..report.comparison import text
     from ..report.run import read_run
 
     run, plan = read_run(folder)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from ..errors import ConfigurationError
-from ..train.settings import SHARDING, Settings
+from ..base.errors import ConfigurationError
+from ..trainer.settings import SHARDING, Settings
 
 if TYPE_CHECKING:
-    from ..config import Resolved
+    from ..trainer.config import Resolved
 
 INSTEAD = "Instead of training"
 FROM_OTHERS = {
@@ -112,9 +112,9 @@ def train(
 
         shardwise train examples/pretrain-1b.yaml --nnodes 4 --print-slurm
     """
-    from ..config import explain, files_in
-    from ..config import schema as schema_of_settings
-    from ..train.folder import config_to_go_on_with
+    from ..trainer.config import explain, files_in
+    from ..trainer.config import schema as schema_of_settings
+    from ..trainer.run_folder import config_to_go_on_with
 
     if schema:
         print(json.dumps(schema_of_settings(), indent=1))
@@ -127,12 +127,12 @@ def train(
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
-        from ..train import submit
+        from ..trainer import submit
 
         write = submit.slurm if print_slurm else submit.k8s
         print(write(resolved.settings, ctx.meta["shardwise.words"]))
     else:
-        from ..train.launch import launch
+        from ..trainer.launcher import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
 
@@ -143,7 +143,7 @@ def _resolved(
     others: Mapping[str, Mapping[str, Any]],
     file: tuple[str, str] | None = None,
 ) -> "Resolved":
-    from ..config import FIELDS, files_in, resolve
+    from ..trainer.config import FIELDS, files_in, resolve
 
     try:
         return resolve(words, flags, os.environ, file, others)

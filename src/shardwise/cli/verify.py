@@ -10,7 +10,7 @@ import typer
 from .files import require_there, say, streaming
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Report
+    from ..checkpoint.verification import Report
 
 
 def verify(
@@ -32,7 +32,7 @@ def verify(
 
         shardwise verify runs/tiny --json
     """
-    from ..checkpoint import verify as verifying
+    from ..checkpoint import verification as verifying
 
     require_there(path)
     places = verifying.checkpoints_in(path)
@@ -66,7 +66,7 @@ def _done(resumed: "Report | None", stops: "Report | None") -> str:
 
 
 def _verified(place: Path) -> "Report":
-    from ..checkpoint import verify as verifying
+    from ..checkpoint import verification as verifying
 
     report, opened = verifying.look_at(place)
     if opened is not None:
@@ -80,7 +80,7 @@ def _as_json(report: "Report") -> dict[str, Any]:
 
 
 def _tell(report: "Report") -> None:
-    from ..train.figures import plural, size
+    from ..trainer.figures import plural, size
 
     if not report.problems:
         checked = (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..direct_io import ALIGNMENT, go_direct, is_direct, write_at
+from ..base.direct_io import ALIGNMENT, go_direct, is_direct, write_at
 from .finding import Finding, size
 
 TOPIC = "disk"

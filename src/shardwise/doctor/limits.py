@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from ..cgroup import cgroup_values, cpu_limit, memory_limit
-from ..optim.host.library import COMPILERS, cache_folder
+from ..base.container_limits import cgroup_values, cpu_limit, memory_limit
+from ..core.native.library import COMPILERS, cache_folder
 from .finding import Finding, size
 
 TOPIC = "limits"

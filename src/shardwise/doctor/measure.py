@@ -14,8 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..cgroup import cgroup_values, memory_limit
-from ..plan.hardware.measured import CPU_RANKS, MATRIX, Measured
+from ..base.container_limits import cgroup_values, memory_limit
+from ..planner.hardware.measured import CPU_RANKS, MATRIX, Measured
 from .disk import existing, speeds
 from .rings import Rings, measure_rings
 

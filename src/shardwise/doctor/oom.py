@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
-from ..train.figures import plural
-from ..train.folder import CONFIG, oom_reports
+from ..base.errors import ConfigurationError
+from ..trainer.figures import plural
+from ..trainer.run_folder import CONFIG, oom_reports
 
 
 def look(folder: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ..processes import as_child, end_with_parent, temporary_folder
-from ..wire.loopback import interfaces
+from ..base.processes import as_child, end_with_parent, temporary_folder
+from ..core.wire.loopback import interfaces
 
 WHOLE_BYTES = {"nccl": 1 << 30, "gloo": 1 << 25}
 BUDGET_S = 0.4

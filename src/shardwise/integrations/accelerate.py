@@ -22,15 +22,15 @@ from accelerate.utils import convert_to_fp32
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
-from ..checkpoint.load import load
-from ..checkpoint.save import save
+from ..api import accumulate
+from ..base.errors import ConfigurationError, StateError
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
 from ..checkpoint.steps import INSIDE
-from ..engine.api import accumulate
-from ..engine.guards import engine_of, find_engine
-from ..engine.whole import full_state_dict
-from ..errors import ConfigurationError, StateError
-from ..mesh import everyone, init
-from ..optim.sharded import ShardedOptimizer
+from ..core.engine.full_weights import full_state_dict
+from ..core.engine.guards import engine_of, find_engine
+from ..core.mesh import everyone, init
+from ..core.optim.sharded_optimizer import ShardedOptimizer
 from .arguments import refuse_keywords, refuse_surroundings
 from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_as_asked
 

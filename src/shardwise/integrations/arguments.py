@@ -14,7 +14,7 @@ from accelerate.utils import (
     GradScalerKwargs,
 )
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 
 # What Accelerate calls a process alone, and processes that each have a device of their own.
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -21,12 +21,12 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from lightning_fabric.utilities.types import _Stateful
 from torch import Tensor, nn
 
-from ..checkpoint.load import load
-from ..checkpoint.save import save
-from ..engine.api import accumulate
-from ..engine.whole import full_state_dict, load_full_state_dict
-from ..errors import ConfigurationError
-from ..mesh import init
+from ..api import accumulate
+from ..base.errors import ConfigurationError
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
+from ..core.engine.full_weights import full_state_dict, load_full_state_dict
+from ..core.mesh import init
 from .prepare import refuse_unknown, shard_as_asked
 
 

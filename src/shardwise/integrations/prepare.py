@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.agree import checksum
-from ..engine.api import shard
-from ..errors import ConfigurationError, did_you_mean
-from ..mesh import device, everyone
-from ..plan.units import find_blocks
-from ..precision import DTYPES, precision_of
-from ..wire.collectives import broadcast_from_first, exchange
+from ..api import shard
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.engine.rank_agreement import checksum
+from ..core.mesh import device, everyone
+from ..core.precision import DTYPES, precision_of
+from ..core.schedule.units import find_blocks
+from ..core.wire.collectives import broadcast_from_first, exchange
 
 # Keywords of `sw.shard`.
 WORDS = frozenset(inspect.signature(shard).parameters) - {"model", "optimizer"}

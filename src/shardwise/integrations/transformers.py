@@ -19,15 +19,15 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..checkpoint.load import load
-from ..checkpoint.others import dcp, deepspeed
-from ..checkpoint.save import save
+from ..base.errors import SaveError
+from ..checkpoint.interop import dcp, deepspeed
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
 from ..checkpoint.steps import INSIDE
 from ..checkpoint.together import together
-from ..engine.guards import find_engine
-from ..engine.pretrained import whole_weights
-from ..errors import SaveError
-from ..mesh import init, is_first, patient_hosts
+from ..core.engine.guards import find_engine
+from ..core.engine.pretrained import whole_weights
+from ..core.mesh import init, is_first, patient_hosts
 from .accelerate import Accelerator
 from .arguments import refuse_arguments, without_effect
 from .prepare import refuse_unknown

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..documents import Tree
-from ..errors import did_you_mean, nearest, printable
+from ..base.documents import Tree
+from ..base.errors import did_you_mean, nearest, printable
 
 Fate = Literal["used", "ignored", "refused"]
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..documents import Tree, texts_of
-from ..errors import ConfigurationError, did_you_mean
+from ..base.documents import Tree, texts_of
+from ..base.errors import ConfigurationError, did_you_mean
 from .accelerate.reader import read_accelerate
 from .account import Account
 from .deepspeed.reader import read_deepspeed

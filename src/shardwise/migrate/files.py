@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..documents import Tree, json_tree, read_text, yaml_tree
-from ..errors import ConfigurationError, printable
+from ..base.documents import Tree, json_tree, read_text, yaml_tree
+from ..base.errors import ConfigurationError, printable
 from .account import Block
 
 # Deeper than any of them goes.

@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dtypes import FP32
-from ..errors import ConfigurationError
-from ..layout import FSDP2_HAS, Layout, Split, layout_of
-from ..plan.flat import flats_of
-from ..plan.hardware.cluster import make_cluster
-from ..plan.hardware.values import Cluster
-from ..plan.memory import state_bytes
-from ..plan.model import ROOT, FoundUnit, Param, Site
-from ..plan.offload import off_device
-from ..plan.plan import Plan, plan
-from ..plan.training import Lora, Training
-from ..precision import Precision
-from ..train.settings import num_nodes
+from ..base.dtypes import FP32
+from ..base.errors import ConfigurationError
+from ..core.layout import FSDP2_HAS, Layout, Split, layout_of
+from ..core.precision import Precision
+from ..core.schedule.flat import flats_of
+from ..core.schedule.model import ROOT, FoundUnit, Param, Site
+from ..core.schedule.offload import off_device
+from ..core.schedule.state_bytes import state_bytes
+from ..planner.hardware.cluster import make_cluster
+from ..planner.hardware.values import Cluster
+from ..planner.planning import Plan, plan
+from ..planner.training import Lora, Training
+from ..trainer.settings import num_nodes
 from .migrated import TITLES, Migrated
 
 # What is counted where no model is named.

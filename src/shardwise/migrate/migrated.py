@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ConfigurationError
-from ..train.offload import offload_of
-from ..train.settings import units_asked
+from ..base.errors import ConfigurationError
+from ..trainer.offload import offload_of
+from ..trainer.settings import units_asked
 from .account import Entry
 
 Kind = Literal["deepspeed", "accelerate", "hugging-face"]

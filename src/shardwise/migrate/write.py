@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator
 
-from ..config import as_yaml
-from ..errors import printable
+from ..base.errors import printable
+from ..trainer.config import as_yaml
 from .migrated import TITLES, Migrated
 
 

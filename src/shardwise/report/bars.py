@@ -6,8 +6,8 @@ A bar is a drawing of its own, so that names and numbers stay text of the page a
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..train.figures import size
-from .facts import CLASSES, RESERVE, Json, at_peak, interval, needed, reserve, text_of
+from ..trainer.figures import size
+from .plan_facts import CLASSES, RESERVE, Json, at_peak, interval, needed, reserve, text_of
 from .svg import STRETCHED, element, rect, rect_about, stretched, text, ticks, title, unit_for
 
 # Bars that are longer than this many GPUs are cut, so that those near the limit can be told apart.

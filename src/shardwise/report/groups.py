@@ -2,8 +2,8 @@
 
 import re
 
-from .facts import CLASSES, WIRES, Json, amount, at_peak, interval, is_tight, needed, text_of
-from .words import batch_words
+from .descriptions import batch_words
+from .plan_facts import CLASSES, WIRES, Json, amount, at_peak, interval, is_tight, needed, text_of
 
 
 def grouped(plan: Json, shown: list[Json]) -> list[tuple[Json, str]]:

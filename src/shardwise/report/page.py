@@ -8,16 +8,25 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..train.figures import count, size
+from ..trainer.figures import count, size
 from ..version import VERSION
-from . import bars, facts, step
-from .beside import page_parts
+from . import bars, plan_facts, step
+from .comparison import page_parts
 from .conditions import conditions
-from .facts import CLASSES, RESERVE, WIRES, Json, amount, number, rows, text_of
+from .descriptions import (
+    away_words,
+    batch_words,
+    cluster_words,
+    days_words,
+    layout_words,
+    model_words,
+    peak_words,
+    reason,
+)
 from .figures import gigabytes, seconds
 from .groups import grouped, refusals
+from .plan_facts import CLASSES, RESERVE, WIRES, Json, amount, number, rows, text_of
 from .table import verdict
-from .words import away_words, batch_words, cluster_words, days_words, layout_words, model_words, peak_words, reason
 
 HERE = Path(__file__).parent
 DAY_S = 86_400
@@ -48,16 +57,16 @@ def _title(plan: Json | None, run: Json | None) -> str:
 
 
 def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
-    shown, best, limit = facts.strategies(plan), facts.recommended(plan), facts.gpu_bytes(plan)
+    shown, best, limit = plan_facts.strategies(plan), plan_facts.recommended(plan), plan_facts.gpu_bytes(plan)
     chosen = best or (shown[0] if len(shown) == 1 else None)
     scale = bars.scale_of(shown, limit)
-    used = {name for row in shown for name in facts.at_peak(row)}
-    used |= {RESERVE} if any(facts.reserve(row) for row in shown) else set()
+    used = {name for row in shown for name in plan_facts.at_peak(row)}
+    used |= {RESERVE} if any(plan_facts.reserve(row) for row in shown) else set()
     batches = {batch_words(row) for row in shown}
     groups = grouped(plan, shown)
     return {
         "is_choice": is_choice,
-        "device": facts.device_word(plan),
+        "device": plan_facts.device_word(plan),
         "recommended": None if best is None else text_of(best["name"]),
         "verdict": verdict(plan),
         "why": _sentence(reason(plan)),
@@ -69,11 +78,11 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "strategies": [_strategy(plan, row, name, scale) for row, name in groups],
         "has_days": any(days_words(row) for row in shown),
         "axis": Markup(bars.memory_axis(scale)),
-        "is_tight": any(facts.is_tight(plan, row) for row in shown),
-        "limit_word": Markup(bars.limit_word(scale, f"{facts.device_word(plan)} {gigabytes(limit)} GB"))
+        "is_tight": any(plan_facts.is_tight(plan, row) for row in shown),
+        "limit_word": Markup(bars.limit_word(scale, f"{plan_facts.device_word(plan)} {gigabytes(limit)} GB"))
         if limit
         else "",
-        "step": None if chosen is None else _step(chosen, limit, facts.device_word(plan)),
+        "step": None if chosen is None else _step(chosen, limit, plan_facts.device_word(plan)),
         "wires": _wires(plan, groups),
         "traffic": [] if chosen is None else _collectives(chosen),
         "refusals": refusals(shown),
@@ -98,16 +107,16 @@ def _legend() -> list[tuple[str, str]]:
 
 def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
     """Name, figure, and a word below it."""
-    limit, between, device = facts.gpu_bytes(plan), facts.interval(chosen), facts.device_word(plan)
+    limit, between, device = plan_facts.gpu_bytes(plan), plan_facts.interval(chosen), plan_facts.device_word(plan)
     speed, world, mfu = (
         number(chosen.get("tokens_per_second_per_gpu")),
-        facts.world_size(plan),
-        facts.mfu(plan, chosen),
+        plan_facts.world_size(plan),
+        plan_facts.mfu(plan, chosen),
     )
     of = f"of {gigabytes(limit)} GB" if limit else ""
     of += f"; between {gigabytes(between[0])} and {gigabytes(between[1])}" if between else ""
-    found = [(f"memory of a {device}", size(facts.needed(chosen)), of.strip("; "))]
-    for place, words in facts.PLACES.items():
+    found = [(f"memory of a {device}", size(plan_facts.needed(chosen)), of.strip("; "))]
+    for place, words in plan_facts.PLACES.items():
         held, there = amount(chosen, f"{place}_bytes"), amount(plan, "cluster", f"{place}_bytes")
         if held:
             found.append((f"of a node, {words}", size(held), f"of {gigabytes(there)} GB" if there else ""))
@@ -123,28 +132,28 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
 
 
 def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, Any]:
-    need, limit = facts.needed(row), facts.gpu_bytes(plan)
-    held = facts.at_peak(row)
-    between = facts.interval(row)
+    need, limit = plan_facts.needed(row), plan_facts.gpu_bytes(plan)
+    held = plan_facts.at_peak(row)
+    between = plan_facts.interval(row)
     return {
         "name": name,
-        "is_best": row is facts.recommended(plan),
+        "is_best": row is plan_facts.recommended(plan),
         "fits": bool(row.get("fits")),
         "verdict": "\u2713 tight"
-        if facts.is_tight(plan, row)
+        if plan_facts.is_tight(plan, row)
         else "\u2713 fits"
         if row.get("fits")
         else "\u2717 does not fit",
-        "exact": facts.is_exact(row),
+        "exact": plan_facts.is_exact(row),
         "batch": batch_words(row),
         "bar": Markup(bars.memory_bar(row, scale)),
         "needed": need,
         "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
         "times": f"{need / limit:.1f} times what there is" if limit and need > scale.full else "",
-        "bytes": {name: held.get(name, 0.0) for name in CLASSES} | {RESERVE: facts.reserve(row)},
+        "bytes": {name: held.get(name, 0.0) for name in CLASSES} | {RESERVE: plan_facts.reserve(row)},
         "step_s": number(row.get("step_seconds")),
         "speed": number(row.get("tokens_per_second_per_gpu")),
-        "mfu": facts.mfu(plan, row),
+        "mfu": plan_facts.mfu(plan, row),
         "days": days_words(row),
         "away": away_words(row),
         "host_bytes": amount(row, "host_bytes"),
@@ -158,7 +167,7 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
     if not full_s or not (instants or lanes):
         return None
     # Instants are of the allocator: what the context takes is not theirs.
-    context = amount(chosen, "per_gpu_bytes", facts.CONTEXT)
+    context = amount(chosen, "per_gpu_bytes", plan_facts.CONTEXT)
     room = max(limit - context, 0.0) if limit else None
     memory = step.memory_over_time(instants, full_s, room) if instants else None
     if memory is not None:
@@ -173,12 +182,12 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
         "lanes": [lane._replace(drawing=Markup(lane.drawing)) for lane in lanes],
         "axis": Markup(step.time_axis(full_s)),
         "zooms": step.ZOOMS,
-        "limit_word": f"{device}, without {CLASSES[facts.CONTEXT]}" if context else device,
+        "limit_word": f"{device}, without {CLASSES[plan_facts.CONTEXT]}" if context else device,
     }
 
 
 def _wires(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, Any]:
-    used = {name: label for name, label in WIRES.items() if facts.uses(plan, "traffic_bytes", name)}
+    used = {name: label for name, label in WIRES.items() if plan_facts.uses(plan, "traffic_bytes", name)}
     most = {name: max(amount(row, "traffic_bytes", name) for row, _ in groups) for name in used}
     table = []
     for row, called in groups:

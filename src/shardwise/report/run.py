@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..errors import ConfigurationError
-from ..json_file import MOST_BYTES, parse
-from ..regular_file import read_regular
-from ..train.figures import plural, size
+from ..base.errors import ConfigurationError
+from ..base.json_file import MOST_BYTES, parse
+from ..base.regular_file import read_regular
+from ..trainer.figures import plural, size
 from .curve import Curve, Point
-from .facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
-from .held import memory_beside
-from .words import cluster_words
+from .descriptions import cluster_words
+from .memory_table import memory_beside
+from .plan_facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
 _MOST_ROWS_BYTES = 512 << 20  # of metrics: a million rows

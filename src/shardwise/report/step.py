@@ -7,10 +7,10 @@ narrower than a line is drawn together, so that steps of many micro-batches stay
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..train.figures import size
+from ..trainer.figures import size
 from .bars import is_far
-from .facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of
 from .figures import seconds
+from .plan_facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of
 from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
 
 MOST_INSTANTS = 600

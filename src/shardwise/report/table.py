@@ -9,8 +9,22 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..train.figures import size
-from .facts import (
+from ..trainer.figures import size
+from .descriptions import (
+    batch_words,
+    cluster_words,
+    days_words,
+    differences,
+    layout_words,
+    machine_words,
+    model_words,
+    peak_words,
+    reason,
+    training_words,
+)
+from .figures import gigabytes, percent, seconds, whole
+from .groups import grouped, refusals
+from .plan_facts import (
     Json,
     amount,
     device_word,
@@ -26,20 +40,6 @@ from .facts import (
     strategies,
     text_of,
     uses,
-)
-from .figures import gigabytes, percent, seconds, whole
-from .groups import grouped, refusals
-from .words import (
-    batch_words,
-    cluster_words,
-    days_words,
-    differences,
-    layout_words,
-    machine_words,
-    model_words,
-    peak_words,
-    reason,
-    training_words,
 )
 
 WIDTH = 100  # of sentences, at most

@@ -5,7 +5,7 @@ A completed copy is read; what becomes of a key is told under the key as it was 
 
 from typing import Any
 
-from ...documents import Tree
+from ...base.documents import Tree
 from ..account import AUTO, Account, Block, Entry
 from ..deepspeed.reader import read_deepspeed
 from ..migrated import Original

@@ -7,7 +7,7 @@ was written.
 from pathlib import Path
 from typing import Any
 
-from ...documents import Tree
+from ...base.documents import Tree
 from ..account import Account, Block
 from ..deepspeed.reader import read_deepspeed
 from ..files import named_file

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ...documents import Tree
-from ...layout import AUTO
+from ...base.documents import Tree
+from ...core.layout import AUTO
 from ..account import FALSE, TRUE, Account, Entry, shown
 from ..migrated import Migrated
 from .fsdp import FULL, strategy_name

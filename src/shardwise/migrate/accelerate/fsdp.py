@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import ConfigurationError
-from ...layout import layout_of
+from ...base.errors import ConfigurationError
+from ...core.layout import layout_of
 from ..account import FALSE, TRUE, Block
 from ..migrated import Original
 from ..names import NUMBERS, REPLICATED, RESHARDS, SHARDING_STRATEGIES

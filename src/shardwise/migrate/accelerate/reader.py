@@ -7,7 +7,7 @@ Blocks of other kinds are not read by Accelerate either; they are told as ignore
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigurationError
+from ...base.errors import ConfigurationError
 from ..account import Block
 from ..migrated import Original
 from ..names import REPLICATED

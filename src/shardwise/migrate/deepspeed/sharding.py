@@ -6,9 +6,9 @@ own sentence, and the strategy goes without it: what comes out is always one tha
 
 from dataclasses import dataclass
 
-from ...errors import ConfigurationError
-from ...layout import layout_of
-from ...train.offload import offload_of
+from ...base.errors import ConfigurationError
+from ...core.layout import layout_of
+from ...trainer.offload import offload_of
 from ..account import AUTO, Block
 from ..names import IN_GROUPS, STAGE_3_WITH_A_COPY_PER_NODE, STAGES
 from ..rules import settle

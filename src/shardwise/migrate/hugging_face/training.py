@@ -4,7 +4,7 @@ name, and what the Trainer does where a file says nothing."""
 from dataclasses import fields
 from typing import Any
 
-from ...train.settings import Settings
+from ...trainer.settings import Settings
 from ..account import Block
 
 # Our setting, and who else calls it what; the first that is written counts.

@@ -1,0 +1,188 @@
+"""Folders that torch's distributed checkpoint (DCP) wrote: `.metadata`, and `.distcp` files with the tensors' parts.
+
+The metadata, a pickle, has the shape of every tensor and the rectangles it was cut into, and where each of them lies:
+what torch.save wrote for one rectangle, inside a file with many. Every one of these is looked at for the place of its
+bytes, and none is read. Accelerate writes such folders, one for the model and one for the optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base.errors import CheckpointError
+from ..dtypes import NAMES
+from ..index import Index, Piece, Stored, counts, in_order, shape_from
+from . import archives, known_names, pickles
+from .described import Described, add_optimizer, by_settings, index_of
+from .known_names import Strided, text, told
+from .records import Record
+from .sources import Sources
+from .strided_intervals import place
+
+METADATA = ".metadata"
+MODEL_PART, OPTIMIZER_PART = "pytorch_model_fsdp_0", "optimizer_0"
+
+_MODEL = ("model", "module", "state_dict", "model_state_dict")
+_OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
+_STEP = "step"  # beside model and optimizer, in many loops
+_MAX_VALUE_BYTES = 16 << 20
+_MAX_DEPTH = 64
+
+
+def read(folder: Path) -> Index:
+    with Sources(folder) as sources:
+        found = Described(sources)
+        version = _add(found, "")
+        return index_of(found, {"format": "torch DCP", "version": version})
+
+
+def read_accelerate(folder: Path) -> Index:
+    """The two folders that Accelerate writes beside each other; the optimizer's may be missing."""
+    with Sources(folder) as sources:
+        found = Described(sources)
+        version = _add(found, f"{MODEL_PART}/")
+        if (folder / OPTIMIZER_PART / METADATA).is_file():
+            _add(found, f"{OPTIMIZER_PART}/")
+        return index_of(found, {"format": "Accelerate, torch DCP", "version": version})
+
+
+def _add(found: Described, inside: str) -> str:
+    """Everything that one `.metadata` describes; returns the version that it names."""
+    sources = found.sources
+    source = sources.source(f"{inside}{METADATA}")
+    if source.num_bytes > pickles.MAX_PICKLE_BYTES:
+        raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {pickles.MAX_PICKLE_BYTES}")
+    try:
+        metadata = _Metadata(pickles.read(source.read(0, source.num_bytes), known_names.find, _no_storage))
+        optimizer = _Optimizer()
+        splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
+        # Tensors that are in no mapping are the model's, if nothing else is.
+        is_flat = all(what != "model" for what, _ in splits.values())
+        for key, (what, rest) in splits.items():
+            if is_flat and what == "other" and len(rest) == 1:
+                what = "model"
+            if what == "model" and metadata.is_tensor(key):
+                found.tensors[_name(rest)] = _tensor(found, inside, metadata, key)
+            elif what == "other" and _name(rest) == _STEP and type(step := _value(found, inside, metadata, key)) is int:
+                found.extra[_STEP] = step
+            elif what != "optimizer" or not optimizer.add(rest, _value(found, inside, metadata, key)):
+                found.leave_out(_name(rest[:1]))
+        optimizer.describe(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source.path} cannot be understood: {error!r}") from error
+    return metadata.version
+
+
+def _no_storage(identity: Any) -> Any:
+    raise CheckpointError("a pickle asks for a storage where there is none")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What torch.save wrote for one part of a tensor, or for a value."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+class _Metadata:
+    """`entries`: what was saved under each key. `paths`: where in the state dict that was, where it is told."""
+
+    def __init__(self, given: Any) -> None:
+        self.entries: dict[str, Record] = given.state["state_dict_metadata"]
+        self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
+        self.version = told(given.state.get("version"))
+        self.places: dict[tuple[str, tuple[int, ...]], _Place] = {}
+        for index, info in given.state["storage_data"].items():
+            if info.get("transform_descriptors"):
+                raise CheckpointError(f"{text(index.get('fqn'))!r} was compressed when it was saved: save it plainly")
+            offset, num_bytes = counts((info.state["offset"], info.state["length"]))
+            key = (text(index.state["fqn"]), counts(index.get("offset") or ()))
+            self.places[key] = _Place(text(info.state["relative_path"]), offset, num_bytes)
+
+    def is_tensor(self, key: str) -> bool:
+        return self.entries[key].name.endswith(".TensorStorageMetadata")
+
+
+def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Whether something is the model's or the optimizer's, and its path in there."""
+    for depth, word in enumerate(path[:-1][:2]):
+        if word in _MODEL:
+            return "model", path[depth + 1 :]
+        if word in _OPTIMIZER:
+            return "optimizer", path[depth + 1 :]
+    return "other", path
+
+
+def _name(keys: Sequence[Any]) -> str:
+    if len(keys) > _MAX_DEPTH:
+        raise ValueError(f"a path of {len(keys)} keys")
+    return text(".".join(str(key) if type(key) is int else text(key) for key in keys))
+
+
+def _tensor(found: Described, inside: str, metadata: _Metadata, key: str) -> Stored:
+    entry = metadata.entries[key].state
+    dtype, shape = entry["properties"].state[0], shape_from(entry["size"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor without a dtype")
+    pieces: list[Piece] = []
+    for chunk in entry["chunks"]:
+        offsets, lengths = counts(chunk.state["offsets"]), counts(chunk.state["sizes"])
+        part = _load(found.sources, inside, metadata.places[key, offsets])
+        if not isinstance(part, Strided) or (part.dtype, part.shape) != (dtype, lengths):
+            raise CheckpointError(f"{key!r} has no {dtype} {lengths} at {offsets} in its file")
+        pieces += place(found.stored(part), offsets, shape, found.budget)
+    return Stored(shape, NAMES[dtype], in_order(pieces))
+
+
+def _value(found: Described, inside: str, metadata: _Metadata, key: str) -> Any:
+    if metadata.is_tensor(key):
+        return _tensor(found, inside, metadata, key)
+    where = metadata.places[key, ()]
+    if where.num_bytes > _MAX_VALUE_BYTES:
+        raise CheckpointError(f"{key!r} takes {where.num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
+    return _load(found.sources, inside, where)
+
+
+def _load(sources: Sources, inside: str, where: _Place) -> Any:
+    return archives.load(sources.source(inside + where.file), where.offset, where.num_bytes)
+
+
+class _Optimizer:
+    """What the paths in an optimizer's state dict lead to: nested, or names with dots as torchtitan has them."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, dict[str, Any]] = {}
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
+
+    def add(self, path: tuple[Any, ...], value: Any) -> bool:
+        """Whether there is a place for it."""
+        match path:
+            case ("state", name, *keys) if keys:
+                self._state.setdefault(_name([name]), {})[_name(keys)] = value
+            case ("param_groups", int(number), str(key)):
+                self._groups.setdefault(number, {})[key] = value
+            case ("param_groups",):
+                self._groups = dict(enumerate(value))
+            case (str(flat),) if flat.startswith("state."):
+                name, _, key = flat.removeprefix("state.").rpartition(".")
+                self._state.setdefault(name, {})[key] = value
+            case (str(flat),) if flat.startswith("param_groups."):
+                name, _, key = flat.removeprefix("param_groups.").rpartition(".")
+                self._settings.setdefault(name, {})[key] = value
+            case _:
+                return False
+        return True
+
+    def describe(self, found: Described) -> None:
+        if self._settings:
+            add_optimizer(found, by_settings(found, self._settings), self._state)
+        elif self._groups or self._state:
+            add_optimizer(found, [self._groups[number] for number in sorted(self._groups)], self._state)

@@ -1,0 +1,133 @@
+"""Any checkpoint as a folder that torch's distributed checkpoint (DCP) loads: the model, and its optimizer by name.
+
+What `torch.distributed.checkpoint.state_dict` asks for is there: `model` and `optimizer`, tied weights under all of
+their names, and the groups' settings. The files are what torch.save makes of one part of a tensor after the other, read
+when its turn comes; torch's own writer would keep all of a file's tensors until the file is complete.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..index import Optimizer, Plain, Stored
+from ..opened import Opened
+from ..reader import Reader
+from ..writer import MAX_FILE_BYTES, Tell, new_folder
+
+_PART_BYTES = 64 << 20
+# torch asks for these, and has these where nothing is said.
+_HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -> None:
+    """Memory: one part of a tensor."""
+    with new_folder(path) as into, opened.reader() as reader:
+        metadata = Metadata({}, planner_data={})
+        with _Files(into) as files:
+            for keys, value in _entries(opened):
+                key = ".".join(map(str, keys))
+                metadata.planner_data[key] = keys
+                if isinstance(value, Stored):
+                    metadata.state_dict_metadata[key] = _write_tensor(files, key, value, reader, tell)
+                else:
+                    metadata.state_dict_metadata[key] = _write_value(files, key, value)
+        FileSystemWriter(into).finish(metadata, [files.results])
+
+
+class _Files:
+    """Files of a bounded size, one after the other, named as if each were of a rank of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._file: IO[bytes] | None = None
+        self._num = 0
+        self.results: list[WriteResult] = []
+
+    def write(self, index: MetadataIndex, value: Any) -> None:
+        if self._file is None or self._file.tell() > MAX_FILE_BYTES:
+            self._open.close()
+            self._file = self._open.enter_context((self._folder / f"__{self._num}_0{DEFAULT_SUFFIX}").open("wb"))
+            self._num += 1
+        begin = self._file.tell()
+        torch.save(value, self._file)
+        num_bytes = self._file.tell() - begin
+        place = _StorageInfo(Path(self._file.name).name, begin, num_bytes)
+        self.results.append(WriteResult(index, num_bytes, place))
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()
+
+
+def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | Any]]:
+    """What a state dict with the model and the optimizer would hold, by its path."""
+    tensors = opened.index.tensors
+    for name, saved in tensors.items():
+        for own in (name, *(other for other in saved.tied if other not in tensors)):
+            yield ("model", own), saved.stored
+    optimizer = opened.index.optimizer
+    if optimizer is None:
+        return
+    for name, saved in tensors.items():
+        for key, item in saved.state.items():
+            yield ("optimizer", "state", name, key), _state_value(key, item)
+    members: dict[int | None, list[str]] = {}
+    for name, saved in tensors.items():
+        members.setdefault(saved.group, []).append(name)
+    for number, settings in enumerate(_groups(optimizer)):
+        for key, value in {**settings, "params": members.get(number, [])}.items():
+            yield ("optimizer", "param_groups", number, key), value
+
+
+def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    for group in optimizer.groups:
+        yield {key: tuple(value) if isinstance(value, list) else value for key, value in {**_HOW, **group}.items()}
+
+
+def _state_value(key: str, item: Stored | Plain) -> Stored | Tensor | Plain:
+    # Where torch counts steps it does so in a tensor.
+    return torch.tensor(float(item)) if key == "step" and isinstance(item, (int, float)) else item
+
+
+def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell: Tell) -> TensorStorageMetadata:
+    """In parts of a bounded size, cut along the first dimension."""
+    described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
+    length = stored.shape[0] if stored.shape else 1
+    row_elems = stored.num_elems // max(1, length)
+    step = max(1, _PART_BYTES // (row_elems * stored.torch_dtype.itemsize)) if row_elems else max(1, length)
+    for first in range(0, max(1, length), step):
+        offsets = (first, *(0 for _ in stored.shape[1:])) if stored.shape else ()
+        shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()
+        row = torch.empty(torch.Size(shape).numel(), dtype=stored.torch_dtype)
+        reader.read(stored, first * row_elems, row)
+        files.write(MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
+        described.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+        tell(row.nbytes)
+    return described
+
+
+def _write_value(files: _Files, key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(value, Tensor):
+        files.write(MetadataIndex(key, (), 0), value)
+        whole = ChunkStorageMetadata(torch.Size(()), value.shape)
+        return TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [whole])
+    files.write(MetadataIndex(key), value)
+    return BytesStorageMetadata()

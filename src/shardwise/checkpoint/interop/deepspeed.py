@@ -1,0 +1,204 @@
+"""DeepSpeed's `global_stepN` folders: masters and the optimizer's state out of the ranks' parts, the rest beside them.
+
+A file of model states has the names and shapes of what the parts hold, in their order, and buffers and frozen
+parameters; a file of optimizer states for every rank has its parts of the flat groups. Below stage 3 there is one file
+of model states; in stage 3 there is one for each rank, with its parts of the frozen parameters.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import CheckpointError
+from ...base.regular_file import read_regular
+from ..index import Index, Plain, Stored, counts, shape_from
+from . import archives
+from .described import Described, add_model, index_of, item_of, settings_of
+from .known_names import Strided, text, told
+from .partitions import gathered, spans_of_group, spans_of_parameters
+from .records import Record
+from .sources import Sources
+
+LATEST = "latest"
+_MOST = 1 << 20
+_MOST_TAG_BYTES = 4096
+_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert_.*_states\.pt")
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder with the files, where the path is DeepSpeed's: it, or the one that its `latest` names."""
+    if any(_FILE.fullmatch(entry.name) for entry in path.iterdir()):
+        return path
+    if not (path / LATEST).is_file():
+        return None
+    tag = read_regular(path / LATEST, _MOST_TAG_BYTES).decode(errors="replace").strip()
+    if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
+        raise CheckpointError(f"{path / LATEST} names {tag!r}, which is no folder beside it")
+    if not (path / tag).is_dir():
+        raise CheckpointError(f"{path / LATEST} names {tag!r}, which is not there: name the folder of an older one")
+    return path / tag
+
+
+def read(folder: Path) -> Index:
+    with Sources(folder) as sources:
+        try:
+            return _read(sources)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what DeepSpeed wrote there cannot be understood: {error!r}") from error
+
+
+def _read(sources: Sources) -> Index:
+    model_files, part_files = _files(sources.folder)
+    models = [archives.load(sources.source(name)) for name in model_files]
+    parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]
+    found = Described(sources)
+    stage = _stage(parts)
+    if stage:
+        _require_complete(models, parts, stage)
+        _add_trained(found, models[0], parts, stage)
+        _add_others(found, models, stage)
+    else:
+        add_model(found, models[0]["module"])
+        found.leave_out("the optimizer, and masters if there are any, which DeepSpeed writes without names at stage 0")
+    if type(step := models[0].get("global_steps")) is int:
+        found.extra["step"] = step
+    origin = {
+        "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
+        "deepspeed": told(models[0].get("ds_version")),
+        "ranks": str(len(parts) or 1),
+    }
+    return index_of(found, origin)
+
+
+def _files(folder: Path) -> tuple[list[str], list[str]]:
+    """The files of model states and of optimizer states, by rank."""
+    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    for entry in folder.iterdir():
+        if _PARALLEL.fullmatch(entry.name):
+            raise CheckpointError(f"{entry.name} is of pipeline or expert parallelism, which is not read here")
+        name = _FILE.fullmatch(entry.name)
+        if name is None:
+            continue
+        if int(name[2]):
+            raise CheckpointError(
+                f"{entry.name} is of tensor parallelism, which is not read here: convert the checkpoint to one part "
+                "with DeepSpeed's own tools"
+            )
+        found[name[3]][int(name[1] or 0)] = entry.name
+    for kind, names in found.items():
+        if sorted(names) != list(range(len(names))):
+            raise CheckpointError(f"files of {kind} states are there of the ranks {sorted(names)}: some are missing")
+    if not found["model"]:
+        raise CheckpointError("there is no file of model states: its save did not finish")
+    model, optim = ([names[rank] for rank in sorted(names)] for names in found.values())
+    return model, optim
+
+
+def _stage(parts: Sequence[Any]) -> int:
+    if not parts:
+        return 0
+    stage = parts[0].get("zero_stage", 1)
+    (number,) = stage.args if isinstance(stage, Record) else (stage,)
+    if type(number) is not int:
+        raise ValueError("a stage that is no number")
+    if number not in (1, 2, 3) or "ds_zero_partition_groups" in parts[0]:
+        raise CheckpointError(f"ZeRO stage {number} with other than plain data parallelism is not read here")
+    return number
+
+
+def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -> None:
+    """DeepSpeed writes over older folders: files of a larger world may lie there still."""
+    given = parts[0]["partition_count"]
+    world = max(counts(given if isinstance(given, list) else [given]))
+    if world != len(parts) or len(models) != (world if stage == 3 else 1):
+        raise CheckpointError(
+            f"{world} ranks wrote it, and there are {len(parts)} files of optimizer states and {len(models)} of model "
+            "states: some are missing, or are of another save"
+        )
+
+
+def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int) -> None:
+    """Masters and state, block by block: a group of the optimizer, or in stage 3 a part of one."""
+    rows_key, base_key = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (_ROWS, "base_optimizer_state")
+    bases = [_base(part[base_key]) for part in parts]
+    groups = bases[0]["param_groups"]
+    members = [(number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MOST)]
+    shapes = [{text(name): shape_from(shape) for name, shape in block.items()} for block in model["param_shapes"]]
+    found.groups = [settings_of(found, group) for group in groups]
+    for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):
+        rows = [_row(found, part[rows_key][block]) for part in parts]
+        if stage == 3:
+            spans = spans_of_parameters(own, len(parts))
+        else:
+            paddings = (parts[0].get("param_alignment_paddings") or {block: [0] * len(own)})[block]
+            spans = spans_of_group(own, counts(paddings, len(own)), [row.num_elems for row in rows])
+        cut, common = _state(found, [base["state"].get(member, {}) for base in bases])
+        # Some of DeepSpeed's optimizers count in the group.
+        if "step" in groups[number] and cut:
+            common.setdefault("step", item_of(found, groups[number]["step"]))
+        for name, shape in own.items():
+            found.tensors[name] = gathered(name, shape, spans[name], rows)
+            found.group[name] = number
+            found.state[name] = common | {key: gathered(name, shape, spans[name], cut[key]) for key in cut}
+    for settings in found.groups:
+        settings.pop("step", None)
+    found.scaler = _scaler(parts[0].get("loss_scaler"), model)
+
+
+_ROWS = "single_partition_of_fp32_groups"
+
+
+def _base(given: Any) -> Any:
+    """The state dict of the optimizer that is inside. A list is one without groups' settings, for elastic worlds."""
+    if isinstance(given, list):
+        return {"state": dict(enumerate(given)), "param_groups": [{"params": [block]} for block in range(len(given))]}
+    return given
+
+
+def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:
+    """What an optimizer keeps for a block: the ranks' rows of what lies like the masters, and what is one for all."""
+    cut: dict[str, list[Stored]] = {}
+    common: dict[str, Stored | Plain] = {}
+    for key, value in states[0].items():
+        if isinstance(value, Strided) and len(value.shape) == 1 and key != "step":
+            cut[text(key)] = [_row(found, state[key]) for state in states]
+        else:
+            common[text(key)] = item_of(found, value)
+    return cut, common
+
+
+def _row(found: Described, value: Any) -> Stored:
+    row = found.stored(value)
+    if len(row.shape) != 1 or len(row.pieces) > 1:
+        raise ValueError("a part of a flat group that does not lie in one place")
+    return row
+
+
+def _scaler(given: Any, model: Any) -> dict[str, float] | None:
+    if not isinstance(given, Record) or not given.get("dynamic"):
+        return None
+    good_steps = (given.get("cur_iter", 0) - given.get("last_overflow_iter", -1) - 1) % given.get("scale_window", 1000)
+    skipped = float(model.get("skipped_steps", 0))
+    return {"scale": float(given.get("cur_scale")), "good_steps": float(good_steps), "num_skipped": skipped}
+
+
+def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
+    """Buffers, frozen parameters, and the other names of tied ones."""
+    model = models[0]
+    shared = model.get("shared_params") or {}
+    for other, name in shared.items():
+        found.tied[text(name)] = (*found.tied.get(name, ()), text(other))
+    if stage == 3:
+        for name, given in (model.get("frozen_param_shapes") or {}).items():
+            name, shape = text(name), shape_from(given)
+            rows = [_row(found, states["frozen_param_fragments"][name]) for states in models]
+            found.tensors[name] = gathered(name, shape, spans_of_parameters({name: shape}, len(models))[name], rows)
+            found.kinds[name] = "parameter"
+    buffers = {text(name) for name in model["buffer_names"]}
+    for name, value in model["module"].items():
+        is_buffer = name in buffers
+        if name not in found.tensors and name not in shared and (is_buffer or stage < 3):
+            add_model(found, {name: value})
+            found.kinds[name] = "buffer" if is_buffer else "parameter"

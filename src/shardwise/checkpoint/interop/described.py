@@ -1,0 +1,167 @@
+"""From what others say about a model and its optimizer to the words of an index.
+
+Whoever reads a format collects tensors by name, state by name, and the groups' settings; here they are brought
+together, and names lose what wrappers put in front of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.errors import CheckpointError
+from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound
+from .known_names import Strided, text
+from .sources import Sources
+from .strided_intervals import Budget, stored_of
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_REPLICA = "module."
+_MAX_DEPTH, _MAX_LENGTH = 2, 64
+_MOST_TOLD = 20
+# Names of parameters, by group of an optimizer, in its order.
+Groups = Sequence[Sequence[str]]
+# In a group, beside its settings.
+_MEMBERS = ("params", "param_names")
+
+
+@dataclass(slots=True)
+class Described:
+    """What was found. `group`: the number of the group of each parameter that the optimizer has."""
+
+    sources: Sources
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    state: dict[str, dict[str, Stored | Plain]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    group: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    scaler: dict[str, float] | None = None
+    extra: dict[str, Plain] = field(default_factory=dict)  # plain values beside model and optimizer: a step, say
+    left_out: dict[str, None] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
+
+    def leave_out(self, what: str) -> None:
+        self.left_out[what] = None
+
+    def stored(self, tensor: Any) -> Stored:
+        if not isinstance(tensor, Strided):
+            raise ValueError(f"a {type(tensor).__name__} where a tensor is expected")
+        return stored_of(tensor, self.budget)
+
+
+def index_of(found: Described, origin: Mapping[str, str]) -> Index:
+    """An index that can be trusted, or a CheckpointError."""
+    if not found.tensors:
+        raise CheckpointError("it holds no tensor of a model")
+    is_replica = all(name.startswith(_REPLICA) for name in found.tensors)
+
+    def plain(name: str) -> str:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        return name.removeprefix(_REPLICA) if is_replica else name
+
+    state = {plain(name): items for name, items in found.state.items()}
+    group = {plain(name): number for name, number in found.group.items()}
+    tensors: dict[str, Saved] = {}
+    for given, stored in found.tensors.items():
+        name = plain(given)
+        if name in tensors:
+            raise CheckpointError(f"two of its tensors are called {name!r}")
+        is_in_optimizer = name in group or name in state
+        kind: Kind = "parameter" if is_in_optimizer else found.kinds.get(given, "unknown")
+        # A group may also hold what is frozen: what has state was trained, and of what has none nobody knows.
+        is_frozen = bool(found.groups) and kind == "parameter" and not is_in_optimizer
+        is_trained = True if state.get(name) else False if is_frozen else None
+        tied = tuple(plain(other) for other in found.tied.get(given, ()))
+        tensors[name] = Saved(stored, kind, is_trained, tied, group.get(name), state.get(name, {}))
+    if lost := [name for name in {**state, **group} if name not in tensors]:
+        raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
+    optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
+    words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MOST_TOLD])} if found.left_out else {})}
+    index = Index(found.sources.files, tensors, optimizer, dict(found.extra), words)
+    require_sound(index)
+    return index
+
+
+def add_model(found: Described, values: Any) -> None:
+    """The tensors of a state dict."""
+    if not isinstance(values, dict):
+        raise CheckpointError("its model is no mapping of names to tensors")
+    for name, value in values.items():
+        if isinstance(value, Strided) and isinstance(name, str):
+            found.tensors[text(name)] = found.stored(value)
+        elif value is not None:
+            found.leave_out(f"{text(name)}, which is no tensor")
+
+
+def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """An optimizer as torch describes it. Where it is by number, the groups must have the names."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError("the groups of its optimizer are no list of settings")
+    names: dict[str, str] = {}
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        members = group.get("params", [])
+        for member, name in zip(members, group.get("param_names", members), strict=True):
+            names[_member(member)] = _member(name)
+            group_of[_member(name)] = number
+    if any(name.isdecimal() for name in names.values()) or any(_member(key) not in names for key in state):
+        found.leave_out("the optimizer, whose state has no names: save it with torch's get_optimizer_state_dict")
+        return
+    found.group |= group_of
+    found.groups += [settings_of(found, group) for group in groups]
+    for key, items in state.items():
+        found.state[names[_member(key)]] = {text(what): item_of(found, value) for what, value in items.items()}
+
+
+def _member(name: Any) -> str:
+    return str(name) if type(name) is int else text(name)
+
+
+def item_of(found: Described, value: Any) -> Stored | Plain:
+    """What an optimizer keeps for a parameter."""
+    if isinstance(value, Stored):
+        return value
+    if isinstance(value, Strided):
+        return found.stored(value)
+    if not isinstance(value, Plain):
+        raise CheckpointError(f"an optimizer's state holds a {type(value).__name__}, no tensor and no number")
+    return value
+
+
+def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {}
+    for key, value in group.items():
+        if key in _MEMBERS:
+            continue
+        try:
+            settings[text(key)] = _plain(found, value)
+        except ValueError:
+            found.leave_out(f"the optimizer's setting {text(key)!r}, which is no plain value")
+    return settings
+
+
+def _plain(found: Described, value: Any, depth: int = 0) -> Any:
+    """A value that JSON can hold, also out of a tensor with one element. Raises ValueError where it is none."""
+    if isinstance(value, Strided):
+        value = found.stored(value)
+    if isinstance(value, Stored) and value.num_elems == 1:
+        return found.sources.number(value)
+    if isinstance(value, Plain):
+        return value
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH and len(value) <= _MAX_LENGTH:
+        return [_plain(found, part, depth + 1) for part in value]
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def by_settings(found: Described, settings: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the parameters whose settings are equal, in the order in which they come."""
+    groups: list[dict[str, Any]] = []
+    for name, given in settings.items():
+        own = settings_of(found, given)
+        group = next((group for group in groups if {**group, "params": None} == {**own, "params": None}), None)
+        if group is None:
+            group = {**own, "params": []}
+            groups.append(group)
+        group["params"].append(name)
+    return groups

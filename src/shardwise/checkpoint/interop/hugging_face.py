@@ -1,0 +1,111 @@
+"""Folders of weights as Hugging Face's libraries write them: safetensors, or pickles of torch.save in older ones.
+
+A model in one file or in several with an index, or a PEFT adapter; and what Accelerate writes of a model that it
+gathered on one rank, with the optimizer beside it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import CheckpointError
+from ...base.json_file import parse
+from ..index import Index, Stored
+from ..index_json import in_words
+from ..tensor_files import read_header
+from . import archives
+from .described import Described, Groups, add_model, add_optimizer, index_of
+from .known_names import text
+from .sources import Sources
+
+# In this order, because a folder may hold several.
+NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_GATHERED = "pytorch_model_fsdp.bin"
+_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+_INDEX = ".index.json"
+_MAX_INDEX_BYTES = 256 << 20
+
+
+def file_of(folder: Path) -> str | None:
+    """The file of weights, or the index of several, that a folder is to be read from."""
+    names = [name for plain in NAMES for name in (f"{plain}{_INDEX}", plain)]
+    return next((name for name in (_GATHERED, *names) if (folder / name).is_file()), None)
+
+
+def read(folder: Path, name: str, groups: Groups = ()) -> Index:
+    """`name`: the file that the weights are in, or their index. `groups`: names for an optimizer saved by number."""
+    what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
+    with Sources(folder) as sources:
+        found = Described(sources)
+        try:
+            if name.endswith(_INDEX):
+                _add_shards(found, name)
+            else:
+                _add(found, name)
+            for beside in _OPTIMIZERS:
+                if not (folder / beside).is_file():
+                    continue
+                if name == _GATHERED:
+                    given = archives.load(sources.source(beside))
+                    add_optimizer(found, given["param_groups"], given["state"])
+                elif not (groups and _add_numbered(found, archives.load(sources.source(beside)), groups)):
+                    found.leave_out(f"the optimizer in {beside}, whose state has no names")
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
+        return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
+
+
+def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
+    """An optimizer that was saved by number, with names for the numbers; False where the groups differ in size."""
+    saved = given["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(names) for names in groups]:
+        return False
+    named = [{**group, "param_names": names} for group, names in zip(saved, groups, strict=True)]
+    add_optimizer(found, named, given["state"])
+    for name, items in found.state.items():
+        for key in ("exp_avg", "momentum_buffer"):
+            item, weight = items.get(key), found.tensors.get(name)
+            if isinstance(item, Stored) and weight is not None and item.shape != weight.shape:
+                raise CheckpointError(
+                    f"the optimizer is saved by number, and {key} of {name!r} has shape {item.shape}, the parameter "
+                    f"{weight.shape}: build the optimizer's groups in the order of the one that was saved"
+                )
+    return True
+
+
+def read_file(path: Path) -> Index:
+    """One file by itself."""
+    with Sources(path.parent) as sources:
+        found = Described(sources)
+        if path.suffix != ".safetensors" and not archives.is_archive(sources.source(path.name)):
+            raise CheckpointError(
+                f"{path} is no checkpoint: what can be opened is a folder, a file *.safetensors, or a file of "
+                "torch.save (since torch 1.6; an older one: load it with the library that wrote it, and save it again)"
+            )
+        _add(found, path.name)
+        return index_of(found, {"format": "safetensors" if path.suffix == ".safetensors" else "torch.save"})
+
+
+def _add_shards(found: Described, name: str) -> None:
+    source = found.sources.source(name)
+    if source.num_bytes > _MAX_INDEX_BYTES:
+        raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {_MAX_INDEX_BYTES}")
+    shards: dict[str, Any] = parse(source.read(0, source.num_bytes))["weight_map"]
+    for shard in sorted({text(shard) for shard in shards.values()}):
+        _add(found, shard)
+    if missing := sorted(set(shards) - set(found.tensors)):
+        raise CheckpointError(f"{source.path} names {missing[0]!r}, which is not in its file")
+
+
+def _add(found: Described, name: str) -> None:
+    source = found.sources.source(name)
+    if name.endswith(".safetensors"):
+        _, tensors = read_header(source.path, source.number)
+        twice = set(tensors) & set(found.tensors)
+        found.tensors |= tensors
+    else:
+        before = set(found.tensors)
+        given = archives.load(source)
+        add_model(found, given)
+        twice = set(given) & before
+    if twice:
+        raise CheckpointError(f"{source.path} holds {min(twice)!r}, which another file holds as well")

@@ -1,0 +1,167 @@
+"""Reading a checkpoint, whatever layout, world and program wrote it. Every rank calls it, and reads what it holds.
+
+First everything is compared, and nothing is changed: the index with the model and the optimizer, the files with the
+index. The ranks meet; only then are masters and state written, each rank's own intervals out of the pieces that
+overlap them.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import CheckpointError
+from ..base.intervals import Interval, pieces
+from ..core.engine.guards import engine_of
+from ..core.engine.runtime import Engine
+from ..core.mesh import patient_hosts
+from ..core.unit.state import FlatState
+from .compare import require_same_groups, require_same_model
+from .index import Saved, Stored, parts_of
+from .opened import Opened, open_checkpoint
+from .optimizer_state import (
+    Optimizers,
+    homes_in,
+    names_in_groups,
+    own_optimizers,
+    require_same_optimizers,
+    restore_optimizers,
+    restore_state,
+)
+from .reader import Reader
+from .saving import begin_between_steps
+from .share import buffers_of
+from .together import together
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    allow_rounding: bool = False,
+    keep_groups: bool = False,
+) -> dict[str, Any]:
+    """Set weights and buffers of a sharded model, and its optimizer's state, from a checkpoint; returns its `extra`.
+
+    Every rank calls it. The layout, the world, the mesh and the precision may be others than those that saved, and so
+    may be the program: what torch's DCP, Accelerate, DeepSpeed and Hugging Face write is read as well. The model, and
+    the optimizer's class and groups, must be the same. Weights that would lose digits in the dtype of this model's
+    masters are refused, unless `allow_rounding`. With `keep_groups`, the optimizer's groups and their settings stay as
+    they are, and may be others; what it keeps for each parameter is loaded all the same. Without an optimizer, the
+    weights alone are loaded.
+    """
+    engine = engine_of(model)
+    own = own_optimizers(engine, optimizer)
+    begin_between_steps(engine, "load", path, own)
+    world, place = patient_hosts(), Path(path).resolve()
+    job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
+    try:
+        together(world, lambda: _read(job, own, keep_groups))
+    except CheckpointError as error:
+        error.add_note("The model is a mixture of what it was and of what was read until then: load another.")
+        raise
+    finally:
+        engine.was_rewritten()
+    return job.opened.index.extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What this rank holds of a parameter: the place to fill, and the interval of its elements."""
+
+    state: FlatState
+    number: int
+    interval: Interval
+    name: str
+    saved: Saved
+
+    @property
+    def resting(self) -> Tensor:
+        return self.state.resting_params[self.number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    opened: Opened
+    wanted: list[_Wanted]
+    buffers: list[tuple[Tensor, Stored]]
+
+
+def _prepare(
+    place: Path,
+    engine: Engine,
+    model: nn.Module,
+    optimizers: Optimizers,
+    allow_rounding: bool,
+    keep_groups: bool,
+) -> _Job:
+    opened = open_checkpoint(place, names_in_groups(optimizers))
+    index = opened.index
+    try:
+        buffers = buffers_of(model, engine)
+        names = require_same_model(engine, buffers, index, allow_rounding)
+        wanted = [
+            _Wanted(state, piece.param, piece.in_param, names[spec.name], index.tensors[names[spec.name]])
+            for unit in engine.units
+            for state in unit.states
+            for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master])
+            for spec in (state.flat.params[piece.param],)
+        ]
+        if optimizers:
+            require_same_optimizers(optimizers, index.optimizer, keep_groups)
+            numbers_of = {param: home.number for param, home in homes_in(optimizers).items()}
+            held = [(want.name, want.saved, want.resting, numbers_of.get(want.resting)) for want in wanted]
+            require_same_groups(held, keep_groups)
+        job = _Job(opened, wanted, [(value, index.tensors[name].stored) for name, value in buffers.items()])
+        # Every rank sees that those files are there that it reads, and one looks at all.
+        numbers = {part.piece.file for want in wanted for part in parts_of(want.saved.stored, want.interval)}
+        with opened.reader() as reader:
+            for number in range(len(index.files)) if engine.mesh.rank == 0 else sorted(numbers):
+                reader.require_length(number)
+    except CheckpointError as error:
+        raise type(error)(f"cannot load {place}: {error}") from error
+    return job
+
+
+def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
+    homes = homes_in(optimizers)
+    # What is not split is read by every rank.
+    is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
+    with job.opened.reader(is_shared) as reader:
+        reader.plan(_plan(job, bool(optimizers)))
+        for want in job.wanted:
+            want.state.set_master(want.number, partial(reader.read, want.saved.stored, want.interval.start))
+            if home := homes.get(want.resting):
+                read = partial(_read_state, reader, want)
+                restore_state(home.optimizer, want.resting, home.settings, want.saved, read)
+        for state in dict.fromkeys(want.state for want in job.wanted):
+            state.publish()
+        for buffer, stored in job.buffers:
+            row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+            reader.read(stored, 0, row)
+            buffer.copy_(row.view(buffer.shape))
+    if optimizers and job.opened.index.optimizer is not None:
+        restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
+
+
+def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
+    """What `_read` reads, in its order."""
+    for want in job.wanted:
+        yield want.saved.stored, want.interval
+        for key, item in want.saved.state.items() if has_optimizer else ():
+            if isinstance(item, Stored):
+                yield item, want.interval if want.saved.is_split(key) else Interval(0, item.num_elems)
+    for _, stored in job.buffers:
+        yield stored, Interval(0, stored.num_elems)
+
+
+def _read_state(reader: Reader, want: _Wanted, key: str, row: Tensor) -> None:
+    item = want.saved.state[key]
+    assert isinstance(item, Stored)
+    reader.read(item, want.interval.start if want.saved.is_split(key) else 0, row)

@@ -1,0 +1,249 @@
+"""Whether a checkpoint is what was written: complete, every byte, every number finite. All that is wrong is told.
+
+Each file is read once, from its beginning to its end, a block at a time: its checksum is compared, and the numbers in
+it are looked at. Files of others have no checksums; their lengths, places and numbers are looked at all the same.
+"""
+
+import cmath
+import math
+import re
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError, DamageError
+from ..base.intervals import Interval
+from . import folder
+from .disk import BLOCK_BYTES
+from .index import Check, Index, Piece, Stored, require_sound
+from .index_json import from_json
+from .opened import Opened, open_checkpoint
+from .reader import Reader
+from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
+from .writer import Tell
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. What is not complete was not finished, or not yet.
+
+    `damage` is what stands in the way of loading it; `not_finite` is what was written, but is no number to go on with.
+    What `is_refused` is whole, but is nothing that is read here, as of a newer format: a run does not pass it over.
+    """
+
+    path: Path
+    origin: dict[str, str] = field(default_factory=dict)
+    is_complete: bool = True
+    is_refused: bool = False
+    num_tensors: int = 0
+    num_files: int = 0
+    num_bytes: int = 0
+    num_checksums: int = 0
+    damage: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_complete and not self.damage
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.damage, *self.not_finite]
+
+
+def look_at(path: Path) -> tuple[Report, Opened | None]:
+    """What can be said without reading tensors; None where there is nothing to go on with."""
+    report = Report(path, is_complete=folder.find(path) is not None or not _is_begun(path))
+    try:
+        opened = _open_own(path, report) if _is_own(path) else open_checkpoint(path)
+        require_sound(opened.index)
+    except CheckpointError as error:
+        report.is_refused = report.is_complete and not report.damage and not isinstance(error, DamageError)
+        report.damage.append(str(error))
+        return report, None
+    index = opened.index
+    report.origin = index.origin
+    report.num_tensors = sum(1 for _ in index.every_stored())
+    report.num_files, report.num_bytes = len(index.files), sum(file.num_bytes for file in index.files)
+    report.num_checksums = sum(len(file.checks) for file in index.files)
+    return report, opened
+
+
+def _is_own(path: Path) -> bool:
+    return any((place / folder.INDEX).is_file() for place in (path, folder.partial_of(path)))
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether it is one of ours, or would have become one."""
+    siblings = (step_folder(path.parent, step) for step in all_steps(path.parent))
+    return _is_own(path) or folder.partial_of(path).is_dir() or path in siblings
+
+
+def _open_own(path: Path, report: Report) -> Opened:
+    """As `open_checkpoint`, but an index without its marker, or another than the marker's, is looked at as well."""
+    place = folder.find(path)
+    if place is None:
+        place = next(p for p in (path, folder.partial_of(path)) if (p / folder.INDEX).is_file())
+        report.damage.append(f"{place} is incomplete: its save did not finish (no file {folder.MARKER!r})")
+    text = folder.read_index_in(place)
+    if report.is_complete and not folder.is_sealed(place, text):
+        report.damage.append(f"{place / folder.INDEX} is not what was written: its digest is not the marker's")
+    return Opened(place, from_json(text))
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """Of a run folder, or of its `checkpoints/`: oldest first, unfinished ones too. None where it is neither."""
+    if _is_begun(path):
+        return []
+    roots = (path / CHECKPOINTS, path)
+    return next(([step_folder(root, step) for step in steps] for root in roots if (steps := all_steps(root))), [])
+
+
+def parts_of_others(path: Path) -> list[Path]:
+    """Our checkpoints in a folder of the Trainer's or of Accelerate's, one of each model, then the weights beside them.
+
+    None where it holds none of ours.
+    """
+    names = {place.name.removesuffix(".partial") for place in path.glob(f"{INSIDE}*") if place.is_dir()}
+    parts = [path / name for name in sorted(names) if re.fullmatch(rf"{INSIDE}(_\d+)?", name)]
+    return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
+
+
+def verify(report: Report, opened: Opened, tell: Tell) -> None:
+    """Read everything, and add what is wrong to the report."""
+    index, numbers = opened.index, _Numbers()
+    for name, saved in index.tensors.items():
+        for key, item in saved.state.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                report.not_finite.append(f"{key} of {name!r} is {item}")
+    places = _places(index)
+    with opened.reader() as reader:
+        for number, file in enumerate(index.files):
+            try:
+                reader.require_length(number)
+            except CheckpointError as error:
+                report.damage.append(str(error))
+                tell(file.num_bytes)
+                continue
+            # Without checksums there is nothing to look at but numbers.
+            everything = [_Range(number, 0, file.num_bytes, places[number])]
+            for wanted in everything if file.checks else _together(number, places[number]):
+                _look_through(reader, wanted, file.checks, numbers, report.damage, tell)
+    report.not_finite += numbers.told()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Elements of a tensor in a file, from the element `start` on."""
+
+    offset: int
+    stop: int
+    start: int
+    name: str
+    stored: Stored
+
+
+@dataclass(slots=True)
+class _Range:
+    """Bytes of a file, and what lies in them, in order."""
+
+    file: int
+    start: int
+    stop: int
+    places: list[_Place]
+
+
+def _places(index: Index) -> list[list[_Place]]:
+    """By file, in order; of tensors whose numbers may be none."""
+    places: list[list[_Place]] = [[] for _ in index.files]
+    for name, stored in index.every_stored():
+        if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
+            for piece in stored.pieces:
+                stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
+                places[piece.file].append(_Place(piece.offset, stop, piece.start, name, stored))
+    for found in places:
+        found.sort(key=lambda place: place.offset)
+    return places
+
+
+def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
+    """The bytes of all places; those that touch or overlap are read once, if blocks end between their elements."""
+    found: list[_Range] = []
+    for place in places:
+        last = found[-1] if found else None
+        size = place.stored.torch_dtype.itemsize
+        if last is not None and place.offset <= last.stop and (place.offset - last.start) % size == 0:
+            last.stop = max(last.stop, place.stop)
+            last.places.append(place)
+        else:
+            found.append(_Range(file, place.offset, place.stop, [place]))
+    return found
+
+
+def _look_through(
+    reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], tell: Tell
+) -> None:
+    """Block after block. What is damaged is told, and passed over."""
+    ahead, start = deque(wanted.places), wanted.start
+    begun: list[_Place] = []
+    while start < wanted.stop:
+        num_bytes = wanted.stop - start
+        rest = Stored((num_bytes,), "U8", (Piece(wanted.file, start, 0, num_bytes),))
+        try:
+            for content in reader.rows(rest, Interval(0, num_bytes)):
+                stop = start + content.numel()
+                while ahead and ahead[0].offset < stop:
+                    begun.append(ahead.popleft())
+                for place in begun:
+                    numbers.look(place, start, content)
+                begun = [place for place in begun if place.stop > stop]
+                tell(content.numel())
+                start = stop
+        except CheckpointError as error:
+            damage.append(str(error))
+            block = checks[bisect_right(checks, start, key=lambda check: check.offset) - 1] if checks else None
+            stop = block.offset + block.num_bytes if block else min(wanted.stop, start + BLOCK_BYTES)
+            tell(stop - start)
+            start = stop
+
+
+class _Numbers:
+    """Which tensors hold numbers that are not finite: how many, and the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Stored, int, int, str]] = {}
+
+    def look(self, place: _Place, offset: int, content: Tensor) -> None:
+        """At what of the place lies in these bytes of its file."""
+        first, last = max(place.offset, offset), min(place.stop, offset + content.numel())
+        if last <= first:
+            return
+        part, dtype = content[first - offset : last - offset], place.stored.torch_dtype
+        if (first - place.offset) % dtype.itemsize or part.numel() % dtype.itemsize:
+            raise CheckpointError(f"a checksum ends inside an element of {place.name!r}, at byte {first} or {last}")
+        values = (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
+        if dtype.itemsize == 1:
+            values = values.float()
+        # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
+        wide = torch.float32 if dtype.itemsize < 4 else dtype
+        if not cmath.isfinite(values.sum(dtype=wide).item()):
+            wrong = (~values.isfinite()).nonzero()
+            if len(wrong):
+                at = place.start + (first - place.offset) // dtype.itemsize + int(wrong[0])
+                self._add(place, len(wrong), at, str(values[wrong[0]].item()))
+
+    def _add(self, place: _Place, num: int, at: int, value: str) -> None:
+        _, before, first, first_value = self._found.get(place.name, (None, 0, at, value))
+        at, value = min((at, value), (first, first_value), key=lambda pair: pair[0])
+        self._found[place.name] = (place.stored, before + num, at, value)
+
+    def told(self) -> Iterator[str]:
+        for name, (stored, num, at, value) in self._found.items():
+            index = [int(number) for number in torch.unravel_index(torch.tensor(at), stored.shape)]
+            how_many = f"{num:,} of {stored.num_elems:,} numbers are not finite"
+            yield f"{name!r}: {how_many}; the first is element {at}, at {index}: {value}"

@@ -1,0 +1,373 @@
+"""Activations that rest on the host between a unit's forward and its backward.
+
+While a model runs forward, autograd hands what it saves to hooks. What a unit saves whose activations rest on the host
+is copied there. With full checkpointing that is the unit's inputs alone: inside a checkpointed region the checkpoint's
+own hooks come first, and save nothing.
+
+A stretch is the part of a forward between two unit boundaries: what is saved in it moves together, while the next
+stretch runs. What moves is a storage, whole, because that is what autograd would have held. It moves once however many
+views of it are saved, and they are the same views of it afterwards. Its life:
+
+    here      until the next stretch begins
+    leaving   its copy to the host is queued on the lane; its device memory is held until the computation has waited for
+              the copy, which it does when the stretch after the next begins
+    away      on the host only
+    arriving  its copy back is queued, while the backward of the stretch behind it runs; held likewise
+    here      the computation has waited for the copy; it goes with the graph, or with the backward's moving on
+
+The last stretch of a forward never leaves, and the one before it is still here when the backward begins. Everything is
+queued and nothing waits on the host, so what moves does not depend on how fast it does. Both directions and all host
+buffers are on one lane, so a buffer may be lent again as soon as the graph lets go of it.
+
+What a unit saves that holds others stays. But where a checkpoint lies around the call of a unit and not inside (as
+Hugging Face does it), the unit's inputs were saved before it began. What was saved last before such a call goes with
+the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
+"""
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...base.errors import StateError
+from ..offload.host_buffers import HostBuffer, HostBuffers
+from ..offload.host_memory import HostMemory
+from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
+from ..unit.unit import Unit
+from .streams import Lane, Mark, host_waits_for
+
+# Somebody else holds a storage of which autograd saves a smaller part than this, such as a batch of a data set.
+MIN_PART = 1 / 16
+
+
+class _Memory:
+    """A storage of which autograd saved something. `here` is a tensor in it while it is on the device."""
+
+    def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
+        self._buffers = buffers
+        self._buffer: HostBuffer | None = None
+        self.num_bytes = here.untyped_storage().nbytes()
+        self.here: Tensor | None = here
+        self.version = here._version
+        self.is_overwritten = False
+
+    @property
+    def is_copied(self) -> bool:
+        return self._buffer is not None
+
+    @property
+    def host(self) -> Tensor:
+        """Where it lies there, from the first time that this is asked for."""
+        if self._buffer is None:
+            self._buffer = self._buffers.lend(self.num_bytes)
+        return self._buffer.row[: self.num_bytes]
+
+    def let_go(self) -> None:
+        if self.here is not None and self.is_copied:
+            self.is_overwritten |= self.here._version != self.version
+            self.here = None
+
+    def __del__(self) -> None:
+        if self._buffer is not None:
+            self._buffers.bring_back(self._buffer)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Stretch:
+    """Memories live as long as the graph that holds them."""
+
+    serial: int
+    unit: str
+    memories: dict[weakref.ref[_Memory], None] = field(default_factory=dict)
+
+    def live(self) -> list[_Memory]:
+        return [memory for memory in [ref() for ref in self.memories] if memory is not None]
+
+
+@dataclass(slots=True, frozen=True)
+class _Flight:
+    """Copies that are queued up to `mark`, and the device memory that they read or write."""
+
+    stretch: _Stretch
+    tensors: list[Tensor]
+    mark: Mark
+
+
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """A view of a memory."""
+
+    memory: _Memory
+    stretch: _Stretch
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Saved:
+    """What autograd holds in the place of a tensor that a unit saved: the tensor, or where to find it."""
+
+    unit: str
+    found: Tensor | _Part
+    version: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Open:
+    """A unit whose forward runs, and the storages its weights are gathered in."""
+
+    index: int
+    weights: frozenset[int]
+
+
+class HostActivations:
+    """Told where a forward is by `before` and `after`; recomputes inside a backward must not be told of.
+
+    `hosted` are the units whose activations rest on the host; none of them holds other units. What moves is told to
+    `host`.
+    """
+
+    def __init__(self, units: Sequence[Unit], hosted: Collection[int], device: torch.device, host: HostMemory) -> None:
+        self._units = units
+        self._hosted = frozenset(hosted)
+        self._host = host
+        self._device = torch.empty(0, device=device).device  # with its index
+        self._lane = Lane(device)
+        self.buffers = HostBuffers(device.type == "cuda", lambda: host_waits_for(self._lane.mark_for_host()))
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._open: list[_Open] = []
+        # Of the forward under way: the storages that go, and what may go with the unit that begins next.
+        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
+        self._undecided: list[weakref.ref[_Saved]] = []
+        self._num_stretches = 0
+        self._stretches: weakref.WeakValueDictionary[int, _Stretch] = weakref.WeakValueDictionary()
+        # The stretch that runs, and the last one that is over.
+        self._running: _Stretch | None = None
+        self._last: _Stretch | None = None
+        self._leaving: list[_Flight] = []
+        self._arriving: list[_Flight] = []
+        # Stretches that are copied and may be on the device as well, and the one that the backward has come to.
+        self._here: list[_Stretch] = []
+        self._reached: _Stretch | None = None
+
+    # What the engine reports.
+
+    def before(self, index: int) -> None:
+        """A unit's forward begins: its weights are gathered."""
+        if not self._hosted:
+            return
+        if not self._open:
+            self._begin_forward()
+        unit = self._units[index]
+        weights = frozenset(_address(state.compute_params[0]) for state in unit.states)
+        undecided = self._pass_boundary()
+        self._open.append(_Open(index, weights))
+        if index in self._hosted and _top_pack() != self._pack:
+            for saved in [ref() for ref in undecided]:
+                if saved is not None:
+                    self._take(saved)
+
+    def after(self, index: int) -> None:
+        """It ended, or failed, perhaps before `before` was called."""
+        if self._open and self._open[-1].index == index:
+            self._open.pop()
+            self._pass_boundary()
+            if not self._open:
+                self.abandon_forward()
+
+    def abandon_forward(self) -> None:
+        """Forget a forward that was broken off, and stop listening."""
+        while _top_pack() == self._pack:
+            self._hooks.__exit__()
+        self._open.clear()
+        self._known.clear()
+        self._pass_boundary()
+
+    def join(self) -> None:
+        """Let the computation wait for everything under way."""
+        for flight in (*self._leaving, *self._arriving):
+            self._lane.compute_waits_for(flight.mark)
+        self._here += [flight.stretch for flight in self._leaving]
+        self._leaving.clear()
+        self._arriving.clear()
+
+    def _begin_forward(self) -> None:
+        self.join()
+        self._let_go_of_all_but(self._last)
+        self._reached = None
+        # Inside somebody's own hooks, such as a checkpoint around the whole model, theirs decide.
+        if _top_pack() is None:
+            self._hooks.__enter__()
+
+    def _pass_boundary(self) -> list[weakref.ref[_Saved]]:
+        if self._running is not None:
+            self._last, self._running = self._running, None
+        undecided, self._undecided = self._undecided, []
+        return undecided
+
+    # Forward: to the host.
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # Held without its history, which holds what is returned here.
+        held = tensor if tensor.is_leaf else tensor.detach()
+        saved = _Saved(self._units[self._open[-1].index].name, held, tensor._version)
+        if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
+            if self._open[-1].index in self._hosted:
+                self._take(saved)
+            else:
+                self._undecided.append(weakref.ref(saved))
+        return saved
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        if (
+            type(tensor) is not Tensor
+            or tensor.device != self._device
+            or tensor.layout != torch.strided
+            or (tensor.is_leaf and tensor.requires_grad)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        num_bytes, address = storage.nbytes(), storage.data_ptr()
+        if num_bytes < MIN_OFFLOADED_ACTIVATION_BYTES or tensor.nbytes < MIN_PART * num_bytes:
+            return False
+        return all(address not in unit.weights for unit in self._open)
+
+    def _take(self, saved: _Saved) -> None:
+        """Let it go with the stretch that runs, with other parts of the same storage."""
+        tensor = saved.found
+        assert isinstance(tensor, Tensor)
+        if tensor._version != saved.version:
+            return  # overwritten since, as its backward will say
+        if self._running is None:
+            self._running = self._begin_stretch()
+        key = (StorageWeakRef(tensor.untyped_storage()), saved.version)
+        ref = self._known.get(key)
+        memory = None if ref is None else ref()
+        if memory is None:
+            memory = _Memory(self.buffers, tensor)
+            self._known[key] = weakref.ref(memory)
+        elif memory.here is None:
+            memory.here = tensor
+        self._running.memories[weakref.ref(memory)] = None
+        offset = int(tensor.storage_offset())
+        saved.found = _Part(memory, self._running, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def _begin_stretch(self) -> _Stretch:
+        """The one before the last is away by now, and the last one leaves."""
+        self.join()
+        self._let_go_of_all_but(self._last)
+        if self._last is not None and self._last.live():
+            self._start_sending(self._last)
+        self._num_stretches += 1
+        stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
+        self._stretches[stretch.serial] = stretch
+        return stretch
+
+    def _start_sending(self, stretch: _Stretch) -> None:
+        tensors = []
+        with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
+            for memory in stretch.live():
+                if memory.here is not None and not memory.is_copied:
+                    memory.host.copy_(_bytes_in(memory.here), non_blocking=True)
+                    tensors.append(memory.here)
+                    self._host.moves.add("to_host", memory.num_bytes)
+        self._leaving.append(_Flight(stretch, tensors, self._lane.mark()))
+
+    # Backward: to the device.
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise StateError(
+                "create_graph=True in a model whose activations rest on the host: what comes back has no history to go "
+                "through a second time; use activations_on='device'"
+            )
+        found = saved.found
+        if isinstance(found, Tensor):
+            _refuse_overwritten(found._version != saved.version, saved.unit, found.shape)
+            return found
+        memory, stretch = found.memory, found.stretch
+        if stretch is not self._reached:
+            self._reach(stretch)
+        if memory.here is None:
+            self._start_fetching(stretch)
+            self.join()
+        assert memory.here is not None
+        is_overwritten = memory.is_overwritten or memory.here._version != memory.version
+        _refuse_overwritten(is_overwritten, saved.unit, found.shape)
+        view = torch.empty(0, dtype=found.dtype, device=self._device)
+        return view.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
+
+    def _reach(self, stretch: _Stretch) -> None:
+        """The backward has come to a stretch: let go of those it has left, fetch the one before ahead of it."""
+        self._reached = stretch
+        self.join()
+        ahead = self._last_before(stretch)
+        self._let_go_of_all_but(stretch, ahead)
+        self._here.append(stretch)
+        self._start_fetching(stretch)
+        self.join()
+        if ahead is not None:
+            self._here.append(ahead)
+            self._start_fetching(ahead)
+
+    def _last_before(self, stretch: _Stretch) -> _Stretch | None:
+        """The one before it that has something left."""
+        for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
+            found = self._stretches.get(serial)
+            if found is not None and found.live():
+                return found
+        return None
+
+    def _let_go_of_all_but(self, *stretches: _Stretch | None) -> None:
+        kept = {memory for stretch in stretches if stretch is not None for memory in stretch.live()}
+        for stretch in self._here:
+            for memory in stretch.live():
+                if memory not in kept:
+                    memory.let_go()
+        self._here.clear()
+
+    def _start_fetching(self, stretch: _Stretch) -> None:
+        away = [memory for memory in stretch.live() if memory.here is None]
+        if not away:
+            return
+        # Allocated among the computation's own memory, which may still be in use by what was queued before.
+        here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
+        with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
+            for memory, tensor in zip(away, here, strict=True):
+                tensor.copy_(memory.host, non_blocking=True)
+                memory.here, memory.version = tensor, tensor._version
+                self._host.moves.add("to_device", memory.num_bytes)
+        self._arriving.append(_Flight(stretch, here, self._lane.mark()))
+
+
+def _top_pack() -> Any:
+    """The hook that tensors are handed to at present."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes_in(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:
+    """Autograd does not look for itself where there are hooks."""
+    if is_overwritten:
+        raise StateError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation since unit "
+            f"{unit!r} saved it: a tensor of shape {tuple(shape)}; change a copy of it instead"
+        )

@@ -1,0 +1,122 @@
+"""A whole training step as one CUDA graph: no Python and no launches between its kernels.
+
+The first calls run as they are, so that optimizer state, communicators and the order of units exist. Then one call is
+recorded: gathers, forward, backward, reductions, update and the gathers for the next step, on all lanes. From then on a
+call copies its inputs to where the recording reads them, and replays. Slots have constant addresses and every step
+begins as the last one ended, with the first units gathered, so the recording is right for every later step; where
+something else has used the slots in between (an evaluation), they are gathered again first, and what it gathered
+besides is forgotten.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError, StateError
+from ..optim.sharded_optimizer import plain_settings
+from .guards import engine_of
+from .replay import Replay
+from .runtime import Engine
+from .streams import Lane
+
+NUM_EAGER_CALLS = 3
+
+
+class CapturedStep:
+    """Call it with the tensors of a batch. It returns what `step` returned; the next call overwrites that."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+        self._replay = Replay(engine)
+        self._optimizer = optimizer
+        self._step = step
+        self._compute = Lane(engine.mesh.device)
+        self._num_calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._outputs: Any = None
+        self._settings: list[dict[str, Any]] = []
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self._num_calls < NUM_EAGER_CALLS:
+            self._num_calls += 1
+            with self._compute.after_compute():
+                outputs = self._step(*inputs)
+            self._compute.compute_waits_for(self._compute.mark())
+            return outputs
+        with self._compute.after_compute():
+            self._replay.begin()
+        self._compute.compute_waits_for(self._compute.mark())
+        if self._graph is None:
+            self._record(inputs)
+        self._refuse_other_settings()
+        self._fill_inputs(inputs)
+        assert self._graph is not None
+        self._graph.replay()
+        self._replay.end()
+        return self._outputs
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in inputs)
+        self._settings = plain_settings(self._optimizer)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # What the calls so far needed is not needed again: the recording has memory of its own.
+        torch.cuda.empty_cache()
+        try:
+            with self._compute.capture(graph):
+                self._outputs = self._step(*self._inputs)
+                self._replay.end_recording()
+        except RuntimeError as error:
+            raise StateError(
+                f"this step cannot be recorded as a CUDA graph: {error}. Nothing in it may wait for the GPU (.item(), "
+                "printing a tensor), read the CPU, or leave out parameters"
+            ) from error
+        self._graph = graph
+
+    def _fill_inputs(self, inputs: tuple[Tensor, ...]) -> None:
+        for index, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if own.shape != given.shape or own.dtype != given.dtype:
+                raise StateError(
+                    f"input {index} of the captured step is {tuple(given.shape)} {given.dtype}, and was recorded as "
+                    f"{tuple(own.shape)} {own.dtype}: a recording has constant shapes"
+                )
+            own.copy_(given, non_blocking=True)
+
+    def _refuse_other_settings(self) -> None:
+        """Plain numbers were written into the recorded kernels."""
+        for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
+            for key, value in now.items():
+                if value != recorded.get(key):
+                    raise StateError(
+                        f"{key} of the optimizer's group {number} was {recorded.get(key)} when the step was recorded "
+                        f"and is {value} now, which a recording does not see: make it a tensor on the GPU "
+                        "(lr=torch.tensor(..., device='cuda')) and change it in place, as torch's schedulers do"
+                    )
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> CapturedStep:
+    """Turn `step`, a function of a batch's tensors that trains for one step, into one that replays a CUDA graph.
+
+    `step` must run the whole of it: forward, backward, clipping, `optimizer.step()` and `zero_grad()`. The optimizer
+    must be capturable (`AdamW(..., capturable=True)`).
+    """
+    engine = engine_of(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError("sw.capture records the step of one optimizer: leave it out where there are several")
+    if engine.mesh.device.type != "cuda":
+        raise ConfigurationError(f"sw.capture records a CUDA graph, and the model is on {engine.mesh.device}")
+    elsewhere = [unit for unit in engine.schedule.units if unit.layout.places != {"device"}]
+    if elsewhere:
+        raise ConfigurationError(
+            f"sw.capture records what the GPU does, and the host takes part in unit {elsewhere[0].name!r} "
+            f"({elsewhere[0].layout}): keep everything on the device"
+        )
+    if engine.scale.loss_scale is not None:
+        raise ConfigurationError("sw.capture with fp16: a step that overflowed is skipped by the host; use bf16")
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "sw.capture: the optimizer counts its steps on the host; build it with capturable=True"
+        )
+    return CapturedStep(engine, optimizer, step)

@@ -1,0 +1,210 @@
+"""Casts that a model needs to compute in 16 bits: modules that stay in fp32, layers that are given another dtype.
+
+Some modules compute in fp32 whatever the precision: those that the precision or the model itself names, those with
+running statistics (which are fp32), and weights that are computed from others (parametrizations). Inputs and outputs
+are cast at their borders.
+
+Many models make fp32 tensors as they run: tables of positions, masks, coordinates. Where one meets a layer of torch
+that refuses to mix dtypes, it is cast to the dtype of the layer's weights. Language models do not need that, so a layer
+that has seen nothing to cast in its first calls is left alone afterwards.
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import wraps
+from glob import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ...base.dtypes import FP16, FP32
+from ...base.errors import ConfigurationError, did_you_mean
+from ..precision import Precision
+from ..schedule.model import matches
+from ..unit.unit import Unit
+from .nested_tensors import map_tensors
+
+# Layers of torch that take no other dtype than their weights'; what is not here promotes, and is left to do so. They
+# are known by their forward: a subclass with one of its own may want what it is given.
+_STRICT = {
+    kind.forward
+    for kind in (
+        nn.Linear,
+        nn.Bilinear,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.InstanceNorm1d,
+        nn.RNN,
+        nn.LSTM,
+        nn.GRU,
+        nn.RNNCell,
+        nn.LSTMCell,
+        nn.GRUCell,
+        nn.MultiheadAttention,
+        nn.PReLU,
+    )
+}
+# Modules of Hugging Face that 16 bits break inside: Fourier transforms, products with fp32 buffers, and routers that
+# cast their own weights to fp32.
+_HF = "transformers.models"
+_BROKEN_BY_16_BITS = {
+    f"{_HF}.fnet.modeling_fnet.FNetBasicFourierTransform",
+    f"{_HF}.openai.modeling_openai.Attention",
+    f"{_HF}.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
+    f"{_HF}.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
+}
+# Calls of a layer without anything to cast, after which nothing is expected.
+_CALLS_TO_TRUST = 3
+
+
+def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
+    """Patterns of modules that compute in fp32: those of the precision, and those that this model has anyway."""
+    if precision.compute == FP32:
+        return precision.keep_fp32
+    names: set[str] = set()
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        names.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if precision.compute == FP16:
+            names.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+        if path and _needs_fp32(module):
+            paths.append(escape(path))
+    by_name = sorted(pattern for name in names for pattern in (name, f"*.{name}"))
+    return (*precision.keep_fp32, *by_name, *paths)
+
+
+def _needs_fp32(module: nn.Module) -> bool:
+    """Running statistics are fp32, and weights that are made from others are made in fp32: by a parametrization, or by
+    torch's older weight norm and spectral norm before each forward."""
+    kind = type(module)
+    return (
+        (isinstance(module, _NormBase) and module.running_mean is not None)
+        or isinstance(module, ParametrizationList)
+        or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values())
+        or f"{kind.__module__}.{kind.__name__}" in _BROKEN_BY_16_BITS
+    )
+
+
+def refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            raise ConfigurationError(
+                f"keep_fp32: {pattern!r} matches no module; {did_you_mean(pattern, modules)[:300]}"
+            )
+
+
+def install_casts(
+    modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, kept: Sequence[str]
+) -> None:
+    """Hooks and forwards that cast. `kept` are patterns of modules that compute in fp32."""
+    device = units[0].states[0].device.type
+    if precision.compute != FP32:
+        _cast_at_layers(modules, units, precision, kept, device)
+    _cast_at_borders([modules[path] for path in _outermost(modules, kept)], precision.compute.torch)
+    if precision.autocast is not None:
+        # Units as well: parts of a model may be called without its root.
+        for module in {id(module): module for module in (modules[""], *(unit.module for unit in units))}.values():
+            _run_under_autocast(module, device, precision.autocast.torch)
+
+
+def _outermost(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    kept = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    return [path for path in kept if not any(path.startswith(f"{other}.") for other in kept)]
+
+
+def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
+    """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype.
+
+    A single number, such as a loss that is computed inside, stays as exact as it is. Torch's batch norm takes 16 bits
+    beside fp32 weights, and needs no casts.
+    """
+
+    def enter(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == compute else tensor
+
+    def leave(tensor: Tensor) -> Tensor:
+        return tensor.to(compute) if tensor.dtype == torch.float32 and tensor.ndim else tensor
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors(args, enter), map_tensors(kwargs, enter)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return map_tensors(output, leave)
+
+    for module in modules:
+        if type(module).forward is not nn.BatchNorm1d.forward:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+
+
+def _cast_at_layers(
+    modules: dict[str, nn.Module], units: Iterable[Unit], precision: Precision, kept: Sequence[str], device: str
+) -> None:
+    sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
+    # A weight that is computed from others is the layer's around them.
+    for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
+        if _is_strict(modules[path]):
+            dtype = torch.float32 if matches(path, kept) else precision.compute.torch
+            _InputCast(modules[path], dtype, device)
+
+
+def _is_strict(module: nn.Module) -> bool:
+    kind = type(module)
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return isinstance(module, _ConvNd) or kind.forward in _STRICT or is_conv1d
+
+
+class _InputCast:
+    """Casts the inputs of a layer to the dtype of its weights, until it has been called a few times for nothing."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: str) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._is_needed = False
+        self._num_calls = 0
+        self._handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_autocast_enabled(self._device):
+            return None
+        changed = map_tensors(args, self._enter), map_tensors(kwargs, self._enter)
+        # A compiler has the casts in its graph, or none.
+        if torch.compiler.is_compiling() or self._is_needed:
+            return changed
+        self._is_needed = changed[0] is not args or changed[1] is not kwargs
+        self._num_calls += 1
+        if self._num_calls == _CALLS_TO_TRUST and not self._is_needed:
+            self._handle.remove()
+        return changed
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() and tensor.dtype != self._dtype else tensor
+
+
+def _run_under_autocast(module: nn.Module, device: str, dtype: torch.dtype) -> None:
+    forward = module.forward
+
+    @wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+    module.forward = under_autocast
+
+
+def explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:
+    """Tell what to do about dtypes that do not mix, with the error of a forward in 16 bits."""
+    words = str(error)
+    is_about_dtypes = any(word in words for word in ("dtype", "scalar type", "BFloat16", "Half", "Input type"))
+    if isinstance(error, RuntimeError) and is_about_dtypes and not getattr(error, "__notes__", None):
+        error.add_note(
+            f"unit {unit_name!r} computes in {precision.compute}, and its forward mixes that with another dtype, or "
+            "has no kernel for it: keep such modules in fp32 with sw.Precision(..., keep_fp32=(pattern, ...)), or use "
+            "precision='bf16-autocast', which casts operation by operation"
+        )

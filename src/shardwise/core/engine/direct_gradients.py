@@ -1,0 +1,113 @@
+"""Linear layers whose weight gradient is written straight to where its reduction reads it.
+
+Autograd would allocate each gradient, and the engine copy it into the reduction slot: a second pass over every
+gradient, and a second place for it. Instead the backward of a linear layer multiplies into the open place of its
+weight (`Gradient.put`), with the cast, the mean over ranks and the sum over micro-batches inside the product.
+
+It is a matter of speed only. Where no place is open, the graph is compiled, or somebody asks for the gradient itself
+(`torch.autograd.grad`, `create_graph`), the layer is an ordinary one and its gradient takes the ordinary path.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...base.dtypes import FP32
+from ..saved_tensors import keep, kept
+from ..unit.state import FlatState
+from .runtime import Engine
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, engine: Engine, state: FlatState, index: int
+    ) -> Tensor:
+        ctx.engine, ctx.state, ctx.index = engine, state, index
+        keep(ctx, x, weight if x.requires_grad else None)
+        out = F.linear(x, weight, bias)
+        # What a custom function returns as a view may not be changed in place, as an activation after it may want to.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = kept(ctx)
+        rows = grad.reshape(-1, grad.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
+        gradient, param = ctx.state.gradient, ctx.state.compute_params[ctx.index]
+        try:
+            # Whether this backward is meant to add to weight.grad, which next_functions[1] does, and nobody wants to
+            # see the gradient on its way there.
+            is_direct = (
+                gradient.places is not None
+                and not torch.is_grad_enabled()
+                and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+                and param.requires_grad  # it may have been frozen since the forward
+                and not param._backward_hooks
+                and not param._post_accumulate_grad_hooks
+            )
+        except RuntimeError:
+            is_direct = False  # torch.autograd.grad was asked for this very weight
+        if is_direct:
+            gradient.put(ctx.index, rows, inputs, ctx.engine.scale)
+        return (
+            None if weight is None else rows.mm(weight).view(x.shape),
+            None if is_direct else rows.t().mm(inputs),
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+# Without the checks for functorch that apply makes in Python; they are made below.
+_apply_linear: Any = super(torch.autograd.Function, _Linear).apply
+
+
+def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> None:
+    """Let the plain linear layers of a model write their gradients directly."""
+    for unit in engine.units:
+        for state in unit.states:
+            if not state.flat.trainable or not _can_multiply_into(state):
+                continue
+            for index, spec in enumerate(state.flat.params):
+                for site in spec.sites:
+                    module = modules[site.module]
+                    if site.attribute == "weight" and isinstance(module, nn.Linear) and _is_plain(module):
+                        module.forward = _forward(module, engine, state, index)  # type: ignore[method-assign]
+                        unit.writes_directly = True
+
+
+def _can_multiply_into(state: FlatState) -> bool:
+    """Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only."""
+    flat = state.flat
+    return flat.reduce == flat.compute or (state.device.type == "cuda" and flat.reduce == FP32)
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    return (
+        type(module).forward is nn.Linear.forward and "forward" not in module.__dict__ and "bias" in module._parameters
+    )
+
+
+def _forward(module: nn.Linear, engine: Engine, state: FlatState, index: int) -> Any:
+    parameters, param = module._parameters, state.compute_params[index]
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002, nn.Linear's own name for it
+        if (
+            torch.compiler.is_compiling()
+            or parameters.get("weight") is not param
+            or "bias" not in parameters
+            or not (torch.is_grad_enabled() and param.requires_grad)
+            or type(input) is not Tensor
+            or input.is_nested
+            or torch.is_autocast_enabled(input.device.type)
+            or torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
+        ):
+            return nn.Linear.forward(module, input)
+        return _apply_linear(input, param, parameters["bias"], engine, state, index)
+
+    return forward

@@ -1,0 +1,189 @@
+"""What a user may touch on a sharded model, and what is refused with a reason instead of going wrong.
+
+What parameters answer is in `unit/user_parameter.py`. Here is what concerns modules: saving, copying, casting and
+moving them raises, and so does giving them parameters or modules that are not sharded.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ...base.errors import ConfigurationError, StateError
+from ..unit.user_parameter import place_of
+from .runtime import Engine
+
+_KEY = "_shardwise_engine"
+
+_REFUSALS = {
+    "__deepcopy__": "a sharded model cannot be copied: copy it before sw.shard, or copy sw.full_state_dict(model)",
+    "__reduce_ex__": "a sharded model cannot be pickled: save sw.full_state_dict(model)",
+    "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
+}
+
+# Of torch and DeepSpeed: what splits, gathers or reduces by itself, by the names of its classes.
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith(("torch.", "deepspeed.")):
+                what = f"its module {path!r}" if path else "it"
+                raise ConfigurationError(
+                    f"sw.shard was given a model that another library shards already ({what} is a {kind.__name__}): "
+                    "give it the plain model, and the optimizer that was built on that one's parameters"
+                )
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Weights go elsewhere: what lies in the same memory under another name would not follow them."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+    for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
+        place = place_of(tensor)
+        if place is not None:
+            raise StateError(
+                f"{what} belongs to a model that is sharded already: shard models that share weights together, as "
+                "parts of one nn.ModuleList"
+            )
+        if tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            span = (tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size(), what)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        for (_, end, what), (begin, _, other) in pairwise(sorted(shared)):
+            if begin < end and "parameter" in what + other:
+                raise ConfigurationError(
+                    f"{other} lies in the memory of {what}, and would not follow it when it is sharded: tie weights by "
+                    "registering one Parameter twice, and make a buffer a copy (.detach().clone())"
+                )
+
+
+def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
+    _watch_registrations()
+    for module in model.modules():
+        if _is_bare(module):
+            continue
+        module.__dict__[_KEY] = engine
+        module.__dict__["_apply"] = partial(_refuse_change, module)
+        for name, reason in _REFUSALS.items():
+            module.__dict__[name] = _refuser(reason)
+        module.register_state_dict_pre_hook(_refuse_state_dict)
+        module.register_load_state_dict_pre_hook(_refuse_load)
+    model.__dict__["zero_grad"] = zero_grad
+
+
+@cache
+def _watch_registrations() -> None:
+    """torch calls these for every module of the process; they look at sharded ones."""
+    register_module_parameter_registration_hook(_refuse_parameter)
+    register_module_module_registration_hook(_refuse_module)
+
+
+def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    engine = find_engine(module)
+    if engine is not None and not engine.whole_modules and module._parameters.get(name) is not param:
+        raise StateError(
+            f"a parameter {name!r} was given to a {type(module).__name__} that is sharded already, and would not be "
+            "trained: add and replace parameters before sw.shard; change values inside "
+            "`with sw.whole(model, write=True):`"
+        )
+
+
+def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
+    engine = find_engine(module)
+    if engine is None or new is None or module._modules.get(name) is new:
+        return
+    strange = any(part._parameters and find_engine(part) is not engine for part in new.modules())
+    if name == "parametrizations" or strange:
+        raise StateError(
+            f"a module {name!r} ({type(new).__name__}) with parameters of its own was given to a "
+            f"{type(module).__name__} that is sharded already, and would not be trained: build the whole model, "
+            "adapters and parametrizations too, before sw.shard"
+        )
+
+
+def engine_of(module: nn.Module) -> Engine:
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"a sharded model is expected, not the {type(module).__name__} {module!r}: sw.save and sw.load take the "
+            "path first, all else the model"
+        )
+    engine = find_engine(module)
+    if engine is None:
+        raise StateError(f"this {type(module).__name__} is not sharded: call sw.shard(model, optimizer, ...) first")
+    return engine
+
+
+def find_engine(module: nn.Module) -> Engine | None:
+    return module.__dict__.get(_KEY)
+
+
+def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """The model's state dict with what its modules show at this moment."""
+    engine.whole_modules = {id(module) for module in model.modules()}
+    try:
+        return model.state_dict(keep_vars=True)
+    finally:
+        engine.whole_modules = set()
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it has nothing to guard: one activation function may serve many models, sharded or not."""
+    return not (module._modules or module._parameters or module._buffers)
+
+
+def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In the place of `_apply`: models cast and move their own parts, which need not change them."""
+    where = engine_of(module).mesh.device
+    kinds = {(param.dtype, where) for param in module.parameters(recurse)}
+    for dtype, device in kinds | {(buffer.dtype, buffer.device) for buffer in module.buffers(recurse)}:
+        if _changes(fn, dtype, device):
+            raise StateError(
+                "a sharded model cannot be moved or cast with .to(), .cuda(), .half(), ...: do that before sw.shard "
+                "(the device is chosen by sw.init, the dtype by precision=, and that of a module which a forward casts "
+                f"to fp32 by sw.Precision(..., keep_fp32=)); this {type(module).__name__} is in {dtype} on {device}"
+            )
+    return module
+
+
+def _changes(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    # Four dimensions: a memory format is a change, too.
+    probe = torch.ones((2, 2, 2, 2), dtype=torch.float32, device=device).to(dtype)
+    try:
+        same = fn(probe) is probe
+    except (RuntimeError, TypeError, ValueError, AssertionError):  # what it does to parameters remains unknown
+        return True
+    return not same or (probe.device.type == "cpu" and probe.is_shared()) or not bool((probe == 1).all())
+
+
+def _refuser(reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise StateError(reason)
+
+    return refuse
+
+
+def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
+    if id(module) not in engine_of(module).whole_modules:
+        raise StateError(
+            "model.state_dict() of a sharded model holds what this rank has, under most layouts a part: call "
+            "sw.full_state_dict(model) on every rank, use `with sw.whole(model):`, or write a checkpoint with "
+            "sw.save(path, model, optimizer); for Hugging Face models, model.save_pretrained(folder) on every rank"
+        )
+
+
+def _refuse_load(module: nn.Module, *args: Any) -> None:
+    if id(module) not in engine_of(module).whole_modules:
+        raise StateError(
+            "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
+            "every rank, use `with sw.whole(model, write=True):`, or read a checkpoint with sw.load(path, model)"
+        )

@@ -1,0 +1,242 @@
+"""How the engine learns where the model is: hooks on the units' modules and on the tensors they return.
+
+A unit's forward is seen by module hooks. Its backward begins when the gradient of one of its outputs arrives. It has
+ended when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
+everything the unit recorded has run. Units with nothing recorded before them end with the backward.
+
+While a unit's forward runs, autocast keeps no casts of weights: such a cast would serve later forwards too, with a
+gradient that comes home when the unit is done, or with weights that are old.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.dtypes import FP32
+from ...base.errors import StateError
+from .casts import explain
+from .guards import engine_of
+from .nested_tensors import map_tensors, tensors_in
+from .runtime import Engine
+
+# Of a module's attributes, torch's own.
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Forwards of a unit in which its modules are searched for tensors that they keep.
+NUM_LOOKS = 2
+
+
+class _UnitHooks:
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine = engine
+        self._index = index
+        unit = engine.units[index]
+        is_leaf = not engine.schedule.units[index].holds_units
+        self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
+        self._is_trained = bool(unit.trainable_states)
+        # The inputs of this forward, and where they came from: what is handed through is no output of the unit.
+        self._given: dict[Tensor, Any] = {}
+        self._watched: set[nn.Module] = set()
+        self._num_looks = NUM_LOOKS
+        # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
+        self._seen_by_hooks: list[Tensor] = []
+        self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        # Whether autocast kept its casts, for each call that has not returned.
+        self._kept_casts: list[bool] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self._kept_casts.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        if _is_recompute():
+            self._engine.gathers.make_ready(self._index, "backward")
+        else:
+            self._given = {value: value.grad_fn for value in args if isinstance(value, Tensor)}
+            for inner in self._inner:
+                if inner._forward_hooks and inner not in self._watched:
+                    self._watched.add(inner)
+                    inner.register_forward_hook(_opaque(self._watch))
+            self._engine.before_forward(self._index)
+            self._engine.activations.before(self._index)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Somebody has a hook here, and may keep what it is given for a loss of his own."""
+        if not _is_recompute():
+            self._seen_by_hooks.extend(tensors_in(output))
+
+    def _kept_by_modules(self) -> list[Tensor]:
+        """Tensors that modules of the unit have as attributes, such as the auxiliary loss of a router."""
+        if self._num_looks:
+            self._num_looks -= 1
+            unit = self._engine.units[self._index]
+            for part in [unit.module, *self._inner]:
+                for values in (vars(part), part._buffers):
+                    for name, value in values.items():
+                        is_candidate = name not in _OF_TORCH and isinstance(value, (Tensor, list, tuple, dict))
+                        if is_candidate and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                            self._keepers[id(values), name] = (values, name)
+        return [tensor for values, name in self._keepers.values() for tensor in tensors_in(values.get(name))]
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after an error in the forward too, with nothing as output."""
+        if self._kept_casts:
+            torch.set_autocast_cache_enabled(self._kept_casts.pop())
+        if output is None and self._engine.precision.compute != FP32:
+            explain(sys.exception(), self._engine.units[self._index].name, self._engine.precision)
+        if _is_recompute():
+            return
+        self._engine.activations.after(self._index)
+        found = list(tensors_in(output))
+        self._engine.gathers.refuse_own_weights(self._index, found)
+        given, self._given = self._given, {}
+        recorded = [
+            tensor for tensor in found if tensor.grad_fn is not None and tensor.grad_fn is not given.get(tensor)
+        ]
+        if self._num_looks or self._keepers or self._seen_by_hooks:
+            others = [*self._kept_by_modules(), *self._seen_by_hooks]
+            recorded += [tensor for tensor in others if tensor.grad_fn is not None]
+            self._seen_by_hooks.clear()
+        if torch._C._are_functorch_transforms_active():
+            recorded = []
+        call = self._engine.after_forward(self._index, bool(recorded))
+        if call is not None:
+            for tensor in recorded:
+                tensor.register_hook(partial(self._engine.before_backward, call))
+        elif not found and torch.is_grad_enabled() and sys.exception() is None and self._is_trained:
+            name = self._engine.units[self._index].name
+            raise StateError(
+                f"no tensor was found in the {type(output).__name__} that unit {name!r} ({type(module).__name__}) "
+                "returned, so its backward could not be followed: return tensors, or containers, dataclasses or plain "
+                "objects that hold them"
+            )
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The model's output in fp32; its gradient comes back multiplied by the loss scale, in fp32, then cast."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
+        ctx.dtype = tensor.dtype
+        ctx.engine = engine
+        # Never the same memory: a loss that is fp32 already may be changed in place by who gets it.
+        return tensor.to(torch.float32, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.engine.is_loss_scaled = True
+        return (grad * ctx.engine.scale.loss_scale).to(ctx.dtype), None
+
+
+class _UnscaleGradient(torch.autograd.Function):
+    """An input of the model; the gradient that leaves through it is no longer scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
+        ctx.dtype = tensor.dtype
+        ctx.engine = engine
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad.float() / ctx.engine.scale.loss_scale).to(ctx.dtype), None
+
+
+def install_root_hooks(engine: Engine, model: nn.Module) -> None:
+    """What happens once per forward of the model: a clean start, inputs cast, gradients scaled inside it for fp16."""
+    compute = engine.precision.compute.torch
+    is_scaled = engine.scale.loss_scale is not None
+
+    def enter(tensor: Tensor) -> Tensor:
+        if is_scaled and tensor.requires_grad:
+            tensor = _UnscaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
+        return tensor.to(compute) if tensor.is_floating_point() and tensor.dtype != compute else tensor
+
+    def leave(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        return _ScaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _is_recompute():
+            engine.begin_forward(torch.is_grad_enabled())
+        return map_tensors(args, enter), map_tensors(kwargs, enter)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not _is_recompute():
+            engine.leave_forward()
+            if sys.exc_info()[0] is None:
+                engine.end_forward()
+        return map_tensors(output, leave) if is_scaled else None
+
+    model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)
+    model.register_forward_hook(_opaque(after), always_call=True)
+    engine.entries[None] = [(before, after)]
+
+
+def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
+    """Put hooks on every unit's module; pre-hooks go first, so that the user's own see gathered parameters.
+
+    Where other units lie inside a unit, the modules that own its parameters get the hooks as well: parts of a model
+    may be called without its root (an encoder in `generate`).
+    """
+    for unit in engine.units:
+        entries = {id(unit.module): unit.module}
+        if engine.schedule.units[unit.index].holds_units:
+            owners = {site.module for state in unit.states for spec in state.flat.params for site in spec.sites}
+            entries |= {id(modules[path]): modules[path] for path in sorted(owners)}
+        hooks = _UnitHooks(engine, unit.index)
+        before, after = _opaque(hooks.before), _opaque(hooks.after)
+        for module in entries.values():
+            engine.entries.setdefault(module, []).append((partial(_without_kwargs, before), after))
+            module.register_forward_pre_hook(before, prepend=True)
+            module.register_forward_hook(after, always_call=True)
+
+
+def _without_kwargs(before: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
+    before(module, args)
+
+
+def register_forward(module: nn.Module, method: str) -> None:
+    """Let another method of a sharded module, such as `encode`, compute with its weights as its forward does."""
+    engine = engine_of(module)
+    compute = getattr(module, method)
+
+    @wraps(compute)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entries = [*([] if engine.is_computing else engine.entries[None]), *engine.entries.get(module, [])]
+        for before, _ in entries:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = compute(*args, **kwargs)
+        finally:
+            for _, after in reversed(entries):
+                changed = after(module, args, output)
+                output = output if changed is None else changed
+        return output
+
+    module.__dict__[method] = run
+
+
+def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
+    """Torch's `TransformerEncoder` asks the first layer's weights whether they are plain tensors, before it has that
+    layer computed, and skips padding if they are: it finds compute parameters, whose values it does not read."""
+    for encoder in modules.values():
+        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
+            inside = set(encoder.layers[0].modules())
+            for unit in engine.units:
+                if unit.module in inside:
+                    encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
+                    encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
+
+
+def _is_recompute() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Compilers call the hook; they do not look into it."""
+    return torch.compiler.disable(hook)

@@ -1,0 +1,96 @@
+"""Weights for a model built on the meta device, one unit at a time.
+
+The parameters of one unit get real memory while all others stay on the meta device, where writing does nothing; then
+the model's own initialisation runs on the modules it could come from. Every call is seeded by the seed and the module's
+name, so the weights depend neither on the layout nor on the number of ranks, and no rank ever holds more than its share
+and one unit.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError
+from ..offload.arena import passing
+from ..schedule.model import FoundUnit
+
+
+class MetaModel:
+    """A model some of whose tensors are on the meta device, and how to fill them."""
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
+        self._modules = dict(model.named_modules())
+        self._seed = seed
+        self._device = device
+        # Hugging Face models initialise any module of theirs, often from the parent of the one that holds the weight.
+        self._init_weights = [
+            module._init_weights
+            for module in self._modules.values()
+            if callable(getattr(module, "_init_weights", None))
+        ][:1]
+
+    def fill(self, unit: FoundUnit) -> None:
+        """Give the meta parameters of a unit, and the meta buffers beside them, memory and their initial values."""
+        owners = []
+        for param in unit.params:
+            first = param.sites[0]
+            value = self._modules[first.module]._parameters[first.attribute]
+            if value is not None and value.is_meta:
+                filled = _unfilled(value, self._device)
+                for site in param.sites:
+                    self._modules[site.module]._parameters[site.attribute] = nn.Parameter(filled, value.requires_grad)
+                    owners.append(site.module)
+        self._reset(owners)
+
+    def fill_buffers(self) -> None:
+        """Modules with meta buffers that own no parameters, such as rotary tables."""
+        owners = [
+            path
+            for path, module in self._modules.items()
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+        ]
+        self._reset(owners)
+
+    def _reset(self, owners: Iterable[str]) -> None:
+        paths = set(owners)
+        for path in paths:
+            buffers = self._modules[path]._buffers
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    buffers[name] = _unfilled(buffer, self._device)
+        if self._init_weights:
+            paths |= {path for path in self._modules if any(not path or o.startswith(f"{path}.") for o in paths)}
+        # Children before their parents, as the models themselves do it.
+        for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
+            self._seeded(path, self._reset_of(path))
+
+    def _reset_of(self, path: str) -> Callable[[], Any]:
+        module = self._modules[path]
+        for init_weights in self._init_weights:
+            return lambda: init_weights(module)
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(module, name, None)
+            if callable(reset):
+                return reset
+        raise ConfigurationError(
+            f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): "
+            "give it one, or build the model on a real device"
+        )
+
+    def _seeded(self, path: str, reset: Callable[[], Any]) -> None:
+        devices = [self._device] if self._device.type == "cuda" else []
+        digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            reset()
+
+
+def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:
+    """NaN, so that a reset that forgets a tensor is seen at the first loss instead of training on old memory."""
+    fill = float("nan") if tensor.is_floating_point() else 0
+    if device.type == "cpu":
+        return passing(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)
+    return torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)

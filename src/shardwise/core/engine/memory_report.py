@@ -1,0 +1,233 @@
+"""What a rank holds at this moment, in bytes by class, counted on the tensors themselves, beside what was planned.
+
+Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory comes and
+goes: a GPU gives that of gradients back with `zero_grad`, and units gathered until the backward give theirs back there.
+The tensors stay, so what they had at most is known at any time. What the allocator has lent besides is activations. A
+CPU's keeps no such books: there the process as a whole is all that is known.
+"""
+
+import resource
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...base.errors import StateError
+from ..optim.moments import num_moments
+from ..optim.sharded_optimizer import ShardedOptimizer
+from ..schedule.state_bytes import StateBytes, state_bytes
+from ..schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
+from .guards import engine_of
+from .runtime import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`params` are copies that stay between steps, in the compute dtype or encoded, `grads` are gradients and what
+    encoding lost of them, `optimizer` is masters and moments, `buffers` are gather slots, reduction slots, what modules
+    registered, and counters.
+
+    `now` and `peak` are all that is allocated on a GPU, or the resident memory of the process on a CPU.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    buffers: int
+    activations: int | None  # all else that is allocated, libraries' workspaces too; None on a CPU
+    peak_grads: int
+    peak_buffers: int
+    peak_activations: int | None  # what the others leave of `peak`, all at their own
+    now: int
+    peak: int
+    reserved: int | None  # what a GPU's allocator has taken from the driver
+    host: int  # of the arena, what is in use, and what an optimizer keeps on the host besides
+    disk: int
+    planned: StateBytes  # equal to `seen` after the first step, but for moments, which padding has none of
+    planned_buffers: int
+    planned_host: int
+    planned_disk: int
+
+    @property
+    def seen(self) -> StateBytes:
+        """The state at most, beside `planned`."""
+        return StateBytes(self.params, self.peak_grads, self.optimizer)
+
+    def by_class(self) -> dict[str, int]:
+        """Bytes now, by the classes that are known here."""
+        parts = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer, "buffers": self.buffers}
+        return parts if self.activations is None else {**parts, "activations": self.activations}
+
+    def highest(self, other: "Memory") -> "Memory":
+        """The larger of two, class by class; what was planned is this one's."""
+        larger: dict[str, Any] = {}
+        for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            larger[name] = None if mine is None or theirs is None else max(mine, theirs)
+        planned = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name.startswith("planned")}
+        return Memory(**larger, **planned)
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+    """What this rank holds of a sharded model and, where it is given, of its optimizer. Nothing waits for the GPU."""
+    engine = engine_of(model)
+    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        raise StateError(
+            f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
+            "sw.shard returned"
+        )
+    # Stand-ins for what is on disk are asked for their storage only; they need not check that.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _count(engine, model, optimizer)
+
+
+def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
+    states = [state for unit in engine.units for state in unit.states]
+    on_device = [state.gradient for state in states if not state.flat.grads_on_host]
+    gradients = [gradient.grads for gradient in on_device if gradient.grads is not None]
+    own, slots = list(engine.gathers.memory.own.values()), engine.reductions.memory.lent
+    count = _Counter(engine.mesh.device, engine.host.arena.owns)
+    whole = _whole_bytes(states)
+    params = whole + count(_resting_copies(states))
+    grads = count(gradients) + count(lost for state in states for lost in state.carrier.lost.values())
+    masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
+    registered = count(model.buffers())
+    # Memory of units that are always whole is params, but for the gaps between their flats.
+    buffers = (
+        registered
+        + count([*engine.gathers.memory.slots, *engine.gathers.memory.row_slots, *own])
+        - whole
+        + count(slots)
+    )
+    buffers += count(_small(engine, optimizer))
+    peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
+    now, peak, reserved = _in_use(engine.mesh.device)
+    most = params + masters_and_moments + peak_grads + peak_buffers
+    return Memory(
+        params=params,
+        grads=grads,
+        optimizer=masters_and_moments,
+        buffers=buffers,
+        activations=None if reserved is None else now - (params + grads + masters_and_moments + buffers),
+        peak_grads=peak_grads,
+        peak_buffers=peak_buffers,
+        peak_activations=None if reserved is None else max(peak - most, 0),
+        now=now,
+        peak=peak,
+        reserved=reserved,
+        planned=state_bytes(
+            [state.flat for state in states],
+            num_moments(None if optimizer is None else optimizer.inner, engine.precision),
+        ),
+        planned_buffers=registered + _planned_slots(engine) - whole,
+        host=engine.host.arena.taken_bytes + _beside_arena(engine, states, optimizer),
+        disk=engine.host.size.disk,
+        planned_host=engine.host.size.host,
+        planned_disk=engine.host.size.disk,
+    )
+
+
+def _beside_arena(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> int:
+    """Moments that an optimizer of another package keeps for masters on the host."""
+    if optimizer is None or engine.host.row_names:
+        return 0
+    away = {param for state in states if state.flat.host_updates for param in state.resting_params}
+    count = _Counter(torch.device("cpu"), engine.host.arena.owns)
+    return count(value for param in away for value in optimizer.inner.state.get(param, {}).values())
+
+
+class _Counter:
+    """Bytes of the storages that tensors lie in, on one device, each storage the first time it is seen. What rests on
+    the host or on disk is none of it, also where the device is a processor."""
+
+    def __init__(self, device: torch.device, is_on_host: Callable[[Tensor], bool]) -> None:
+        self._device = device
+        self._is_on_host = is_on_host
+        self._seen: set[int] = set()
+
+    def __call__(self, tensors: Iterable[Any]) -> int:
+        num_bytes = 0
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):
+                num_bytes += self(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            elif tensor.device.type == self._device.type and not (
+                isinstance(tensor, OnDisk) or self._is_on_host(tensor)
+            ):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    num_bytes += storage.nbytes()
+        return num_bytes
+
+
+def _given_back(tensors: list[Tensor]) -> int:
+    """What is missing in the storages of tensors that have one each."""
+    return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _whole_bytes(states: list[FlatState]) -> int:
+    """Of compute copies that are never dropped. They lie in memory that their units share."""
+    flats = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
+    return sum(flat.num_elems * flat.compute.itemsize for flat in flats)
+
+
+def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
+    """Copies between master and whole, and masters that are the parameters themselves."""
+    for state in states:
+        if state.rest is not None and state.flat.rest_on == "device":
+            yield state.rest
+        if state.flat.master == state.flat.compute or not state.flat.trainable:
+            yield state.master
+
+
+def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    """Of the optimizer's state, what is shaped like its parameter."""
+    if optimizer is not None:
+        # Lists: updates on the host may add to them meanwhile.
+        for param, entries in list(optimizer.inner.state.items()):
+            for key, value in list(entries.items()):
+                if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
+                    yield value
+
+
+def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    """Counters, flags, and the single numbers that stand behind the user's parameters."""
+    if optimizer is not None:
+        for entries in list(optimizer.inner.state.values()):
+            yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
+    yield from (state.blank for unit in engine.units for state in unit.states)
+    yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
+
+
+def _in_use(device: torch.device) -> tuple[int, int, int | None]:
+    """Now, at the peak, and reserved: on the device, or by the process."""
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return now, peak, torch.cuda.memory_reserved(device)
+    return *_resident_bytes(), None
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Of this process, now and at most. getrusage alone would tell of the process that started this one."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak, peak
+    found = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    return now, max(now, peak)
+
+
+def _planned_slots(engine: Engine) -> int:
+    """Slots, memory of units' own while all of it is there, and the scratch of runs with several micro-batches."""
+    schedule = engine.schedule
+    scratch = schedule.scratch_bytes if engine.reductions.memory.has_scratch else 0
+    own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
+    rows = NUM_ROW_SLOTS * schedule.row_slot_bytes
+    return sum(schedule.slot_bytes) + rows + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

@@ -1,0 +1,240 @@
+"""Gradients on their way: from where a backward writes them to where the optimizer reads them.
+
+A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
+backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
+so that starting one never waits for the last. On a GPU finishing is queued at once; on a CPU it would make the caller
+wait: there the last hop, the one between nodes, runs on until the slot is needed again or the backward ends. Gradients
+that the host reads leave on a third lane, and free their slot when they have left.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..schedule.step_schedule import NUM_REDUCTIONS, Schedule
+from ..unit.carrier import Channels
+from ..unit.reduction import start_reduction
+from ..unit.scale import GradScale
+from ..unit.state import FlatState
+from ..unit.unit import Unit
+from ..wire.collectives import Journey
+from .gather_memory import ReductionMemory, Room
+from .streams import Lane, Mark, host_waits_for
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
+
+    slot: int | None
+    rooms: list[Room]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The gradients of a unit's flats under way, and the point at which they began."""
+
+    states: list[FlatState]
+    journeys: list[Journey]
+    is_sync: bool
+    slot: int | None
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Autograd's own gradients, held until the mark says that they have been read."""
+
+    taken: list[list[Tensor | None]]
+    read: Mark
+
+
+class Reductions:
+    def __init__(
+        self,
+        schedule: Schedule,
+        units: list[Unit],
+        channels: Channels,
+        scale: GradScale,
+        device: torch.device,
+        await_update: Callable[[FlatState], None],
+    ) -> None:
+        self._units = units
+        self._channels = channels
+        # A gradient on the host must have been read before the next one arrives.
+        self._await_update = await_update
+        self._scale = scale
+        self.memory = ReductionMemory(schedule, device)
+        self.lane, self._finish_lane, self._leave_lane = Lane(device), Lane(device), Lane(device)
+        # When gradients are on the host; and those whose memory on the device is not needed any more.
+        self.arrived: dict[FlatState, Mark] = {}
+        self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
+        self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
+        self._next_slot = 0
+        self._opened: dict[int, Opened] = {}
+        self._started: deque[Started] = deque()
+        self._fill: Fill | None = None
+        # Gradients that the computation has not waited for yet, and the points at which they are reduced.
+        self._finished: dict[FlatState, Mark] = {}
+        # Called with flats whose gradient is final, where updates are early.
+        self.on_final: Callable[[list[FlatState]], None] | None = None
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane, Lane]:
+        return self.lane, self._finish_lane, self._leave_lane
+
+    def open_for_compute(self, index: int) -> None:
+        """Give a unit's gradients their place before its backward, which writes there.
+
+        Only for the next unit to be reduced: another one could hold the slot that the next one needs.
+        """
+        if index not in self._opened:
+            opened = self._opened[index] = self._open(index)
+            if opened.slot is not None:
+                for mark in self.memory.freed[opened.slot]:
+                    self.lane.compute_waits_for(mark)
+
+    def _open(self, index: int) -> Opened:
+        unit = self._units[index]
+        slot = self._next_slot if self._needs_slot[index] else None
+        if slot is not None:
+            self._next_slot = (slot + 1) % NUM_REDUCTIONS
+            while slot in [started.slot for started in self._started]:
+                self._finish_oldest()
+        rooms = self.memory.rooms(unit, slot)
+        for state, room in zip(unit.trainable_states, rooms, strict=True):
+            if state.flat.host_updates and state.gradient.stage == "final":
+                # It becomes a partial sum again, where it is.
+                self._await_update(state)
+                host_waits_for(self.arrived.get(state))
+            elif state.flat.grads_on_host:
+                self.lane.compute_waits_for(self.arrived.get(state))
+            state.gradient.open(slot, room.grads, self._scale)
+        return Opened(slot, rooms)
+
+    def start(self, index: int, is_sync: bool) -> None:
+        unit = self._units[index]
+        opened = self._opened.pop(index) if index in self._opened else self._open(index)
+        self._release_fill()
+        self._release_left(1)
+        states = unit.trainable_states
+        taken = [state.take_gradients() for state in states]
+        if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
+            taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
+        lane = self.lane.after_compute()
+        for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
+            lane.after(freed)
+        with lane.named(f"reduce {unit.name}"):
+            journeys = [
+                start_reduction(
+                    state.gradient,
+                    grads,
+                    room.grads,
+                    room.rows,
+                    is_sync,
+                    self._channels,
+                    self._scale,
+                    self.memory.scratch,
+                )
+                for state, grads, room in zip(states, taken, opened.rooms, strict=True)
+            ]
+            mark = self.lane.mark()
+        self._started.append(Started(states, journeys, is_sync, opened.slot, mark))
+        self._fill = Fill(taken, mark)
+        if self._finish_lane.queues:
+            self._finish_oldest()
+        else:
+            for journey in journeys:
+                journey.go_to_last()
+
+    def _release_fill(self) -> None:
+        """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
+        if self._fill is not None:
+            self.lane.compute_waits_for(self._fill.read)
+            self._fill = None
+
+    def _finish_oldest(self) -> None:
+        started = self._started.popleft()
+        states = started.states
+        lane = self._finish_lane.after(started.mark)
+        for state in states:
+            lane.after(self.arrived.get(state))
+        with lane:
+            for journey in started.journeys:
+                journey.finish()
+        marks = self._leave(states)
+        self._finished |= dict.fromkeys(states, marks[-1])
+        if started.slot is not None:
+            self.memory.freed[started.slot] = marks
+        if self.on_final is not None and started.is_sync:
+            self.on_final(states)
+
+    def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
+        """Let gradients leave that should; returns the points at which nothing of them is needed on the device."""
+        mark = self._finish_lane.mark()
+        leaving = [state for state in states if state.gradient.leaving is not None]
+        if not leaving:
+            return (mark,)
+        for state in leaving:
+            self._await_update(state)
+        with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
+            for state in leaving:
+                state.gradient.leave()
+        left = self._leave_lane.mark_for_host()
+        # Not before the copy: a computation that fills the device lets these small kernels through one by one.
+        with self._finish_lane:
+            for state in leaving:
+                state.gradient.take_square()
+        marks = (left, self._finish_lane.mark())
+        for state in leaving:
+            self.arrived[state] = left
+            if self.memory.gives_back and not state.flat.grads_on_host:
+                self._left.append((state, marks))
+        return marks
+
+    def sync(self, state: FlatState) -> None:
+        """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
+        with self._finish_lane.after_compute().after(self.arrived.get(state)):
+            num_bytes = state.flat.exchanged_bytes
+            rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
+            state.gradient.sync(rows, self._channels, self._scale)
+        self._finished[state] = self._leave([state])[-1]
+        # What was fetched is let go of here.
+        self._finish_lane.after(self.arrived.get(state))
+
+    def _release_left(self, num_kept: int) -> None:
+        """Memory of the compute stream: it may reuse it only after the copy."""
+        while len(self._left) > num_kept:
+            state, marks = self._left.popleft()
+            for mark in marks:
+                self.lane.compute_waits_for(mark)
+            state.gradient.give_back()
+
+    def finish_all(self) -> None:
+        """Nothing is left to be queued."""
+        self._release_fill()
+        while self._started:
+            self._finish_oldest()
+
+    def wait(self) -> None:
+        """Let the computation wait for every reduction; what they needed is given back."""
+        if self._finished:
+            self._finish_lane.join()
+            self._leave_lane.join()
+            self._release_left(0)
+            self._finished.clear()
+            self.memory.give_back()
+
+    def reduced_at(self, state: FlatState) -> Mark:
+        """The point at which a gradient is final; None when the computation has waited for it."""
+        return self._finished.get(state)
+
+    def abandon(self) -> None:
+        """A backward was broken off: what was on its way arrives, what was being written is forgotten."""
+        self.finish_all()
+        self.wait()
+        self._opened.clear()
+        self.memory.give_back()

@@ -1,0 +1,487 @@
+"""The engine: executes the schedule on real buffers, driven by the model's own forward and backward.
+
+One step, in numbered phases:
+
+    1. before a unit's forward: start the gathers the schedule names (this unit, and the next ones ahead), wait
+       for this unit's, show its compute parameters.
+    2. after its forward: show the resting ones again. Its slot may now be taken by another unit.
+    3. before its backward: as 1, in reverse order.
+    4. after its backward, when that of an earlier unit begins: hand its gradient to the reduce lane, in the schedule's
+       order on every rank.
+    5. end of the backward: reduce what is left (parameters that got no gradient count as zero).
+    6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
+
+`Calls` and `Progress` know where the model is, `Gathers` what is where, `Reductions` and `HostJobs` what is on its way.
+The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import StateError
+from ..mesh import Lane as LaneName
+from ..mesh import Mesh
+from ..offload.host_memory import HostMemory
+from ..optim.host_updates import FlatUpdate
+from ..precision import Precision
+from ..schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..unit.carrier import Channels
+from ..unit.scale import GradScale
+from ..unit.state import FlatState
+from ..unit.unit import Unit
+from ..wire.collectives import exchange
+from .activation_offload import HostActivations
+from .calls import Calls, ForwardCall
+from .gathers import Gathers
+from .gradients import Gradients
+from .host_jobs import HostJobs
+from .progress import Progress
+from .reductions import Reductions
+from .streams import Lane
+from .updates import Updates
+
+
+class Engine:
+    def __init__(
+        self,
+        mesh: Mesh,
+        schedule: Schedule,
+        units: list[Unit],
+        precision: Precision,
+        budget_bytes: int | None,
+        loss_scale: Tensor | None,
+        host: HostMemory,
+    ) -> None:
+        self.mesh = mesh
+        self.units = units
+        self.trainable_states = [state for unit in units for state in unit.trainable_states]
+        self.precision = precision
+        self.host = host
+        self._budget_bytes = budget_bytes
+        self.scale = GradScale.mean(
+            mesh.world_size, precision.compute.torch, precision.reduce.torch, loss_scale, mesh.world.averages
+        )
+        self.is_loss_scaled = False
+        self.is_sync = True
+        # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
+        self.whole_modules: set[int] = set()
+        # What is done before and after a forward of a module; of the whole model, under None.
+        self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+        # Told of every step, before it is taken.
+        self.at_step: list[Callable[[], None]] = []
+        self._calls = Calls(len(units))
+        self._progress = Progress(schedule)
+        self._host_jobs = HostJobs(units)
+        self.gathers = Gathers(
+            schedule, units, channels_of(mesh, "gather"), mesh.device, host.staging, self._host_jobs, self._calls
+        )
+        self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
+        channels = channels_of(mesh, "reduce")
+        self.reductions = Reductions(
+            schedule, units, channels, self.scale, mesh.device, self._host_jobs.await_update_of
+        )
+        self.updates = Updates(self.reductions, mesh.device)
+        self.gradients = Gradients(
+            self.trainable_states, self.reductions, self._host_jobs, channels["world"], mesh.device
+        )
+        # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
+        self.update_order = self._ordered_for_update()
+        self._unit_of = {state: unit for unit in units for state in unit.states}
+        self._num_forwards = 0  # of the model, under way
+        # Hosts are not equally fast: gathers that wait for them come in other phases on other ranks, in the same order.
+        self._gathers_anytime = any(state.flat.host_updates for state in self.trainable_states)
+        # Parameters whose gradients may come from outside every unit.
+        self._lent: set[nn.Parameter] = set()
+        self._in_backward = False
+        # Whether a forward has run that a backward may come back to.
+        self._awaits_backward = False
+        self._graph_task = -1
+        # The order of units in the first forward, and those that a backward may come to, until the first step has been
+        # taken. Then what is known: no backward comes to frozen units that no rank's graph led through.
+        self._seen_order: list[int] | None = []
+        self._seen_recorded: set[int] = set()
+        self._is_in_backward = [True] * len(units)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.gathers.schedule
+
+    def _ordered_for_update(self) -> list[list[FlatState]]:
+        return [self.units[index].trainable_states for index in self.schedule.reduce_order]
+
+    # What the user's parameters ask.
+
+    @property
+    def is_computing(self) -> bool:
+        """Inside a forward of the model, or a backward."""
+        return self._num_forwards > 0 or torch._C._current_graph_task_id() != -1
+
+    def lend(self, state: FlatState, index: int) -> nn.Parameter:
+        """A compute parameter for a use outside the forward of its unit; its gradient counts."""
+        unit, param = self._unit_of[state], state.compute_params[index]
+        if self.scale.loss_scale is not None and not self.is_computing:
+            raise StateError(
+                f"fp16: parameter {state.flat.params[index].name!r} is used outside the model's forward, where its "
+                "gradient would not be scaled: use it inside, or take bf16"
+            )
+        if not self._calls.busy[unit.index]:
+            self.gathers.keep(unit.index)
+        if param not in self._lent and param.requires_grad:
+            self._lent.add(param)
+            param.register_post_accumulate_grad_hook(self._gradient_came)
+        return param
+
+    def _gradient_came(self, param: Tensor) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+
+    def _begin_phase(self, name: str) -> None:
+        if not self._gathers_anytime:
+            self.mesh.begin(name)
+
+    # Phases 1 and 2: the forward, as the hooks report it.
+
+    def begin_forward(self, leads_to_backward: bool) -> None:
+        self._host_jobs.raise_failure()
+        self._begin_phase("a forward with gradients" if leads_to_backward else "a forward without gradients")
+        self.abandon_backward()
+        self.activations.abandon_forward()
+        self.await_gradients()
+        self.updates.refuse_after_early("forward")
+        self.updates.begin_forward()
+        self.gathers.follow_changed_masters()
+        self._num_forwards += 1
+        self._calls.begin_forward()
+        self._progress.begin_forward()
+        self._awaits_backward = self._awaits_backward or leads_to_backward
+
+    def before_forward(self, index: int) -> None:
+        if self.whole_modules:
+            raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
+        if torch._C._are_functorch_transforms_active():
+            self._enter_transform(index)
+        if self._seen_order is not None and index not in self._seen_order:
+            self._seen_order.append(index)
+        if self._calls.busy[index]:
+            # Called from inside its own forward, such as a module that owns parameters of the root.
+            self.gathers.make_ready(index, "forward")
+        else:
+            self._calls.begin(index)
+            for other in self._progress.reach_in_forward(index):
+                self._pass_in_forward(other)
+            self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
+            self.gathers.read_ahead_in_forward(index)
+        self._calls.busy[index] += 1
+
+    def _enter_transform(self, index: int) -> None:
+        """vmap, jvp and the like look at every operation, and gathers are none of theirs. What a unit returns is theirs
+        as well: gradients are waited for at its parameters."""
+        plan = self.schedule.units[index]
+        if plan.layout.gathered_until != "always" or not all(
+            self.gathers.occupancy.is_ready(unit, "forward")
+            or all(flat.master_is_whole for flat in self.schedule.units[unit].flats)
+            for unit in (index, *self.schedule.before_forward[index])
+        ):
+            raise StateError(
+                f"a transform of torch.func around unit {plan.name!r}, whose weights are gathered when it runs: use a "
+                "layout whose weights are whole (ddp), or torch.func.functional_call with sw.full_state_dict(model)"
+            )
+        for state in self.units[index].trainable_states:
+            for at in range(len(state.compute_params)):
+                self.lend(state, at)
+
+    def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
+        self._calls.busy[index] -= 1
+        if self._calls.busy[index]:
+            return None
+        unit = self.units[index]
+        unit.show_resting()
+        if unit.was_written(self.gathers.versions[index]):
+            raise StateError(
+                f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
+                "average), which other ranks do not know of: change weights between steps, on all ranks alike"
+            )
+        if leads_to_backward:
+            if self._seen_order is not None:
+                self._seen_recorded.add(index)
+            return self._calls.record(index, self.gathers.versions[index])
+        self._drop_after_forward(index)
+        return None
+
+    def leave_forward(self) -> None:
+        """Also after an error."""
+        self._num_forwards = max(self._num_forwards - 1, 0)
+
+    def _drop_after_forward(self, index: int) -> None:
+        """What the next backward comes to stays, on every rank: also on one whose forward left it out."""
+        if not (self._awaits_backward and self._is_in_backward[index]) and not self._calls.live(index):
+            self.gathers.drop(index)
+
+    def _pass_in_forward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
+        self._drop_after_forward(index)
+
+    def end_forward(self) -> None:
+        for other in self._progress.reach_in_forward(None):
+            self._pass_in_forward(other)
+
+    # Phases 3 and 4: the backward, as the hooks report it.
+
+    def before_backward(self, call: ForwardCall, grad: Tensor) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
+            self.abandon_backward()
+        # An input that a unit hands through unchanged gets its gradient after the unit is done.
+        if call.is_open or (self._in_backward and self._calls.is_closed(call)):
+            return
+        index, schedule = call.unit, self.gathers.schedule
+        unit, plan = self.units[index], schedule.units[index]
+        self._refuse_backward(call, unit, plan)
+        if not self._in_backward:
+            self._begin_backward()
+        self._come_to(call)
+        self._calls.open(call)
+        if plan.holds_units:
+            # Its backward begins before that of the units inside it. What it reads is held, or on its way.
+            if plan.backward_reads:
+                self.gathers.make_ready(index, "backward")
+            return
+        self._enter_backward(index, self.gathers.show)
+
+    def _come_to(self, call: ForwardCall | None) -> None:
+        """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
+        is None."""
+        ended, units = self._calls.opened_after(call), self.gathers.schedule.units
+        for other in ended:
+            if not units[other.unit].holds_units:
+                self._close(other)
+        if call is None or not units[call.unit].holds_units:
+            for index in self._progress.reach_in_backward(None if call is None else call.unit):
+                if not self._calls.busy[index] and not self._calls.may_come(index, call):
+                    self._pass_in_backward(index)
+                for other in ended:
+                    if other.unit == index and other.is_open:
+                        self._close(other)
+        for other in ended:
+            if other.is_open:
+                self._close(other)
+
+    def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
+        """The collectives before a unit's backward: the same ones on a rank that computes it and one that does not."""
+        schedule = self.gathers.schedule
+        for other in schedule.before_backward[index]:
+            self.gathers.start(other, "backward", needed_now=other == index)
+        self.gathers.read_ahead_in_backward(index)
+        for other in self._progress.reducible():
+            self.reductions.start(other, self.is_sync)
+        if schedule.units[index].backward_reads:
+            receive(index)
+        if self.units[index].writes_directly and self._progress.is_next_to_reduce(index):
+            self.reductions.open_for_compute(index)
+
+    def _pass_in_backward(self, index: int) -> None:
+        """A unit that this rank leaves out, and others may not."""
+        if self._is_in_backward[index] and self._progress.is_leaf(index):
+            self._enter_backward(index, self.gathers.arrive)
+        if not self._calls.live(index):
+            self.gathers.drop(index)
+        self._complete(index)
+
+    def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
+        if call.version != self.gathers.versions[call.unit]:
+            raise StateError(
+                f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
+                "changed since; run the forward again"
+            )
+        if torch.is_grad_enabled() and plan.layout.gathered_until != "always":
+            raise StateError(
+                f"create_graph=True: a second backward would read weights of unit {unit.name!r} that are gone by then; "
+                "use a layout whose parameters are whole"
+            )
+        if not self._in_backward and self.scale.loss_scale is not None and not self.is_loss_scaled:
+            raise StateError(
+                "fp16: this backward did not come through an output of the sharded model, so its gradients are not "
+                "scaled; call the model itself, not its parts, or use bf16"
+            )
+
+    def _begin_backward(self) -> None:
+        self.updates.refuse_after_early("backward")
+        self.await_gradients()
+        self._begin_phase("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
+        self._in_backward = True
+        self._graph_task = torch._C._current_graph_task_id()
+        self._calls.begin_backward()
+        self._progress.begin_backward(self.schedule.reduce_order)
+        self.gathers.start_holders()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _close(self, call: ForwardCall) -> None:
+        index = call.unit
+        if self._calls.close(call):
+            self.units[index].show_resting()
+            if not self._calls.live(index):
+                self.gathers.drop(index)
+            self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """No more gradients come to a unit, unless its weights were lent."""
+        if index not in self.gathers.kept:
+            self._progress.complete(index)
+
+    def unit_in_backward(self) -> int | None:
+        """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
+        begun = [call for call in self._calls.opened if self._progress.is_leaf(call.unit)]
+        return min(begun, key=lambda call: call.began).unit if begun else None
+
+    def abandon_backward(self) -> None:
+        """Forget a backward that was broken off by an error; what it had reduced until then stays in the gradients."""
+        if not self._in_backward:
+            return
+        self.reductions.abandon()
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
+        self._calls.abandon_backward()
+        for state in self.trainable_states:
+            state.take_gradients()
+            state.gradient.places = None
+
+    # Phase 5: the end of the backward.
+
+    def end_backward(self) -> None:
+        self._come_to(None)
+        for index in self._progress.left_to_reduce():
+            self.reductions.start(index, self.is_sync)
+        self.reductions.finish_all()
+        self.gradients.refuse_late()
+        self._in_backward = self._awaits_backward = self.is_loss_scaled = False
+        if self.is_sync:
+            self.gradients.agree_on_use()
+
+    # Phase 6: the step, as the optimizer asks for it.
+
+    def begin_step(self) -> None:
+        """An update is asked for: what works beside the training may have something to say."""
+        for unit in self.units:
+            if name := unit.replaced():
+                raise StateError(
+                    f"unit {unit.name!r} has another parameter {name!r} than at sw.shard, which would not be trained: "
+                    "replace parameters before sw.shard, change values inside `with sw.whole(model, write=True):`"
+                )
+        for say in tuple(self.at_step):
+            say()
+
+    def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
+        """Bring gradients, all or those of `states`, to the optimizer's layout, also when no micro-batch was the last.
+
+        Under loss scaling all, because the scale may change with a step.
+        """
+        self.abandon_backward()
+        self.gradients.refuse_late()
+        is_all = states is None or self.scale.loss_scale is not None
+        local = [state for state in self.gradients.local if is_all or state in states]  # type: ignore[operator]
+        if local:
+            self.await_gradients()
+            self.gradients.sync(local)
+
+    def await_gradients(self) -> None:
+        """Let the computation wait for reductions and updates under way."""
+        self.updates.wait()
+
+    def updating(self, states: list[FlatState], early: bool) -> Lane:
+        return self.updates.updating(states, early)
+
+    def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
+        """Let the host update flats when their gradients have arrived, clipped as they are now."""
+        self._host_jobs.give(updates, self.schedule.order, self.reductions.arrived)
+
+    def await_update_of(self, state: FlatState) -> None:
+        self._host_jobs.await_update_of(state)
+
+    def await_host_of(self, state: FlatState) -> None:
+        self.gradients.await_on_host(state)
+
+    def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
+        self.abandon_backward()
+        self.await_gradients()
+        self.gradients.forget(states, set_to_none)
+
+    def was_rewritten(self) -> None:
+        self.gathers.was_rewritten()
+
+    def close_step(self, updated: bool, changed: Sequence[int]) -> None:
+        """Of an optimizer that changes these units."""
+        if self._gathers_anytime:
+            self.gathers.settle()
+        self.mesh.begin("optimizer.step()")
+        self.updates.close_step()
+        if updated:
+            self.gathers.was_updated(changed)
+            # Forwards before the update can no longer lead to a backward.
+            self._calls.forget(changed)
+            self._awaits_backward = self._awaits_backward and len(changed) < len(self.units)
+        self.mesh.ledger.close_step()
+        self.host.close_step()
+        self._host_jobs.close_step()
+        if self._seen_order:
+            # Not while others' forwards may lead to a backward: they are where the order has put them.
+            if len(changed) == len(self.units):
+                self._follow(self._seen_order)
+            self._seen_order = None
+        self.gathers.kept.clear()
+        self.gathers.start_first()
+
+    def _follow(self, seen: list[int]) -> None:
+        """Plan for the order in which the units really ran, when no rank saw another one. A rank may have left units
+        out. A unit whose weights were used outside its forward is kept gathered from now on, and reduced last, like one
+        that holds others."""
+        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), sorted(self.gathers.kept)))
+        called = {index for others, _, _ in reports for index in others}
+        recorded = {index for _, others, _ in reports for index in others}
+        kept = sorted({index for _, _, others in reports for index in others})
+        for index in called - recorded:
+            self._is_in_backward[index] = self.schedule.units[index].trainable
+        seen = max((others for others, _, _ in reports), key=len)
+        is_one = all(others == [index for index in seen if index in others] for others, _, _ in reports)
+        order = [*kept, *(index for index in dict.fromkeys((*seen, *self.schedule.order)) if index not in kept)]
+        if not is_one or (order == list(self.schedule.order) and not kept):
+            return
+        units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
+        self.gathers.follow(make_schedule(units, order, self._budget_bytes))
+        self._progress.follow(self.schedule)
+        self.update_order = self._ordered_for_update()
+
+    # Between steps.
+
+    def join_lanes(self) -> None:
+        """Let the computation wait for everything that is queued beside it."""
+        self.gathers.settle()
+        self.activations.join()
+        for lane in (self.gathers.lane, *self.reductions.lanes, self.updates.lane):
+            lane.join()
+
+    def rest(self) -> None:
+        """Nothing under way, and every module shows its part of the masters."""
+        if self.whole_modules:
+            raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
+        self.abandon_backward()
+        self.gathers.settle()
+        self.finish_updates()
+        for unit in self.units:
+            unit.show_resting()
+
+    def finish_updates(self) -> None:
+        """Nothing is left to the host to do."""
+        self._host_jobs.finish_all()
+        self.host.windows.flush()
+
+
+def hosted_units(schedule: Schedule) -> list[int]:
+    """Whose activations rest on the host; those of a unit that holds others do not."""
+    return [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
+
+
+def channels_of(mesh: Mesh, lane: LaneName) -> Channels:
+    return {axis: channel for (name, axis), channel in mesh.channels.items() if name == lane}

@@ -1,0 +1,414 @@
+"""The table: how each way of sharded training differs from the others.
+
+Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says
+over which ranks each of them is split, in which memory it rests, as what it travels, and until when gathered
+parameters are kept. That is all: the engine reads the answers, and no other file knows the name of a preset.
+
+`whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
+the nodes hold equal copies), `world` that all ranks together hold one copy.
+
+A preset's name may be followed by where something rests instead, as in `zero3+optimizer=host:0.6+params=disk`: the
+number is the part that goes there, and the rest of it stays on the device. And by what it travels as, a codec's name:
+`hsdp+params_as=int8+grads_as=int4:feedback`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from ..base.errors import ConfigurationError, did_you_mean
+from .wire.codec import AS_IS, parse
+
+Split = Literal["whole", "node", "world"]
+Until = Literal["forward", "backward", "always"]
+Place = Literal["device", "host", "disk"]
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+# What may rest elsewhere than on the device.
+MOVABLE = ("params", "grads", "optimizer", "activations")
+# What may travel as something else than it is.
+ENCODABLE = ("params", "grads")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never.
+
+    `*_on` is where something rests between its uses; `kept` is the part of the optimizer, whole parameters of a unit,
+    that stays on the device all the same, with all that belongs to it. `activations_on` is where rests what a unit's
+    forward leaves to its backward. `*_as` is the codec that it travels in between ranks; matrices do, the rest of a
+    unit (norms, biases, embeddings) travels as it is.
+    """
+
+    params: Split = "whole"
+    grads: Split = "whole"
+    optimizer: Split = "whole"
+    gathered_until: Until = "always"
+    params_on: Place = "device"
+    grads_on: Place = "device"
+    optimizer_on: Place = "device"
+    activations_on: Place = "device"
+    kept: float = 0.0
+    params_as: str = AS_IS
+    grads_as: str = AS_IS
+
+    def __post_init__(self) -> None:
+        for field, known in (
+            ("params", SPLITS),
+            ("grads", SPLITS),
+            ("optimizer", SPLITS),
+            ("gathered_until", get_args(Until)),
+            *((f"{what}_on", get_args(Place)) for what in MOVABLE),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise ConfigurationError(f"layout: {field}={value!r}; {did_you_mean(str(value), known)}")
+        for field in ("params", "grads"):
+            value = getattr(self, field)
+            if SPLITS.index(value) > SPLITS.index(self.optimizer):
+                raise ConfigurationError(
+                    f"layout: {field}={value!r} with optimizer={self.optimizer!r} saves nothing, because the "
+                    f"optimizer's step needs its {field} {self.optimizer!r} on every rank; "
+                    f"split the optimizer at least as far as the {field}"
+                )
+        if (self.params == "whole") != (self.gathered_until == "always"):
+            raise ConfigurationError(
+                f"layout: params={self.params!r} with gathered_until={self.gathered_until!r} contradict each "
+                "other: parameters that are always gathered are whole, and whole ones always gathered"
+            )
+        self._refuse_contradicting_places()
+        self._refuse_wrong_codecs()
+
+    def _refuse_wrong_codecs(self) -> None:
+        for what in ENCODABLE:
+            # Names of the same codec are one.
+            object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
+        params = parse(self.params_as)
+        if params.kind == "int4":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r}: 16 values are too few for weights, which are computed with as "
+                "they arrive (gradients are summed, and their errors with them); use int8 or fp8"
+            )
+        if params.has_feedback:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r}: what is lost of a weight is not lost, the master has it; "
+                "feedback is for gradients"
+            )
+        if parse(self.grads_as).is_forward_only:
+            raise ConfigurationError(
+                f"layout: grads_as={self.grads_as!r}: gradients are made by the backward, and no forward has any; "
+                "forward is for parameters"
+            )
+        if self.params_as != AS_IS and self.optimizer == "whole":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
+                "never travel; leave it, or split the optimizer"
+            )
+        if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with params_on={self.params_on!r} and optimizer="
+                f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
+                "params_on='device', or split parameters as far as the optimizer"
+            )
+        if params.is_forward_only:
+            self._refuse_one_gather(str(replace(params, is_forward_only=False)))
+
+    def _refuse_one_gather(self, in_both: str) -> None:
+        """What a forward alone gets encoded is gathered twice, and both times from the masters."""
+        if self.gathered_until != "forward":
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: what the forward "
+                f"was given is what the backward finds; write {in_both!r}, or drop parameters after the forward "
+                "(gathered_until='forward', as zero3 and hsdp do)"
+            )
+        if self.params != self.optimizer:
+            raise ConfigurationError(
+                f"layout: params_as={self.params_as!r} with params={self.params!r} and optimizer={self.optimizer!r}: "
+                "the copy that a node shares rests as it came, encoded, and serves the backward too; write "
+                f"{in_both!r}, or split parameters as far as the optimizer"
+            )
+
+    def _refuse_contradicting_places(self) -> None:
+        if self.params_on != "device" and self.gathered_until == "always":
+            raise ConfigurationError(
+                f"layout: params_on={self.params_on!r} with gathered_until='always': parameters that are always "
+                "gathered never leave the device; split them, or leave params_on='device'"
+            )
+        if self.params_on != "device" and self.optimizer_on == "device":
+            raise ConfigurationError(
+                f"layout: params_on={self.params_on!r} with optimizer_on='device': the optimizer's masters are larger "
+                "than the parameters; move the optimizer first"
+            )
+        if self.grads_on == "disk" or (self.grads_on == "host" and self.optimizer_on == "device"):
+            raise ConfigurationError(
+                f"layout: grads_on={self.grads_on!r} with optimizer_on={self.optimizer_on!r}: gradients go to the host "
+                "where the optimizer reads them there, and never to disk"
+            )
+        if self.activations_on == "disk":
+            raise ConfigurationError("layout: activations_on='disk': activations go to the host, and never to disk")
+        if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
+            raise ConfigurationError(
+                f"layout: kept={self.kept} with optimizer_on={self.optimizer_on!r}: it is the part, 0 to 1, of an "
+                "optimizer on the host or on disk that stays on the device"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """Everything travels as it is."""
+        return self.params_as == self.grads_as == AS_IS
+
+    @property
+    def exact(self) -> "Layout":
+        return replace(self, params_as=AS_IS, grads_as=AS_IS)
+
+    @property
+    def places(self) -> set[Place]:
+        return {self.params_on, self.grads_on, self.optimizer_on, self.activations_on}
+
+    @property
+    def uses_disk(self) -> bool:
+        return "disk" in self.places
+
+    @property
+    def uses_host(self) -> bool:
+        """Something rests on the host, or comes through it."""
+        return self.places != {"device"}
+
+    @property
+    def on_device(self) -> "Layout":
+        """The same with parameters, gradients and optimizer on the device."""
+        return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The mesh axes that splitting goes along, outermost first.
+
+        Where nothing stops at the node, one step over the whole world is enough; unless gradients are encoded: what is
+        summed inside a node first has less to cross its border.
+        """
+        stops_at_node = "node" in (self.params, self.grads, self.optimizer)
+        sums_at_node = self.grads_as != AS_IS and self.optimizer == "world"
+        return ("node", "replicate") if stops_at_node or sums_at_node else ("world",)
+
+    def depth(self, split: Split) -> int:
+        """How many axes of `chain` something split so is split over."""
+        return {"whole": 0, "node": 1, "world": len(self.chain)}[split]
+
+    @property
+    def name(self) -> str:
+        """Of the preset, with what rests elsewhere or travels otherwise than it says; `layout_of` reads it."""
+        exact = next((name for name, layout in PRESETS.items() if layout == self), None)
+        if exact is not None:
+            return exact
+        for changes, plain in (
+            (self.moves, replace(self.on_device, activations_on="device")),
+            (self._encoded, self.exact),
+            ([*self.moves, *self._encoded], replace(self.on_device, activations_on="device").exact),
+        ):
+            base = next((name for name, layout in PRESETS.items() if layout == plain), None)
+            if base is not None:
+                return "+".join([base, *changes])
+        return "custom"
+
+    @property
+    def moves(self) -> list[str]:
+        """What rests elsewhere than on the device, as `moved` takes it."""
+        moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
+        part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
+        return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
+
+    @property
+    def _encoded(self) -> list[str]:
+        codecs = {f"{what}_as": getattr(self, f"{what}_as") for what in ENCODABLE}
+        return [f"{what}={codec}" for what, codec in codecs.items() if codec != AS_IS]
+
+    def __str__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        is_plain = {field.name: values[field.name] == field.default for field in fields(self)[4:]}
+        answers = ", ".join(f"{name} {value}" for name, value in values.items() if not is_plain.get(name))
+        return f"{self.name} ({answers})"
+
+
+PRESETS: dict[str, Layout] = {
+    #                             params   grads    optimizer  gathered until
+    "ddp": Layout("whole", "whole", "whole", "always"),
+    "zero1": Layout("whole", "whole", "world", "always"),
+    "zero2": Layout("whole", "world", "world", "always"),
+    "shard_grad_op": Layout("world", "world", "world", "backward"),
+    "zero3": Layout("world", "world", "world", "forward"),
+    "hsdp": Layout("node", "node", "node", "forward"),
+    "hybrid_shard_zero2": Layout("node", "node", "node", "backward"),
+    "hfsdp": Layout("node", "node", "world", "forward"),
+    "hpz": Layout("node", "world", "world", "forward"),
+}
+PRESETS |= {
+    "zero2_offload": replace(PRESETS["zero2"], grads_on="host", optimizer_on="host"),
+    "zero3_offload": replace(PRESETS["zero3"], params_on="host", grads_on="host", optimizer_on="host"),
+    "zero3_nvme": replace(PRESETS["zero3"], params_on="disk", grads_on="host", optimizer_on="disk"),
+    "zeropp": replace(PRESETS["hpz"], params_as="int8", grads_as="int4"),
+}
+
+ALIASES: dict[str, str] = {
+    "no_shard": "ddp",
+    "fsdp": "zero3",
+    "full_shard": "zero3",
+    "hybrid_shard": "hsdp",
+    "mics": "hsdp",
+    "zero++": "zeropp",
+}
+
+# What torch's FSDP2 can do of it, to be compared with.
+FSDP2_HAS = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
+
+AUTO = "auto"
+# What most ranks can do without: others are measured by it.
+MOST_SPLIT = "zero3"
+# Pairs that are mixed to fill memory: what does not fit is split as the first, what does is kept as the second.
+MIXES: tuple[tuple[str, str], ...] = (
+    ("zero3", "zero2"),
+    ("zero3", "shard_grad_op"),
+    ("zero3", "zero1"),
+    ("zero3", "hybrid_shard_zero2"),
+    ("zero3", "hpz"),
+    ("hsdp", "hybrid_shard_zero2"),
+    ("hpz", "zero2"),
+    ("zero2", "zero1"),
+    ("zero1", "ddp"),
+)
+
+# What is tried where nothing fits on the device alone, each with as much as fits of the optimizer on the device all the
+# same. Gradients that stay there save copies from the second micro-batch on.
+OFFLOADS: tuple[str, ...] = (
+    "zero2_offload",
+    "zero2+optimizer=host",
+    "zero3+grads=host+optimizer=host",
+    "zero3+optimizer=host",
+    "zero3_offload",
+    "zero3+params=host+grads=host+optimizer=disk",
+    "zero3_nvme",
+)
+# Whose activations may go to the host, where memory asks for checkpointing or is short.
+STOWS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+
+Strategy = str | Layout | Mapping[str, "str | Layout"]
+
+
+def layout_of(strategy: str | Layout) -> Layout:
+    """A preset's row by its name or alias (hyphens and capitals allowed), with what was moved, or the layout itself."""
+    if isinstance(strategy, Layout):
+        return strategy
+    if not isinstance(strategy, str):
+        raise ConfigurationError(
+            f"a strategy is a preset's name or a Layout, not {type(strategy).__name__} {strategy!r}"
+        )
+    # An alias may end in plus signs itself.
+    name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
+    name = name.replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name == AUTO:
+        raise ConfigurationError(
+            f"strategy {strategy!r} chooses for the whole model: it cannot be one entry of a mapping"
+        )
+    if name not in PRESETS:
+        raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
+    return changed(PRESETS[name], moves)
+
+
+def changed(layout: Layout, changes: Iterable[str]) -> Layout:
+    """With things in other places, or travelling as something else."""
+    changes = list(changes)
+    codecs = [change for change in changes if change.partition("=")[0].removesuffix("_as") != change.partition("=")[0]]
+    return encoded(moved(layout, [change for change in changes if change not in codecs]), codecs)
+
+
+def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
+    """With things that travel as something else: each is `params_as=codec` or `grads_as=codec`."""
+    changes: dict[str, Any] = {}
+    for change in codecs:
+        what, _, codec = change.partition("=")
+        known = [f"{what}_as" for what in ENCODABLE]
+        if what not in known:
+            raise ConfigurationError(f"wire {change!r}: {what!r} does not travel; {did_you_mean(what, known)}")
+        if what in changes:
+            raise ConfigurationError(f"wire {change!r}: {what} is {changes[what]!r} already")
+        changes[what] = codec
+    return replace(layout, **changes)
+
+
+def moved(layout: Layout, moves: Iterable[str]) -> Layout:
+    """With things in other places: each move is `what=place`, for the optimizer also `optimizer=place:part`."""
+    changes: dict[str, Any] = {}
+    for move in moves:
+        what, _, where = move.partition("=")
+        place, _, part = where.partition(":")
+        if what not in MOVABLE:
+            raise ConfigurationError(f"offload {move!r}: {what!r} cannot be moved; {did_you_mean(what, MOVABLE)}")
+        if place not in get_args(Place):
+            raise ConfigurationError(f"offload {move!r}: {place!r} is no place; {did_you_mean(place, get_args(Place))}")
+        if f"{what}_on" in changes:
+            raise ConfigurationError(f"offload {move!r}: {what} is moved to {changes[f'{what}_on']!r} already")
+        changes[f"{what}_on"] = place
+        if part:
+            changes["kept"] = _kept(move, what, part)
+    return replace(layout, **changes)
+
+
+def _kept(move: str, what: str, part: str) -> float:
+    try:
+        moved_part = float(part)
+    except ValueError:
+        moved_part = 0.0
+    if what != "optimizer" or not 0 < moved_part <= 1:
+        raise ConfigurationError(
+            f"offload {move!r}: a part, above 0 and at most 1, goes with the optimizer alone, as in optimizer=host:0.6"
+        )
+    return round(1 - moved_part, 6)
+
+
+# The unit of a model's own small parameters (a temperature, a logit scale): whole under every strategy, so that a loss
+# outside the model may use them.
+ALWAYS_WHOLE = "root.whole"
+
+
+def layout_of_unit(name: str, layout: Layout) -> Layout:
+    return Layout() if name == ALWAYS_WHOLE else layout
+
+
+def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
+    """The layout of each unit: one for all, or the first pattern of a mapping that matches its name."""
+    unit_names = [name for name in names if name != ALWAYS_WHOLE]
+    layouts = dict(zip(unit_names, _layouts_by_name(strategy, unit_names), strict=True))
+    return [layout_of_unit(name, layouts.get(name, Layout())) for name in names]
+
+
+def _layouts_by_name(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
+    if isinstance(strategy, (str, Layout)):
+        return [layout_of(strategy)] * len(unit_names)
+    if not isinstance(strategy, Mapping):
+        raise ConfigurationError(
+            f"a strategy is a preset's name, a Layout or a mapping from unit patterns to them, not "
+            f"{type(strategy).__name__} {strategy!r}"
+        )
+    rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
+    for pattern in rows:
+        if not any(fnmatchcase(name, pattern) for name in unit_names):
+            raise ConfigurationError(f"strategy: {pattern!r} matches no unit; {did_you_mean(pattern, unit_names)}")
+    found = []
+    idle = set(rows)
+    for name in unit_names:
+        first = next((pattern for pattern in rows if fnmatchcase(name, pattern)), None)
+        if first is None:
+            raise ConfigurationError(
+                f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
+            )
+        idle.discard(first)
+        found.append(rows[first])
+    for pattern in rows:
+        if pattern in idle and pattern != "*":
+            raise ConfigurationError(
+                f"strategy: {pattern!r} decides nothing, because patterns before it match all of its units; the first "
+                "that matches counts, so put it earlier"
+            )
+    return found

@@ -1,0 +1,329 @@
+"""Ranks and the named axes they form.
+
+Rank r sits in node r // node_size. The axis `node` joins the ranks of one node, `replicate` the ranks
+that hold the same place in their nodes, `world` all of them. Each axis has one communicator for
+gathers and one for reductions, so that neither queues behind the other.
+"""
+
+import atexit
+import datetime
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from ..base.errors import ConfigurationError, StateError, WireError
+from .wire.collectives import Channel
+from .wire.ledger import Ledger
+from .wire.rank_watch import Limits, Watch, last_words
+
+Lane = Literal["gather", "reduce"]
+LANES: tuple[Lane, ...] = ("gather", "reduce")
+# How much longer than in a step ranks wait for each other where disks work.
+_DISK_PATIENCE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Which ranks each axis joins, seen from this rank. Pure: no communicator is made yet."""
+
+    rank: int
+    world_size: int
+    node_size: int
+    members: dict[str, list[int]]
+
+    @property
+    def sizes_and_indices(self) -> dict[str, tuple[int, int]]:
+        return {axis: (len(ranks), ranks.index(self.rank)) for axis, ranks in self.members.items()}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's device, and a channel per lane and axis."""
+
+    rank: int
+    world_size: int
+    node_size: int
+    device: torch.device
+    channels: dict[tuple[Lane, str], Channel]
+    ledger: Ledger
+
+    @property
+    def world(self) -> Channel:
+        """All ranks, for set-up and agreement."""
+        return self.channels["gather", "world"]
+
+    def begin(self, phase: str) -> None:
+        """Of the training: collectives that follow belong to it."""
+        world = self.world
+        if world.watch is not None and world.mesh is not None:
+            world.watch.order.begin(phase, world.mesh)
+
+
+def init(
+    *,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
+) -> None:
+    """Join the process group that torchrun's environment describes, or make a world of one.
+
+    A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
+    `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
+    than `timeout_s` fail on every rank (default: what was said before, else 600); ranks that wait for each other in
+    different places fail after `hang_timeout_s` (else 10), at once where that is certain. On a GPU the allocator is set
+    to expandable segments, unless PYTORCH_ALLOC_CONF says something.
+    """
+    global _device, _timeout
+    found = _choose_device(device)
+    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        backend = backend or ("nccl" if found.type == "cuda" else "gloo")
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            _join(backend, timeout)
+        else:
+            _refuse_other_launchers()
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif backend is not None and backend != dist.get_backend():
+        raise ConfigurationError(
+            f"sw.init(backend={backend!r}): a process group with backend {dist.get_backend()!r} exists already; "
+            "leave backend out to adopt it"
+        )
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+        _let_segments_grow()
+    if _device is None:
+        # A communicator's thread lets go of its last tensors after `wait` has returned, and needs the interpreter for
+        # that: if there is none any more, the process aborts.
+        atexit.register(time.sleep, 0.1)
+    _device, _timeout = found, timeout
+    _limits.timeout_s = timeout.total_seconds()
+    _limits.hang_s = _limits.hang_s if hang_timeout_s is None else hang_timeout_s
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    if _device is None or not dist.is_initialized():
+        raise StateError("no process group: call sw.init() before sw.shard()")
+    return _device
+
+
+def everyone() -> Channel:
+    """All ranks over the default group, before there is a mesh."""
+    device()
+    return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger(), watch=_watch())
+
+
+def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
+    """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do.
+
+    With a timeout other than that of `init` for what one rank may keep the others waiting with; with a purpose, a
+    group that nothing else uses.
+    """
+    device()
+    ranks = tuple(range(dist.get_world_size()))
+    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    key = (dist.group.WORLD, f"hosts {timeout} {purpose}", ranks)
+    if len(ranks) > 1 and key not in _groups:
+        _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
+    group, watch = _groups.get(key), _watch()
+    return Channel("world", len(ranks), dist.get_rank(), group, Ledger(), watch=watch, patience_s=timeout_s or 0.0)
+
+
+def patient_hosts() -> Channel:
+    """All ranks, for what takes as long as the slowest disk; beside the devices, whose watchdogs would end the run."""
+    return hosts(_DISK_PATIENCE * timeout_s(), purpose="checkpoints")
+
+
+def timeout_s() -> float:
+    """How long a rank waits for the others, as `init` was told."""
+    return _timeout.total_seconds()
+
+
+def restarts() -> int:
+    """How often an elastic launcher has started these ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def local_rank() -> int:
+    """This rank's number among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_local_ranks() -> int:
+    """Ranks of this machine; all of them where nobody has said."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, also before there is a process group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_first_here() -> bool:
+    """Whether this rank is the first of its machine. LOCAL_RANK does not tell: where each sees one GPU, all are 0."""
+    return dist.get_rank() % num_local_ranks() == 0
+
+
+def is_joined() -> bool:
+    """Whether there is a process group already."""
+    return dist.is_initialized()
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        _leave_watch()
+        dist.destroy_process_group()
+
+
+def make_axes(node_size: int | None) -> Axes:
+    """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if node_size is None:
+        node_size = num_local_ranks()
+    require_nodes(world_size, node_size)
+    node, place = divmod(rank, node_size)
+    members = {
+        "world": list(range(world_size)),
+        "node": list(range(node * node_size, (node + 1) * node_size)),
+        "replicate": list(range(place, world_size, node_size)),
+    }
+    return Axes(rank, world_size, node_size, members)
+
+
+def require_nodes(world_size: int, node_size: int) -> None:
+    """Refuse a world that does not divide into nodes of this size."""
+    if node_size < 1 or world_size % node_size:
+        raise ConfigurationError(
+            f"a world of {world_size} ranks does not divide into nodes of {node_size}: "
+            f"{world_size} = {world_size // max(node_size, 1)} x {node_size} + {world_size % max(node_size, 1)}; "
+            "set node_size to a divisor of the world"
+        )
+
+
+def connect(axes: Axes) -> Mesh:
+    """Make the communicators. All ranks must mean the same axes."""
+    ledger = Ledger()
+    # A mean multiplies by 1/N in the dtype that travels, which is exact for powers of two only.
+    averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
+    watch = _watch()
+    number = 0 if watch is None else watch.number_mesh()
+    channels = {
+        (lane, axis): Channel(
+            axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages, watch, number
+        )
+        for lane in LANES
+        for axis, ranks in axes.members.items()
+    }
+    return Mesh(axes.rank, axes.world_size, axes.node_size, device(), channels, ledger)
+
+
+# Backends that take means; gloo only sums.
+AVERAGING = ("nccl", "emulated")
+
+_device: torch.device | None = None
+_timeout = datetime.timedelta(seconds=600)
+_limits = Limits(hang_s=10.0, timeout_s=600.0)
+# Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
+_groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
+_watches: dict[object, Watch] = {}
+
+
+def _watch() -> Watch | None:
+    """Over the ranks of the default group; None where there is nobody to wait for."""
+    group, num_ranks = dist.group.WORLD, dist.get_world_size()
+    if num_ranks == 1 or dist.get_backend() == "emulated":
+        return None
+    if group not in _watches:
+        store = dist.distributed_c10d._get_default_store()
+        if not _watches:
+            atexit.register(_leave_watch)
+        _watches[group] = Watch(store, dist.get_rank(), num_ranks, _limits)
+    return _watches[group]
+
+
+def _leave_watch() -> None:
+    while _watches:
+        _watches.popitem()[1].close(last_words())
+
+
+def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    key = (dist.group.WORLD, lane, tuple(ranks))
+    if key not in _groups:
+        # Only the members meet; every rank makes its own groups in the same order of axes.
+        try:
+            _groups[key] = dist.new_group(
+                ranks, timeout=_timeout, use_local_synchronization=True, group_desc=f"shardwise_{lane}"
+            )
+        except RuntimeError as error:
+            raise WireError(
+                f"ranks {ranks} could not meet on axis {axis!r} within {_timeout.total_seconds():.0f} s: {error}"
+            ) from error
+    return _groups[key]
+
+
+def _let_segments_grow() -> None:
+    """Memory that is given back can then be lent in other sizes, so that next to none is reserved and unused.
+
+    What the user has said about the allocator is left as it is.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _refuse_other_launchers() -> None:
+    # A batch script has Slurm's variables too, but is an ordinary process: only srun makes several.
+    is_task = "SLURM_PROCID" in os.environ and ("SLURM_STEP_ID" in os.environ or "SLURM_STEPID" in os.environ)
+    tasks = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    for name in (tasks, "OMPI_COMM_WORLD_SIZE") if is_task else ("OMPI_COMM_WORLD_SIZE",):
+        if int(os.environ.get(name, "1")) > 1:
+            raise ConfigurationError(
+                f"sw.init: {name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every process would "
+                "train alone: start a torchrun per node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+            )
+
+
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """As torchrun's environment says. Who waits in vain says for whom."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None
+    try:
+        store, *_ = next(rendezvous("env://", rank, num_ranks, timeout=timeout))
+        store.set(f"shardwise_here/{rank}", "")
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend, store=PrefixStore("default_pg", store), rank=rank, world_size=num_ranks, timeout=timeout
+        )
+    except dist.DistError as error:
+        if store is not None:
+            missing = [str(other) for other in range(num_ranks) if not store.check([f"shardwise_here/{other}"])]
+            if not missing:
+                raise
+            whom = f"rank {', '.join(missing)} has not come"
+        else:  # rank 0 may serve it, and waits there for the others
+            whom = "rank 0, which serves the store, has not come" if rank else "not all others have come"
+        raise WireError(
+            f"rank {rank} could not join the process group of {num_ranks} ranks within {timeout.total_seconds():g} s: "
+            f"{whom}; {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if str(found) == "cuda":
+        if local_rank() >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"sw.init: LOCAL_RANK {local_rank()} has no GPU, this machine has {torch.cuda.device_count()}; "
+                "start one process per GPU, or give device="
+            )
+        found = torch.device("cuda", local_rank())
+    return found

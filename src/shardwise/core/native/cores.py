@@ -1,0 +1,64 @@
+"""Which of the machine's processors a rank's host updates run on, so that ranks of one machine share them fairly.
+
+Shares are of equal size (to one processor) and contiguous in an order that keeps a NUMA node together, and in it the
+threads of a core: no two ranks share a core's arithmetic, and few a node's memory bus with more ranks than they must. A
+container's quota of processor time bounds the number of threads: more would be stopped and resumed by the kernel.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...base.container_limits import cgroup_values, cpu_limit
+
+SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Processors by the kernel's ids: one thread of an update is pinned to each."""
+
+    ids: tuple[int, ...]
+
+
+def cores_for(local_rank: int, num_local_ranks: int) -> Cores:
+    """The share of rank `local_rank` of `num_local_ranks` on this machine: at least one processor.
+
+    Shares are those of the processors this process may run on. Where a launcher has bound every rank to its own, say
+    `cores_for(0, 1)`.
+    """
+    ordered = near_each_other(os.sched_getaffinity(0), SYSTEM)
+    return share(ordered, cpu_limit(cgroup_values("cpu.max", None)), local_rank, num_local_ranks)
+
+
+def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> Cores:
+    """The part of `ordered` that is one rank's. More ranks than processors go round. Pure."""
+    num_cores = len(ordered)
+    if num_local_ranks >= num_cores:
+        return Cores((ordered[local_rank % num_cores],))
+    begin, end = (num_cores * rank // num_local_ranks for rank in (local_rank, local_rank + 1))
+    allowed = num_cores if quota is None else max(1, int(quota) // num_local_ranks)
+    return Cores(ordered[begin:end][:allowed])
+
+
+def near_each_other(ids: Iterable[int], system: Path) -> tuple[int, ...]:
+    """The processors sorted by NUMA node, then by core."""
+    nodes = {
+        processor: int(folder.name.removeprefix("node"))
+        for folder in system.glob("node/node[0-9]*")
+        for processor in listed((folder / "cpulist").read_text())
+    }
+
+    def place(processor: int) -> tuple[int, int, int]:
+        siblings = system / f"cpu/cpu{processor}/topology/thread_siblings_list"
+        core = min(listed(siblings.read_text()), default=processor) if siblings.is_file() else processor
+        return nodes.get(processor, 0), core, processor
+
+    return tuple(sorted(ids, key=place))
+
+
+def listed(text: str) -> set[int]:
+    """The numbers of a list as the kernel writes it: "0-3,8"."""
+    spans = (span.partition("-") for span in text.strip().split(",") if span)
+    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -1,0 +1,123 @@
+"""Norms of gradients, from whatever each rank holds of them.
+
+Powers are summed in fp64, so that the result does not depend on how the gradients are split: every layout and
+every rank gets the same fp32 number. Of gradients that have left the device the sum of squares was taken on their way,
+unless they were changed on the host.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.errors import ConfigurationError
+from ..unit.carrier import Channels
+from ..unit.gradient import sum_of_squares
+from ..unit.state import FlatState
+from ..wire.collectives import Channel, finish, start_all_gather, start_all_reduce
+
+Axes = tuple[str, ...]
+
+
+def global_norm(
+    states: Iterable[FlatState], channels: Channels, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of all final gradients together."""
+    parts: dict[Axes, Tensor] = {}
+    for state in states:
+        gradient = state.gradient
+        if gradient.stage != "final":
+            continue
+        if norm_type == 2.0 and gradient.square is not None:
+            part = gradient.square
+        else:
+            part = _power_of(gradient.final_at_hand, norm_type)
+        part, axes = part.to(device), _split_over(state)
+        parts[axes] = _joined(parts[axes], part, norm_type) if axes in parts else part
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in sorted(parts):
+        part = _over_ranks(parts[axes].reshape(1), axes, channels, norm_type)
+        total = _joined(total, part[0], norm_type)
+    return _root_of(total, norm_type).float()
+
+
+def norms_by_param(
+    states: Iterable[FlatState], channels: Channels, device: torch.device, norm_type: float
+) -> dict[str, float]:
+    """The norm of each parameter's final gradient, by name, without those that no rank has one of."""
+    names: dict[Axes, list[tuple[str, bool]]] = {}
+    parts: dict[Axes, list[Tensor]] = {}
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    for state in states:
+        gradient, axes = state.gradient, _split_over(state)
+        if gradient.stage != "final":
+            continue
+        for index, (spec, used) in enumerate(zip(state.flat.params, gradient.used, strict=True)):
+            held = gradient.final_at_hand[state.held.get(index, slice(0, 0))]
+            names.setdefault(axes, []).append((spec.name, used))
+            parts.setdefault(axes, []).append(_power_of(held, norm_type).to(device) if held.numel() else nothing)
+    found: dict[str, float] = {}
+    for axes in sorted(parts):
+        row = _over_ranks(torch.stack(parts[axes]), axes, channels, norm_type)
+        norms = _root_of(row, norm_type).float().tolist()
+        found |= {name: norm for (name, used), norm in zip(names[axes], norms, strict=True) if used}
+    return found
+
+
+def require_norm_type(norm_type: float) -> float:
+    if not float(norm_type) > 0:
+        raise ConfigurationError(f"norm_type={norm_type}: the order of a norm must be positive, such as 1, 2 or inf")
+    return float(norm_type)
+
+
+def require_limit(name: str, limit: Any) -> None:
+    """What gradients are clipped to. torch takes 0 and sets all gradients to 0; elsewhere 0 means that nothing is
+    clipped."""
+    if not isinstance(limit, int | float | Tensor) or not float(limit) > 0:
+        raise ConfigurationError(
+            f"{name}={limit!r}: it must be above 0. To clip nothing, leave the call out; "
+            "clip_grad_norm(math.inf) only measures the norm"
+        )
+
+
+def _split_over(state: FlatState) -> Axes:
+    """Axes behind the optimizer's depth hold equal copies, which must be counted once."""
+    return state.flat.layout.chain[: state.flat.depth_of_master]
+
+
+def _power_of(row: Tensor, norm_type: float) -> Tensor:
+    """What is joined over parts and ranks: the sum of the elements' powers, or the largest of them."""
+    if norm_type == 2.0:
+        return sum_of_squares(row)
+    if norm_type == math.inf:
+        return row.abs().amax().double()
+    return row.double().abs_().pow_(norm_type).sum()
+
+
+def _joined(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(one, other) if norm_type == math.inf else one + other
+
+
+def _root_of(powers: Tensor, norm_type: float) -> Tensor:
+    if norm_type == 2.0:
+        return powers.sqrt()
+    return powers if norm_type == math.inf else powers.pow(1.0 / norm_type)
+
+
+def _over_ranks(row: Tensor, axes: Axes, channels: Channels, norm_type: float) -> Tensor:
+    for axis in axes:
+        if norm_type == math.inf:
+            row = _largest(row, channels[axis])
+        else:
+            finish(start_all_reduce(channels[axis], row, "the gradients' norm", sums=True))
+    return row
+
+
+def _largest(row: Tensor, channel: Channel) -> Tensor:
+    """Of every rank's row, element by element. A communicator's own maximum may lose a NaN."""
+    rows = row.new_zeros(channel.num_ranks, row.numel())
+    rows[channel.index] = row
+    finish(start_all_gather(channel, rows.view(-1), "the gradients' norm"))
+    return rows.amax(0)

@@ -1,0 +1,198 @@
+"""Whether an optimizer can work on shards: found out by trying it, once, on small matrices.
+
+A shard is a run of elements of each parameter. An optimizer is right on shards when two of its kind, each with one half
+of every parameter, do what one does with all of them whole: Adam, SGD and Lion do; Muon, Adafactor and LAMB do not, nor
+does what clips inside its step or learns a step size from all gradients (D-Adaptation, Prodigy).
+"""
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError
+
+# Elementwise by construction (block-wise for 8 bits, with blocks that never cross a shard); compiling some of
+# them for the trial would take minutes.
+KNOWN_PACKAGES = ("torchao.optim", "torchao.prototype.low_bit_optim")
+
+
+# Of the matrices that are tried: what mixes parameters needs several.
+_SHAPES = ((64, 128), (32, 64))
+# Of the gradients: what is clipped in a step may be large.
+_GRAD_SCALES = (1.0, 1e3, 1.0)
+
+
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    if type(optimizer).__module__.startswith(KNOWN_PACKAGES):
+        return
+    name, groups = type(optimizer).__name__, _different_groups(optimizer)
+    generator = torch.Generator().manual_seed(0)
+
+    def matrices(scale: float = 1.0) -> list[list[Tensor]]:
+        return [[torch.randn(shape, generator=generator).mul_(scale).to(device) for shape in _SHAPES] for _ in groups]
+
+    weights, grads = matrices(), [matrices(scale) for scale in _GRAD_SCALES]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _train(optimizer, groups, weights, grads, lambda matrix: matrix)
+            halves = [_train(optimizer, groups, weights, grads, lambda m, i=i: _half(m, i)) for i in range(2)]  # type: ignore[misc]
+    except Exception as error:
+        raise _refusal(name, f"it fails on a one-dimensional shard: {error}") from error
+    for param, *parts in zip(_params(whole), *map(_params, halves), strict=True):
+        if not torch.allclose(param.reshape(-1), torch.cat(parts), rtol=1e-5, atol=1e-7):
+            raise _refusal(name, "updating halves of two matrices apart gives another result than updating the wholes")
+    for half in halves:
+        for (key, number), other in zip(_numbers(whole), [number for _, number in _numbers(half)], strict=True):
+            if not math.isclose(number, other, rel_tol=1e-4):
+                raise _refusal(
+                    name, f"it learns {key} from all gradients: {number:g} from two matrices, {other:g} from halves"
+                )
+
+
+def _different_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Groups that differ in more than their parameters and their learning rate, which the trial sets."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        same = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+        found.setdefault(repr(sorted(same.items())), group)
+    return list(found.values())
+
+
+def _half(matrix: Tensor, index: int) -> Tensor:
+    return matrix.reshape(-1).chunk(2)[index]
+
+
+def _params(trial: Any) -> list[Tensor]:
+    return [param.detach() for group in trial.param_groups for param in group["params"]]
+
+
+def _numbers(trial: Any) -> Iterator[tuple[str, float]]:
+    """What an optimizer knows beside the state of its parameters: in its groups, and as attributes."""
+    for group in (*trial.param_groups, vars(trial)):
+        for key, value in sorted(group.items()):
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                yield key, float(value)
+
+
+def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of what one of torch's own optimizers keeps for each element of a parameter, found out by a trial."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return ()
+    names: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                trial = _trial(optimizer, [group], [[nn.Parameter(torch.ones(2, 3))]])
+                _take_step(optimizer, trial, [torch.ones(2, 3)])
+        except Exception as error:
+            name = type(optimizer).__name__
+            raise ConfigurationError(
+                f"optimizer {name} fails on a trial step, so the host cannot update with it ({error}): leave the "
+                "optimizer on the device, or use an elementwise one such as AdamW"
+            ) from error
+        for state in trial.state.values():
+            names |= {key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+    return tuple(names)
+
+
+def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
+    """What rests on disk is brought to the optimizer in parts, with all that it keeps for them."""
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        raise ConfigurationError(
+            f"optimizer {name} keeps its state in its own way, which cannot rest on disk: put it on the host "
+            "(optimizer=host), or use one of torch's, such as AdamW"
+        )
+
+
+def _refusal(name: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"optimizer {name} needs whole matrices and this layout gives it shards ({why}); "
+        "use a layout whose optimizer is 'whole', or an elementwise optimizer such as AdamW"
+    )
+
+
+def _train(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    weights: list[list[Tensor]],
+    grads: list[list[list[Tensor]]],
+    part: Callable[[Tensor], Tensor],
+) -> Any:
+    """Steps of a copy of the optimizer with the hyper-parameters of these groups, on parts of other tensors."""
+    trial = _trial(optimizer, groups, [[nn.Parameter(part(each).clone()) for each in row] for row in weights])
+    for step_grads in grads:
+        _take_step(optimizer, trial, [part(each) for row in step_grads for each in row])
+    return trial
+
+
+def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
+    """A copy that leaves no trace in the optimizer, whatever its step changes."""
+    trial = shadow_of(optimizer)
+    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    trial.param_groups = [
+        {**deepcopy({key: value for key, value in group.items() if key != "params"}), "params": row}
+        for group, row in zip(groups, params, strict=True)
+    ]
+    for group, made, row in zip(groups, trial.param_groups, params, strict=True):
+        if "lr" in group:
+            # A warm-up may have set it to zero, and then every optimizer looks elementwise.
+            made["lr"] = 0.01
+        first = next(iter(group["params"]), None)
+        if first is not None and first in optimizer.state:
+            for param in row:
+                trial.state[param] = {key: _like(value, first, param) for key, value in optimizer.state[first].items()}
+    known = {param for group in optimizer.param_groups for param in group["params"]}
+    for key, value in list(vars(trial).items()):
+        if key not in ("param_groups", "state", "defaults"):
+            vars(trial)[key] = _attribute(value, optimizer, trial, known)
+    return trial
+
+
+def _attribute(value: Any, optimizer: torch.optim.Optimizer, trial: Any, known: set[Tensor]) -> Any:
+    """Of the trial: parameters are its own, an optimizer inside works on the same ones, and numbers are copies."""
+    if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
+        inside = shadow_of(value)
+        if value.param_groups is optimizer.param_groups:
+            inside.param_groups = trial.param_groups
+        if value.state is optimizer.state:
+            inside.state = trial.state
+        return inside
+    if isinstance(value, (list, tuple, set)) and value and all(isinstance(each, Tensor) for each in value):
+        return (
+            type(value)(param for group in trial.param_groups for param in group["params"])
+            if known >= {*value}
+            else value
+        )
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() == 1 else value
+    return copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _take_step(optimizer: torch.optim.Optimizer, trial: Any, grads: list[Tensor]) -> None:
+    params = [param for group in trial.param_groups for param in group["params"]]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    type(optimizer).step(trial)
+
+
+def shadow_of(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy of the same class, without state, that may be given other parameters, also in another thread."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    # A scheduler patches the instance's step to count on the original.
+    shadow.__dict__.pop("step", None)
+    shadow.state = defaultdict(dict)
+    return shadow
+
+
+def _like(value: Any, original: Tensor, param: Tensor) -> Any:
+    """State as the constructor made it for `original`, for `param`."""
+    if isinstance(value, Tensor) and value.shape == original.shape and value.ndim and value.numel():
+        return torch.full_like(param, float(value.reshape(-1)[0]))
+    return deepcopy(value)

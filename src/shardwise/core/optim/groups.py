@@ -1,0 +1,156 @@
+"""The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError, StateError
+from ..unit.shard_tensor import Place
+from ..unit.state import FlatState
+from ..unit.user_parameter import place_of
+
+
+def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
+    """Refuse an optimizer that was built on something else than the model."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param not in params:
+                raise ConfigurationError(
+                    f"parameter {index} of the optimizer's group {group_index} (shape {tuple(param.shape)}) is not a "
+                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
+                    "after it was moved or changed for the last time"
+                )
+
+
+def shard_of(param: Tensor) -> Tensor | None:
+    """This rank's part of one of the user's parameters, if it has one that is trained."""
+    place = place_of(param)
+    return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
+
+
+def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:
+    """The number of the optimizer that has a parameter, by its name."""
+    found: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        require_own_parameters(optimizer, names)
+        for name in [names[param] for group in optimizer.param_groups for param in group["params"]]:
+            if found.setdefault(name, number) != number:
+                raise ConfigurationError(
+                    f"parameter {name!r} is in two optimizers, {found[name]} and {number} of the list "
+                    f"({type(optimizers[found[name]]).__name__} and {type(optimizer).__name__}): give it to one"
+                )
+    return found
+
+
+def as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def names_of_joining(
+    optimizer: torch.optim.Optimizer, params: Tensor | Iterable[Tensor], own: list[FlatState], others: list[FlatState]
+) -> tuple[list[str], str]:
+    """Names of the user's parameters that are to join the groups, and why they cannot."""
+    held = {param for known in optimizer.param_groups for param in known["params"]}
+    names: list[str] = []
+    for number, param in enumerate(as_list(params)):
+        place = place_of(param)
+        if place is None or place.state not in others:
+            return names, (
+                f"parameter {number} (shape {tuple(param.shape)}) is not a parameter of the sharded model: give it "
+                "those of model.parameters()"
+            )
+        names.append(place.name)
+        if not place.state.flat.trainable:
+            return names, f"{place.name!r} was frozen when the model was sharded: freeze it after sw.shard instead"
+        if place.state not in own:
+            other = place.state.flat.optimizer
+            return names, f"the gradient of {place.name!r} goes to optimizer {other} of the list: add it there"
+        if param in held:
+            return names, f"{place.name!r} is in a group already"
+    return names, ""
+
+
+def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """This rank's parts of the parameters of each group."""
+    return [
+        [shard for param in group["params"] if (shard := shard_of(param)) is not None]
+        for group in optimizer.param_groups
+    ]
+
+
+class NoPartError(StateError, KeyError):
+    """A mapping asks for it as for any key that is not there."""
+
+    __str__ = Exception.__str__
+
+
+def _own_key(key: Any) -> Any:
+    """The key under which an optimizer keeps what the user has under `key`; None if this rank has no part of it."""
+    return shard_of(key) if isinstance(key, Tensor) and place_of(key) is not None else key
+
+
+class UserState(MutableMapping[Any, Any]):
+    """What an optimizer keeps, by the user's parameters: of each, what it keeps for this rank's part. Other keys are
+    the optimizer's own.
+
+    `was_changed` is called with a part whose state was put in or taken out.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, was_changed: Callable[[Tensor], None]) -> None:
+        self._optimizer = optimizer
+        self._was_changed = was_changed
+
+    def __iter__(self) -> Iterator[Any]:
+        users = [param for group in self._optimizer.param_groups for param in group["params"]]
+        user_of = {shard: user for user in users if (shard := shard_of(user)) is not None}
+        return iter([user_of.get(key, key) for key in list(self._optimizer.state)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Empty where nothing is kept yet, as torch's own."""
+        own = _own_key(key)
+        if own is None:
+            raise NoPartError(
+                f"{key!r}: this rank has no part of it, so the optimizer keeps nothing for it: optimizer.state is of "
+                "this rank's parts; sw.save writes all of it"
+            )
+        return self._optimizer.state[own]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own = _own_key(key)
+        if own is not None:
+            self._optimizer.state[own] = value
+            if own is not key:
+                self._was_changed(own)
+
+    def __delitem__(self, key: Any) -> None:
+        own = _own_key(key)
+        if own is not None:
+            del self._optimizer.state[own]
+            if own is not key:
+                self._was_changed(own)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
+    """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
+    for original, place in places:
+        state = optimizer.state.pop(original, None)
+        if state is not None and place.resting.requires_grad and place.resting.numel():
+            optimizer.state[place.resting] = {key: _cut(key, value, place) for key, value in state.items()}
+
+
+def _cut(key: str, value: Any, place: Place) -> Any:
+    """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
+    if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
+        return value
+    part = place.state.part_of(place.index, value).view(place.resting.shape)
+    dtype = place.resting.dtype if value.is_floating_point() else value.dtype
+    return part.to(place.resting.device, dtype, copy=True)

@@ -1,0 +1,346 @@
+"""Updates that the host does: of master weights that rest there or on disk, flat by flat.
+
+There are three ways to update. AdamW and Adam have one pass over memory (`host/adamw.py`), and so have torchao's with
+8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. What an optimizer keeps shows in
+its `state` as ever: as views of rows on the host, and as tensors that say so where it is on disk.
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.dtypes import FP32
+from ...base.errors import ConfigurationError
+from ...base.intervals import Interval
+from ..native.adamw import AdamSettings, adamw, adamw8
+from ..native.compiled import FUSED_LANES
+from ..native.cores import Cores
+from ..offload.host_memory import MASTER, Moves, Rows
+from ..schedule.flat import Flat
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
+from .elementwise_probe import KNOWN_PACKAGES, rows_kept, shadow_of
+
+ADAMS = (torch.optim.AdamW, torch.optim.Adam)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a flat, of which this rank updates a part."""
+
+    index: int
+    resting: nn.Parameter
+    where: Interval  # in the rows
+    group: dict[str, Any]  # its settings at the time of the step
+
+
+# With the first element of a chunk, its rows, its gradient, where weights go, and the gradient's factor.
+ChunkUpdate = Callable[[int, dict[str, Tensor], Tensor, Tensor | None, float], None]
+
+
+def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torchao's with moments of 8 bits."""
+    return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
+
+
+def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps nothing but the state of each parameter, and can be given one after the other."""
+    return type(optimizer).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES))
+
+
+class HostUpdates:
+    """What the optimizer has to do with host and disk."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, row_names: tuple[str, ...], cores: Cores) -> None:
+        self._optimizer = optimizer
+        self._row_names = row_names
+        self._cores = cores
+
+    def _way_to_update(self, flat: Flat) -> Callable[[FlatState, list[Held]], ChunkUpdate]:
+        optimizer = self._optimizer
+        if is_eight_bit(optimizer):
+            return self._eight_bit
+        is_plain = type(optimizer) in ADAMS and not any(
+            group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups
+        )
+        return self._one_pass if is_plain and flat.master == FP32 else self._its_own
+
+    def refuse_other_rows(self) -> None:
+        """Rows were laid out for what the optimizer kept when the model was sharded."""
+        more = [name for name in rows_kept(self._optimizer) if self._row_names and name not in self._row_names]
+        if more:
+            raise ConfigurationError(
+                f"optimizer {type(self._optimizer).__name__} would keep {more[0]!r} with these settings, and there is "
+                "no room for it on the host: give them to a group before sw.shard"
+            )
+
+    def take_over(self, states: Iterable[FlatState]) -> None:
+        """State that the optimizer was given from outside becomes rows; what has none starts from zero again."""
+        for state in states:
+            rows = _rows_of(state)
+            for index, held in state.held.items():
+                kept = self._optimizer.state.get(state.resting_params[index], {})
+                for key in self._row_names:
+                    value = kept.get(key)
+                    if isinstance(value, OnDisk) or _is_part_of(value, rows, key):
+                        continue
+                    if value is None:
+                        value = torch.zeros(held.stop - held.start)
+                    else:
+                        kept[key] = self._shown(state, index, key)
+                    rows.set_part(key, held, value.reshape(-1))
+
+    def read(self, state: FlatState, index: int, key: str) -> Tensor:
+        """What is kept for a parameter under a name, as a row, also if it is on disk."""
+        return _rows_of(state).part(key, state.held[index])
+
+    def show(self, state: FlatState, index: int) -> dict[str, Any]:
+        kept: dict[str, Any] = self._optimizer.state[state.resting_params[index]]
+        return kept
+
+    def _shown(self, state: FlatState, index: int, key: str) -> Tensor:
+        """What stands in the optimizer's state for a part of a row."""
+        assert state.away is not None
+        assert state.away.rows is not None
+        resting, rows = state.resting_params[index], state.away.rows
+        if rows.on_disk:
+            return OnDisk.like(resting.shape, rows.dtype)
+        return rows.tensors[key][state.held[index]].view(resting.shape)
+
+    def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
+        """An update of a flat with the gradients and the settings of this moment."""
+        held = [
+            Held(index, resting, Interval(where.start, where.stop), groups[resting])
+            for index, where in sorted(state.held.items())
+            if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
+        ]
+        assert state.away is not None
+        update = self._way_to_update(state.flat)(state, held) if held else None
+        return FlatUpdate(state, update, len(held) < len(state.held), state.away.memory.moves)
+
+    # AdamW and Adam in one pass.
+
+    def _one_pass(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        runs = _joined([(each, self._adam_settings(state, each)) for each in held])
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            for where, settings in runs:
+                cut = _inside(where, start, grad.numel())
+                if cut is not None:
+                    adamw(
+                        rows[MASTER][cut],
+                        rows["exp_avg"][cut],
+                        rows["exp_avg_sq"][cut],
+                        grad[cut],
+                        None if out is None else out[cut],
+                        settings,
+                        factor,
+                        self._cores,
+                    )
+
+        return update
+
+    def _adam_settings(self, state: FlatState, held: Held) -> AdamSettings:
+        """Counts the step, too."""
+        kept = self.show(state, held.index)
+        if "step" not in kept:
+            kept["step"] = torch.tensor(0.0)
+            kept |= {key: self._shown(state, held.index, key) for key in self._row_names}
+        kept["step"] += 1
+        return _adam_settings(held.group, int(kept["step"]), isinstance(self._optimizer, torch.optim.AdamW))
+
+    # The same with moments of 8 bits, which torchao's optimizers hold.
+
+    def _eight_bit(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        optimizer: Any = self._optimizer
+        todo: list[tuple[Interval, dict[str, Any], AdamSettings]] = []
+        for each in held:
+            kept = self.show(state, each.index)
+            if "step" not in kept:
+                kept["step"] = torch.tensor(0.0)
+                kept["exp_avg"] = optimizer._new_buffer(each.resting, True)
+                kept["exp_avg_sq"] = optimizer._new_buffer(each.resting, False)
+            kept["step"] += 1
+            decoupled = type(optimizer).__name__.startswith("AdamW")
+            todo.append((each.where, kept, _adam_settings(each.group, int(kept["step"]), decoupled)))
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            for where, kept, settings in todo:
+                cut = slice(where.start, where.stop)
+                given = (grad[cut], None if out is None else out[cut], settings, factor, self._cores)
+                mean, square = kept["exp_avg"], kept["exp_avg_sq"]
+                if type(mean) is Tensor:
+                    adamw(rows[MASTER][cut], mean.view(-1), square.view(-1), *given)
+                else:
+                    adamw8(
+                        rows[MASTER][cut],
+                        mean.codes.view(-1),
+                        mean.scale,
+                        square.codes.view(-1),
+                        square.scale,
+                        mean.qmap,
+                        square.qmap,
+                        *given,
+                    )
+
+        return update
+
+    # Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as its parameters.
+
+    def _its_own(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+        before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
+        # Also while the first chunks of the first update are through, and the others are not.
+        known = {each.index: self._row_names_in(self.show(state, each.index)) for each in held}
+        is_whole = state.flat.depth_of_master == 0 and state.away is not None and not _rows_of(state).on_disk
+
+        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+            groups: list[dict[str, Any]] = []
+            each_of: dict[nn.Parameter, tuple[Held, slice]] = {}
+            shadow = shadow_of(self._optimizer)
+            for each in held:
+                cut = _inside(each.where, start, grad.numel())
+                if cut is None:
+                    continue
+                shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
+                param = nn.Parameter(rows[MASTER][cut].view(shape))
+                param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
+                shadow.state[param] = deepcopy(before[each.index])
+                shadow.state[param] |= {key: rows[key][cut].view(shape) for key in known[each.index]}
+                groups.append({**each.group, "params": [param]})
+                each_of[param] = (each, cut)
+            shadow.param_groups = groups
+            type(self._optimizer).step(shadow)
+            for param, (each, cut) in each_of.items():
+                self._keep(state, each, rows, cut, shadow.state.get(param, {}))
+                if out is not None:
+                    out[cut].copy_(param.detach().reshape(-1))
+
+        return update
+
+    def _row_names_in(self, kept: dict[str, Any]) -> list[str]:
+        return [name for name in self._row_names if name in kept]
+
+    def _beside_rows(self, kept: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in kept.items() if key not in self._row_names}
+
+    def _keep(self, state: FlatState, held: Held, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]) -> None:
+        """What an update left in the optimizer's state: in the rows, and beside them."""
+        kept = self.show(state, held.index) if found else {}
+        for key, value in found.items():
+            if key in self._row_names and isinstance(value, Tensor):
+                if value.data_ptr() != rows[key][cut].data_ptr():
+                    rows[key][cut].copy_(value.reshape(-1))
+                kept[key] = self._shown(state, held.index, key)
+            else:
+                kept[key] = value
+
+
+@dataclass(slots=True)
+class FlatUpdate:
+    """One flat's update, to be run when its gradient is on the host. It may leave out some of the flat's parameters."""
+
+    state: FlatState
+    update: ChunkUpdate | None
+    leaves_out: bool
+    moves: Moves
+
+    def ask(self) -> None:
+        """Read the first chunks ahead."""
+        for number in range(2):
+            if self.update is not None and number < len(self._rows.chunks):
+                self._rows.ask(number)
+
+    @property
+    def _rows(self) -> Rows:
+        return _rows_of(self.state)
+
+    def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
+        """What goes to disk is being written when it returns, and is read there by nobody before it is."""
+        away, rows, update = self.state.away, self._rows, self.update
+        if update is None:
+            return
+        assert away is not None
+        windows = away.memory.windows
+        windows.moves = self.moves
+        grads = self.state.gradient.final_at_hand
+        for number, chunk in enumerate(rows.chunks):
+            record = rows.take(number)
+            if number + 1 < len(rows.chunks):
+                rows.ask(number + 1)
+            if number + 2 < len(rows.chunks):
+                rows.ask(number + 2)
+            else:
+                ask_ahead()
+            out = None if away.updated is None else away.updated[chunk.start : chunk.stop]
+            to_disk = away.region is not None and self.state.flat.rest_is_own
+            if to_disk:
+                compute = self.state.flat.compute
+                size = chunk.num_elems * compute.itemsize
+                # Behind the record, where both go to disk; else weights have a window for themselves.
+                room = windows.take_empty(size) if record is None else windows.room_beside(record)[:size]
+                out = room.view(compute.torch)
+            views = rows.views(number, record)
+            if to_disk and out is not None and self.leaves_out:
+                out.copy_(views[MASTER])
+            update(chunk.start, views, grads[chunk.start : chunk.stop], out, factor)
+            put = away.start_writing(out, chunk.start, self.moves) if to_disk and out is not None else []
+            rows.put(number, record, put)
+            if to_disk and record is None:
+                windows.leave(room, put)
+
+
+def _rows_of(state: FlatState) -> Rows:
+    assert state.away is not None
+    assert state.away.rows is not None
+    return state.away.rows
+
+
+def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
+    """Whether it is a view of the row already."""
+    return value is not None and not rows.on_disk and _storage(value) == _storage(rows.tensors[key])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=decoupled,
+        maximize=bool(group.get("maximize")),
+        fused=bool(group.get("fused")),
+        step=step,
+    )
+
+
+def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
+    """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one. Those with a
+    parameter between them that is not updated are none; and torch's fused update rounds the remainder of each its own
+    way."""
+    found: list[tuple[Interval, AdamSettings]] = []
+    last: Held | None = None
+    for held, settings in runs:
+        is_next = last is not None and held.index == last.index + 1
+        has_remainder = settings.fused and last is not None and last.where.num_elems % FUSED_LANES
+        if is_next and found[-1][1] == settings and not has_remainder:
+            found[-1] = (Interval(found[-1][0].start, held.where.stop), settings)
+        else:
+            found.append((held.where, settings))
+        last = held
+    return found
+
+
+def _inside(where: Interval, start: int, num_elems: int) -> slice | None:
+    """An interval of the rows, in a chunk of them."""
+    common = where.overlap(Interval(start, start + num_elems))
+    return slice(common.start - start, common.stop - start) if common.num_elems else None

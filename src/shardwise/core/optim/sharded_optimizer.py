@@ -1,0 +1,519 @@
+"""The user's optimizer, updating this rank's part of the masters.
+
+Class, groups, hyper-parameters and state stay the inner optimizer's own. Its groups hold the user's parameters; while
+it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ...base.errors import ConfigurationError, StateError
+from ..schedule.step_schedule import PART_ELEMS
+from ..unit.carrier import Channels
+from ..unit.stand_ins import OnDisk
+from ..unit.state import FlatState
+from ..wire.collectives import exchange
+from .clip import global_norm, require_limit, require_norm_type
+from .elementwise_probe import refuse_unless_elementwise
+from .groups import UserState, as_list, names_of_joining, shard_groups
+from .host_updates import FlatUpdate, HostUpdates, can_be_cut
+from .loss_scaler import LossScaler
+
+
+class Stepper(Protocol):
+    """What the optimizer asks of the engine, for the flats that are its own."""
+
+    @property
+    def owner(self) -> object: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def all_states(self) -> list[FlatState]: ...
+    @property
+    def trainable_states(self) -> list[FlatState]: ...
+    @property
+    def update_order(self) -> list[list[FlatState]]: ...
+    def begin_step(self) -> None: ...
+    def finish_gradients(self) -> None: ...
+    def await_gradients(self) -> None: ...
+    def await_update_of(self, state: FlatState) -> None: ...
+    def await_host_of(self, state: FlatState) -> None: ...
+    def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
+    def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
+    def forget_gradients(self, set_to_none: bool) -> None: ...
+    def was_updated(self) -> None: ...
+    def close_step(self, updated: bool) -> None: ...
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        stepper: Stepper,
+        channels: Channels,
+        scaler: LossScaler | None,
+        early_update: bool,
+        host: HostUpdates,
+        skip_nonfinite: bool,
+    ) -> None:
+        # Not super().__init__: groups and state are the inner optimizer's.
+        self._inner = inner
+        for name in ("state_dict", "load_state_dict", "add_param_group"):
+            inner.__dict__[name] = partial(_refuse_old, name)
+        self._stepper = stepper
+        self._channels = channels
+        self._scaler = scaler
+        self._host = host
+        self._skips = skip_nonfinite or scaler is not None
+        self._num_skipped = 0
+        self._places: dict[Tensor, tuple[FlatState, int]] = {}
+        self._parts: list[Part] = []
+        self._parts_are_for: tuple[object, bool] = (None, False)
+        # With early updates: the flats that have arrived in this step, and the parts that are updated already.
+        self._is_early = early_update
+        self._arrived: set[FlatState] = set()
+        self._updated: set[int] = set()
+        # Flats that the host has been given to update in this step.
+        self._given: set[FlatState] = set()
+        self._settings_when_early: list[dict[str, Any]] = []
+
+    # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __repr__(self) -> str:
+        return f"Sharded{self._inner!r}"
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The user's own, whose groups and state hold this rank's parts."""
+        return self._inner
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        return self._scaler
+
+    def kept(self, resting: Tensor, key: str) -> Any:
+        """What the optimizer keeps for a parameter, brought here if it is on disk."""
+        value = self._inner.state[resting][key]
+        if isinstance(value, OnDisk):
+            state, index = self._place_of(resting)
+            return self._host.read(state, index, key).view(resting.shape)
+        return value
+
+    def was_restored(self, resting: Tensor) -> None:
+        """What it keeps for a parameter was set from outside."""
+        state, _ = self._place_of(resting)
+        if state.flat.host_updates:
+            self._host.take_over([state])
+
+    @property  # type: ignore[override]
+    def state(self) -> UserState:
+        """What is kept for each of the user's parameters that this rank has a part of: of that part."""
+        for state in self._stepper.trainable_states:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)  # its last update may still run there
+        return UserState(self._inner, self.was_restored)
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        shown = self.state
+        shown.clear()
+        shown.update(value)
+
+    def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
+        if not self._places:
+            for state in self._stepper.trainable_states:
+                self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
+        return self._places[resting]
+
+    def belongs_to(self, engine: object) -> bool:
+        return self._stepper.owner is engine
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 gradients are multiplied by at present; 1 in every other precision."""
+        return 1.0 if self._scaler is None else float(self._scaler.scale)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite: in fp16 it may have overflowed."""
+        return self._num_skipped if self._scaler is None else self._scaler.num_skipped
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Asked by `torch.amp.GradScaler.step`, if it is enabled."""
+        raise StateError(
+            "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
+            "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
+            "enabled=False"
+        )
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients down so that their norm is at most `max_norm` (above 0); returns the norm before.
+
+        The norm is over all parameters and ranks, and the same on every rank. With `error_if_nonfinite` one that is
+        not finite is an error on every rank, and the gradients stay as they are.
+        """
+        order = require_norm_type(norm_type)
+        require_limit("max_norm", max_norm)
+        final = self._final_gradients("clip_grad_norm")
+        norm = self._norm(order)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise StateError(
+                f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped: "
+                "error_if_nonfinite=False goes on, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
+            )
+        self._multiply(final, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Bring every element of the gradients into -clip_value ... clip_value (above 0), the same on every rank."""
+        final = self._final_gradients("clip_grad_value")
+        limit = self._agreed("clip_grad_value", clip_value)
+        require_limit("clip_value", limit)
+        self._stepper.await_gradients()
+        for state in final:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+            state.gradient.final_at_hand.clamp_(-limit, limit)
+            state.gradient.square = None
+
+    def scale_grads(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number, which is the same on every rank: one over the tokens of a step."""
+        final = self._final_gradients("scale_grads")
+        number = self._agreed("scale_grads", factor)
+        self._stepper.await_gradients()
+        self._multiply(final, torch.full((), number, dtype=torch.float32, device=self._stepper.device))
+        self._apply_clips(final)
+
+    def _final_gradients(self, verb: str) -> list[FlatState]:
+        """Flats that have a gradient, complete and as it was clipped so far."""
+        if self._is_early:
+            raise StateError(
+                f"optimizer.{verb} with early_update=True: weights are updated before all gradients are known; leave "
+                "early_update"
+            )
+        self._stepper.finish_gradients()
+        final = [state for state in self._stepper.trainable_states if state.gradient.stage == "final"]
+        self._apply_clips(final)
+        return final
+
+    def _apply_clips(self, states: list[FlatState]) -> None:
+        for state in states:
+            if state.gradient.clipped_by is not None:
+                self._stepper.await_host_of(state)
+                state.gradient.apply_clip()
+
+    def _agreed(self, verb: str, value: float | Tensor) -> float:
+        values: list[float] = exchange(self._channels["world"], float(value))
+        if len({repr(each) for each in values}) > 1:
+            raise StateError(
+                f"optimizer.{verb} was given other numbers by the ranks, from rank 0 on {values}: gradients are the "
+                "mean over all ranks already; give it one number, summed over the ranks where it counts samples"
+            )
+        return values[0]
+
+    @staticmethod
+    def _multiply(states: list[FlatState], factor: Tensor) -> None:
+        on_device = [state.gradient.final for state in states if not state.flat.host_updates]
+        if on_device:
+            torch._foreach_mul_(on_device, factor)
+        for state in states:
+            if state.flat.host_updates:
+                # What has left the device is multiplied where it is read.
+                state.gradient.clipped_by = factor
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        self._stepper.begin_step()
+        if closure is not None:
+            return self._step_with(closure)
+        self._stepper.finish_gradients()
+        overflowed = self._skips and not bool(torch.isfinite(self._norm()))
+        self._num_skipped += overflowed
+        if not overflowed:
+            self._update()
+        if self._scaler is not None:
+            self._scaler.after_step(overflowed)
+        self._stepper.close_step(updated=not overflowed)
+        return None
+
+    def _update(self) -> None:
+        """Part by part, each as soon as its gradients are there, in the order in which they come."""
+        if (self._updated or self._given) and self._settings_when_early != plain_settings(self._inner):
+            raise StateError(
+                "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
+                "early_update=True weights were updated before: change them after step()"
+            )
+        parts = self._current_parts()
+        for number, part in enumerate(parts):
+            if number not in self._updated:
+                self._update_part(part, early=False)
+        states = self._stepper.trainable_states
+        self._update_on_host([] if self._is_at_once else [state for state in states if state not in self._given])
+        # Asked by schedulers that were built on the inner optimizer, which may have had nothing to update itself.
+        vars(self._inner)["_opt_called"] = True
+        self._arrived.clear()
+        self._updated.clear()
+        self._given.clear()
+
+    def _update_on_host(self, states: Iterable[FlatState]) -> None:
+        ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
+        if not ready:
+            return
+        settings: dict[Tensor, dict[str, Any]] = {}
+        for group, shards in zip(self._inner.param_groups, shard_groups(self._inner), strict=True):
+            # A scheduler may change a tensor in place before the update runs.
+            now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            del now["params"]
+            settings |= dict.fromkeys(shards, now)
+        for state in ready:
+            # Of the last step, if nothing has asked for its weights since.
+            self._stepper.await_update_of(state)
+        self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
+        self._given.update(ready)
+
+    @property
+    def _is_at_once(self) -> bool:
+        """The optimizer must see all parameters at once, those on the host too."""
+        return not can_be_cut(self._inner) or _has_hooks(self._inner)
+
+    def update_early(self, states: list[FlatState]) -> None:
+        """During the backward: the gradients of `states` are final. What is complete now is updated now."""
+        if not self._arrived.isdisjoint(states):
+            raise StateError(
+                "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
+                "backwards before the last one inside `with sw.accumulate(model):`"
+            )
+        if not self._updated and not self._given:
+            self._settings_when_early = plain_settings(self._inner)
+        self._arrived.update(states)
+        for number, part in enumerate(self._current_parts()):
+            # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
+            if number not in self._updated and all(
+                state in self._arrived and all(state.gradient.used) for state in part.states
+            ):
+                self._update_part(part, early=True)
+                self._updated.add(number)
+        if not self._is_at_once:
+            self._update_on_host([state for state in states if all(state.gradient.used)])
+
+    def _current_parts(self) -> list["Part"]:
+        order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
+        if self._parts_are_for[0] is not order or self._parts_are_for[1] != has_hooks:
+            self._parts = cut_into_parts(self._inner, order, self._is_at_once)
+            self._parts_are_for = (order, has_hooks)
+        return self._parts
+
+    def _update_part(self, part: "Part", early: bool) -> None:
+        self._await_host(part.states)
+        with self._stepper.updating(part.states, early):
+            self._hand_over_gradients(part.states)
+            try:
+                with self._holding(part.groups):
+                    self._inner.step()
+            finally:
+                for state in part.states:
+                    state.hide_gradients()
+        self._publish(part.states)
+
+    @contextmanager
+    def _holding(self, shards: list[list[Tensor]]) -> Iterator[None]:
+        """Inside, the groups hold these tensors. The lists stay the same objects: some optimizers keep them."""
+        lists = [group["params"] for group in self._inner.param_groups]
+        users = [list(params) for params in lists]
+        for params, held in zip(lists, shards, strict=True):
+            params[:] = held
+        try:
+            yield
+        finally:
+            for params, own in zip(lists, users, strict=True):
+                params[:] = own
+
+    def _await_host(self, states: list[FlatState]) -> None:
+        """Before the optimizer itself is given parameters on the host."""
+        on_disk = [state for state in states if state.flat.master_on == "disk"]
+        if on_disk:
+            raise StateError(
+                f"unit {on_disk[0].unit_name!r} rests on disk, and {type(self._inner).__name__} must see all "
+                "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
+                "on the host"
+            )
+        for state in states:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+
+    def _publish(self, states: list[FlatState]) -> None:
+        """The optimizer itself has updated parameters on the host."""
+        for state in states:
+            if state.away is not None and state.flat.host_updates:
+                self._host.take_over([state])
+                state.publish(state.away.memory.moves)
+
+    def _step_with(self, closure: Callable[[], float]) -> float:
+        """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
+        if self._scaler is not None:
+            raise StateError(
+                "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
+            )
+        if self._is_early:
+            raise StateError("optimizer.step(closure) with early_update=True: the closure's backward updates already")
+
+        def evaluate() -> float:
+            self._take_back_gradients()
+            self._publish(self._stepper.trainable_states)
+            self._stepper.was_updated()
+            with torch.enable_grad():
+                loss = closure()
+            self._stepper.finish_gradients()
+            self._stepper.await_gradients()
+            self._await_host(self._stepper.trainable_states)
+            self._hand_over_gradients(self._stepper.trainable_states)
+            return loss
+
+        with self._holding(shard_groups(self._inner)):
+            loss: float = self._inner.step(evaluate)
+        self._take_back_gradients()
+        self._publish(self._stepper.trainable_states)
+        self._stepper.close_step(updated=True)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._updated or self._given:
+            raise StateError(
+                "optimizer.zero_grad() before optimizer.step() with early_update=True: weights were updated already "
+                "during the backward, and cannot go back; call optimizer.step() first"
+            )
+        self._arrived.clear()
+        self._take_back_gradients()
+        self._stepper.forget_gradients(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take in parameters of the model that are trained and in no group yet; every rank calls it."""
+        world, own = self._channels["world"], self._stepper.trainable_states
+        names, complaint = names_of_joining(self._inner, param_group["params"], own, self._stepper.all_states)
+        plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}
+        told = exchange(world, (complaint, names, repr(plain)))
+        complaint = next((each[0] for each in told if each[0]), "")
+        if not complaint and any(each != told[0] for each in told):
+            complaint = f"the ranks gave other groups: {told}"
+        if complaint:
+            raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
+        type(self._inner).add_param_group(self._inner, {**param_group, "params": as_list(param_group["params"])})
+        try:
+            if any(state.flat.depth_of_master for state in own):
+                refuse_unless_elementwise(self._inner, self._stepper.device)
+            self._host.refuse_other_rows()
+        except ConfigurationError as error:
+            complaint = str(error)
+        complaint = next((each for each in exchange(world, complaint) if each), "")
+        if complaint:
+            self._inner.param_groups.pop()
+            raise ConfigurationError(complaint)
+        self._parts_are_for = (None, False)
+
+    def state_dict(self) -> NoReturn:
+        raise StateError(
+            "optimizer.state_dict() holds this rank's shards, without saying which: call "
+            "sw.save(path, model, optimizer) on every rank"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        raise StateError(
+            "optimizer.load_state_dict() does not know about shards: call sw.load(path, model, optimizer) on every "
+            "rank, or load a state dict before sw.shard is called"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise StateError("a sharded optimizer cannot be copied: copy it before sw.shard")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("a sharded optimizer cannot be pickled: it holds this rank's shards only")
+
+    def _norm(self, norm_type: float = 2.0) -> Tensor:
+        self._stepper.await_gradients()
+        for state in self._stepper.trainable_states if norm_type != 2.0 else ():
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+        return global_norm(self._stepper.trainable_states, self._channels, self._stepper.device, norm_type)
+
+    @staticmethod
+    def _hand_over_gradients(states: list[FlatState]) -> None:
+        for state in states:
+            gradient = state.gradient
+            gradient.apply_clip()
+            grads = gradient.final_by_param() if gradient.stage == "final" else {}
+            for index in state.held:
+                state.resting_params[index].grad = grads[index] if grads and gradient.used[index] else None
+
+    def _take_back_gradients(self) -> None:
+        for state in self._stepper.trainable_states:
+            state.hide_gradients()
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of every group that are plain numbers; a tensor is read when an update runs."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
+        for group in optimizer.param_groups
+    ]
+
+
+def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """A number above zero that stands for all plain settings; so small that a sum over ranks fits into 32 bits."""
+    return 1 + zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Flats that are updated together, and this rank's parts of their parameters, group by group."""
+
+    states: list[FlatState]
+    groups: list[list[Tensor]]
+
+
+def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], at_once: bool) -> list[Part]:
+    """Neighbouring units, a part at least `PART_ELEMS` long, without those that the host updates.
+
+    All in one where the optimizer may keep more than the state of each parameter, such as a counter of its steps:
+    then it must see them all at once. torch's own do not, but hooks expect to run once a step.
+    """
+    parts: list[list[FlatState]] = [[]]
+    for states in units:
+        if not at_once and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
+            parts.append([])
+        parts[-1] += [state for state in states if at_once or not state.flat.host_updates]
+    return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
+    held = {param for state in states for param in state.resting_params}
+    return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
+
+
+def _refuse_old(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StateError(
+        f"optimizer.{name}() of the optimizer that was given to sw.shard: use the one that sw.shard returned, and "
+        "sw.save and sw.load for its state"
+    )

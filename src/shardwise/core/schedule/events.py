@@ -1,0 +1,273 @@
+"""A training step as the list of everything that happens in it: the engine's schedule, run without tensors.
+
+The planner costs this list, and the tests compare it with the ledger of a real step, byte for byte. An event may move
+bytes between ranks (`calls`), and between the memories of its own rank (`moves`): to the device and back to the host
+over the bus, from disk and to it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from ...base.dtypes import INT32, dtype_of
+from ...base.intervals import pieces
+from ..wire.codec import encoded_bytes
+from ..wire.ledger import Call, describe_call
+from .flat import Flat, Hop, Pass
+from .state_bytes import LOST
+from .step_schedule import FlatGather, Occupancy, Schedule, UnitPlan
+
+Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
+Way = Literal["to_device", "to_host", "read", "write"]
+
+ALL = "all"  # the unit of an event that concerns every one
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    way: Way
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`host_elems` are parameters that the host updates. `encode_bytes` and `decode_bytes` are what the device reads
+    and writes of its own memory before the first of `calls` and after it, where they carry something encoded."""
+
+    verb: Verb
+    unit: str
+    calls: tuple[Call, ...] = ()
+    moves: tuple[Move, ...] = ()
+    host_elems: int = 0
+    encode_bytes: int = 0
+    decode_bytes: int = 0
+
+
+def step_events(
+    schedule: Schedule,
+    num_micro_batches: int = 1,
+    *,
+    first_step: bool = False,
+    clips: bool = False,
+    num_moments: float = 2,
+) -> list[Event]:
+    """A whole training step. Later steps begin with the gathers started right after the update before."""
+    occupancy = Occupancy(schedule)
+    told = _Teller(schedule)
+    events: list[Event] = []
+    if not first_step:
+        for _ in _micro_batches(schedule, occupancy, num_micro_batches):
+            pass
+        occupancy.masters_changed()
+        events.extend(told(happening) for happening in _gathers(occupancy, schedule.after_step, "forward"))
+    events.extend(told(happening) for happening in _micro_batches(schedule, occupancy, num_micro_batches))
+    events.append(_agreement(schedule))
+    if clips:
+        events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
+    events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
+    return events
+
+
+class _Happening(NamedTuple):
+    """What the engine does, before it is known what that moves. `is_first` and `is_last` are of a step's reductions."""
+
+    verb: Verb
+    unit: int
+    todo: tuple[FlatGather, ...] = ()
+    is_first: bool = False
+    is_last: bool = False
+
+
+class _Teller:
+    """Makes events. Units that share their flats move the same, which is worked out once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._units = schedule.units
+        self._known: dict[tuple[object, ...], Event] = {}
+
+    def __call__(self, happening: _Happening) -> Event:
+        unit = self._units[happening.unit]
+        if happening.verb not in ("gather", "reduce"):
+            return Event(happening.verb, unit.name)
+        key = (happening.verb, id(unit.flats), happening.todo, happening.is_first, happening.is_last)
+        known = self._known.get(key)
+        if known is None:
+            if happening.verb == "gather":
+                known = gather_event(unit, happening.todo)
+            else:
+                known = reduce_event(unit, happening.is_first, happening.is_last)
+            self._known[key] = known
+        return replace(known, unit=unit.name)
+
+
+def _agreement(schedule: Schedule) -> Event:
+    """The ranks tell each other which parameters were used, one number each, and what their optimizers are set to."""
+    num_params = sum(len(flat.params) for flat in schedule.trainable_flats)
+    num_ranks = schedule.num_ranks
+    call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)
+    return Event("agree", ALL, (call,) if num_ranks > 1 and num_params else ())
+
+
+def _norm_calls(schedule: Schedule) -> Iterator[Call]:
+    """One number for each way of splitting, summed along the axes of each."""
+    sizes = {
+        flat.layout.chain[: flat.depth_of_master]: flat.axis_sizes[: flat.depth_of_master]
+        for flat in schedule.trainable_flats
+    }
+    for axes in sorted(sizes):
+        for axis, size in zip(axes, sizes[axes], strict=True):
+            if size > 1:
+                yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
+
+
+def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> Iterator[_Happening]:
+    units = schedule.units
+    is_trained = [unit.trainable for unit in units]
+    is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
+    for index in range(num_micro_batches):
+        for unit in schedule.order:
+            yield from _gathers(occupancy, schedule.before_forward[unit], "forward")
+            yield _Happening("forward", unit)
+        yield from _gathers(occupancy, schedule.read_holders, "backward")
+        for unit in reversed(schedule.order):
+            yield from _gathers(occupancy, schedule.before_backward[unit], "backward")
+            yield _Happening("backward", unit)
+            if is_dropped[unit]:
+                occupancy.release(unit)
+            if is_trained[unit]:
+                yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
+
+
+def _gathers(occupancy: Occupancy, units: Iterable[int], pass_: Pass) -> Iterator[_Happening]:
+    for unit in units:
+        if not occupancy.is_ready(unit, pass_):
+            yield _Happening("gather", unit, tuple(occupancy.take(unit, pass_)))
+
+
+def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
+    calls: list[Call] = []
+    moves: list[Move] = []
+    encode_bytes = decode_bytes = 0
+    for at, is_stale, is_encoded in todo:
+        flat = unit.flats[at]
+        hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
+        calls.extend(_gather_calls(flat, hops, is_encoded))
+        moves.extend(_fetches(flat, is_stale))
+        if is_encoded:
+            encode_bytes += _row_making_bytes(flat, is_stale)
+            decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
+    return Event("gather", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
+
+
+def _row_making_bytes(flat: Flat, is_stale: bool) -> int:
+    """Before a gather of rows: from this rank's master, cast already, or from the copy at rest, which is such rows; a
+    new one is copied there."""
+    copied = 2 * flat.rest_bytes if flat.copy_is_encoded else 0
+    encoded = flat.num_master * flat.compute.itemsize + flat.row_bytes
+    return copied + (encoded if is_stale or not flat.copy_is_encoded else 0)
+
+
+def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
+    """What comes to the device before the hops of a gather, and what goes from it after those that refresh a copy."""
+    own, at_rest = (num * flat.compute.itemsize for num in (flat.num_master, flat.num_rest))
+    if flat.rest_on is None or flat.rest_is_own:
+        newest_on = "host" if flat.has_out else flat.master_on
+        resting_on = newest_on if flat.rest_on is None else flat.rest_on
+        if resting_on == "disk":
+            yield Move("read", own)
+        if resting_on != "device" or (is_stale and flat.host_updates):
+            yield Move("to_device", own)
+        return
+    if is_stale:
+        if flat.host_updates:
+            yield Move("to_device", own)
+        if flat.rest_on != "device":
+            yield Move("to_host", at_rest)
+        if flat.rest_on == "disk":
+            yield Move("write", at_rest)
+    elif flat.rest_on != "device":
+        if flat.rest_on == "disk":
+            yield Move("read", at_rest)
+        yield Move("to_device", at_rest)
+
+
+def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
+    """Gradients that rest on the host come back to be added to."""
+    calls: list[Call] = []
+    moves: list[Move] = []
+    encode_bytes = decode_bytes = 0
+    for flat in unit.flats:
+        if flat.trainable:
+            hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
+            calls.extend(_reduce_calls(flat, hops))
+            first, *others = (*_coding_bytes(flat, hops), 0)
+            encode_bytes += first
+            decode_bytes += sum(others)
+            if flat.grads_on_host and not is_first:
+                moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
+            if flat.host_updates and is_last:
+                moves.append(Move("to_host", flat.num_master * flat.reduce.itemsize))
+            elif flat.grads_on_host:
+                moves.append(Move("to_host", flat.num_grads * flat.reduce.itemsize))
+    return Event("reduce", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
+
+
+def update_event(unit: UnitPlan, num_moments: float) -> Event:
+    host_elems = 0
+    moves: list[Move] = []
+    for flat in unit.flats:
+        # A part that is padding alone is not updated.
+        if flat.host_updates and any(pieces(flat.intervals, flat.spans[flat.depth_of_master])):
+            host_elems += flat.num_master
+            if flat.master_on == "disk":
+                num_bytes = round(flat.num_master * flat.master.itemsize * (1 + num_moments))
+                moves += [Move("read", num_bytes), Move("write", num_bytes)]
+            if flat.rest_on == "disk" and flat.rest_is_own:
+                moves.append(Move("write", flat.num_master * flat.compute.itemsize))
+    return Event("update", unit.name, (), _added_up(moves), host_elems)
+
+
+def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
+    ways = dict.fromkeys(move.way for move in moves)
+    return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
+
+
+def _gather_calls(flat: Flat, hops: Iterable[Hop], is_encoded: bool) -> Iterator[Call]:
+    """Rows of masters, if they are encoded, through all hops."""
+    for hop, num_ranks, num_elems in flat.moving(hops):
+        if is_encoded:
+            num_bytes = num_elems // flat.num_master * flat.row_bytes
+            yield Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks)
+        else:
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
+
+
+def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
+    """Rows of what each rank sums, if they are encoded, and of the sums, if all ranks want them."""
+    codec = flat.grads_codec
+    for hop, num_ranks, num_elems in flat.moving(hops):
+        if codec is None:
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
+            continue
+        num_bytes = num_ranks * encoded_bytes(codec, num_elems // num_ranks)
+        yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
+        if hop.kind == "all_reduce":
+            yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
+
+
+def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
+    """What a reduction's encodings and decodings read and write, one after the other: of every hop the rows to be sent,
+    and the sum of those that came; and where all ranks want it, the rows of the sum. With feedback, what was lost is
+    added first, and what is lost is found out: rows once more, three times the gradient, six times what is kept."""
+    codec = flat.grads_codec
+    if codec is None:
+        return
+    for hop, num_ranks, num_elems in flat.moving(hops):
+        part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
+        row = encoded_bytes(codec, num_elems // num_ranks)
+        lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
+        yield whole + num_ranks * row + lost
+        yield num_ranks * row + part
+        if hop.kind == "all_reduce":
+            yield part + row
+            yield num_ranks * row + whole

@@ -1,0 +1,313 @@
+"""One flat buffer of a unit as a pure value: what lies in it, and every hop that gathers or reduces it.
+
+Parameters of one unit with the same dtypes, trainability and optimizer share a flat. The layout's chain of axes
+splits it again and again; `spans[d]` is what this rank holds after d splits. Parameters, gradients and
+optimizer each stop at a depth of the chain, so every layout is three numbers:
+
+    gather   master at depth O -> copy at rest at depth P -> whole at depth 0
+    reduce   whole at depth 0 -> gradient at depth G, each micro-batch -> depth O, once a step
+
+and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
+Frozen parameters have no optimizer: they stop at P.
+
+What travels encoded is a flat of its own: matrices are, what else a unit has travels as it is. The parts that ranks
+hold of it are rows of bytes on the way (`wire/encoded.py`), and so is a copy at rest that several masters make up.
+
+Each of them rests in a place, too. Where the optimizer is not on the device, the host updates: it reads the gradient on
+the host, and leaves the new weights there in the compute dtype.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from ...base.dtypes import FP32, DType
+from ...base.intervals import BLOCK_ELEMS, Interval, nested_shards, place
+from ..layout import Layout, Place
+from ..precision import Precision
+from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
+from ..wire.ledger import Kind
+from .model import FoundUnit, Param, matches
+
+# What gathered parameters are for.
+Pass = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One collective over `axis`, in place on the part of the flat that a rank holds at `depth`."""
+
+    kind: Kind
+    axis: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    params: tuple[Param, ...]
+    layout: Layout
+    axis_sizes: tuple[int, ...]
+    axis_indices: tuple[int, ...]
+    compute: DType
+    master: DType
+    reduce: DType
+    trainable: bool
+
+    @property
+    def optimizer(self) -> int:
+        """The number of the one that updates it."""
+        return self.params[0].optimizer
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them: a chain's axes make up the world."""
+        return prod(self.axis_sizes)
+
+    @cached_property
+    def depth_of_params(self) -> int:
+        return self.layout.depth(self.layout.params)
+
+    @cached_property
+    def depth_of_grads(self) -> int:
+        return self.layout.depth(self.layout.grads)
+
+    @cached_property
+    def depth_of_master(self) -> int:
+        return self.layout.depth(self.layout.optimizer) if self.trainable else self.depth_of_params
+
+    @cached_property
+    def params_codec(self) -> Codec | None:
+        """None: as they are, or nowhere."""
+        is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
+        is_encoded = self.layout.params_as != AS_IS and is_split and self._has_elems
+        return parse(self.layout.params_as) if is_encoded else None
+
+    @cached_property
+    def rounds_forwards(self) -> bool:
+        """Parameters travel encoded to a forward, and as they are to a backward."""
+        return self.params_codec is not None and self.params_codec.is_forward_only
+
+    def is_encoded_for(self, pass_: Pass) -> bool:
+        return self.params_codec is not None and (pass_ == "forward" or not self.rounds_forwards)
+
+    @cached_property
+    def grads_codec(self) -> Codec | None:
+        is_encoded = self.layout.grads_as != AS_IS and self.trainable and self.num_ranks > 1 and self._has_elems
+        return parse(self.layout.grads_as) if is_encoded else None
+
+    @property
+    def _has_elems(self) -> bool:
+        return any(param.num_elems for param in self.params)
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[Interval, ...], int]:
+        sizes = [param.num_elems for param in self.params]
+        codecs = [codec for codec in (self.params_codec, self.grads_codec) if codec is not None]
+        # A sum that all ranks want is made by all of them, each its part.
+        depth = self.depth_of_master if self.grads_codec is None else len(self.axis_sizes)
+        return place(sizes, prod(self.axis_sizes[:depth]), max([BLOCK_ELEMS, *(codec.block for codec in codecs)]))
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        return self._placed[0]
+
+    @property
+    def num_elems(self) -> int:
+        return self._placed[1]
+
+    @cached_property
+    def spans(self) -> tuple[Interval, ...]:
+        depth = self.depth_of_master
+        return nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
+
+    @cached_property
+    def master_on(self) -> Place:
+        return self.layout.optimizer_on if self.trainable else self.layout.params_on
+
+    @cached_property
+    def host_updates(self) -> bool:
+        """The host does, wherever it keeps what it updates."""
+        return self.trainable and self.master_on != "device"
+
+    @cached_property
+    def grads_on_host(self) -> bool:
+        """Between micro-batches, too; else gradients leave the device once they are final."""
+        return self.host_updates and self.layout.grads_on == "host"
+
+    @cached_property
+    def reduces_in_slot(self) -> bool:
+        """Gradients travel in a slot, not where they rest: that holds a part of them, or is not on the device."""
+        return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
+
+    @cached_property
+    def master_is_whole(self) -> bool:
+        """The master is the compute copy: same dtype, same place, nothing to gather."""
+        return self.depth_of_master == 0 and self.master == self.compute and self.master_on == "device"
+
+    @cached_property
+    def rest_on(self) -> Place | None:
+        """Where a copy in the compute dtype rests between master and whole: where the parameters should rest, if the
+        master is split further, rests elsewhere, or would travel to the device in more bits than it is used in."""
+        place = self.layout.params_on
+        if self.depth_of_params == 0:
+            return None
+        is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
+        travels_larger = place != "device" and self.master != self.compute
+        is_among_moments = place == "disk" and self.trainable
+        return place if is_other or travels_larger or is_among_moments else None
+
+    @cached_property
+    def rest_is_own(self) -> bool:
+        """The copy at rest is what the update of this rank writes, and nobody else's."""
+        return self.rest_on is not None and self.depth_of_params == self.depth_of_master
+
+    @cached_property
+    def has_out(self) -> bool:
+        """Updated weights have a place of their own on the host, from which they go to the device: unless that is the
+        copy at rest, or the master itself."""
+        is_master = self.master_on == "host" and self.master == self.compute
+        is_rest = self.rest_is_own and self.rest_on != "device"
+        return self.host_updates and not is_master and not is_rest
+
+    @property
+    def copy_is_encoded(self) -> bool:
+        """The copy at rest is kept as it came."""
+        return self.params_codec is not None and self.rest_on == "device" and not self.rest_is_own
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of a rank's master, encoded."""
+        return 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of a copy at rest on the device."""
+        if self.copy_is_encoded:
+            return self.num_rest // self.num_master * self.row_bytes
+        return self.num_rest * self.compute.itemsize
+
+    @cached_property
+    def gathered_row_bytes(self) -> int:
+        """Of rows under way in a gather."""
+        return self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """Of rows under way in a reduction: sent, and received, in the largest of its hops."""
+        if self.grads_codec is None:
+            return 0
+        return max(
+            2 * num_ranks * encoded_bytes(self.grads_codec, num_elems // num_ranks)
+            for _, num_ranks, num_elems in self.moving((*self.reduce_hops, *self.sync_hops))
+        )
+
+    @property
+    def num_lost(self) -> int:
+        """Elements whose loss in encoding is kept, with feedback: of every hop."""
+        if self.grads_codec is None or not self.grads_codec.has_feedback:
+            return 0
+        return sum(num_elems for _, _, num_elems in self.moving((*self.reduce_hops, *self.sync_hops)))
+
+    @property
+    def num_master(self) -> int:
+        """Elements of the master on this rank."""
+        return self.spans[self.depth_of_master].num_elems
+
+    @property
+    def num_rest(self) -> int:
+        return self.spans[self.depth_of_params].num_elems
+
+    @property
+    def num_grads(self) -> int:
+        return self.spans[self.depth_of_grads].num_elems
+
+    @cached_property
+    def refresh_hops(self) -> tuple[Hop, ...]:
+        return self._gathers(self.depth_of_master, self.depth_of_params)
+
+    @cached_property
+    def gather_hops(self) -> tuple[Hop, ...]:
+        return self._gathers(self.depth_of_params, 0)
+
+    @cached_property
+    def master_hops(self) -> tuple[Hop, ...]:
+        """From the master straight to the whole, for reading weights in full precision."""
+        return self._gathers(self.depth_of_master, 0)
+
+    @cached_property
+    def reduce_hops(self) -> tuple[Hop, ...]:
+        return self._scatters(0, self.depth_of_grads)
+
+    @cached_property
+    def sync_hops(self) -> tuple[Hop, ...]:
+        rest = self.layout.chain[self.depth_of_master :]
+        sums = tuple(Hop("all_reduce", axis, self.depth_of_master) for axis in rest)
+        return self._scatters(self.depth_of_grads, self.depth_of_master) + sums
+
+    def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
+        """Those that move something, with the ranks and the elements of each."""
+        sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
+        for hop in hops:
+            num_elems = self.spans[hop.depth].num_elems
+            if sizes[hop.axis] > 1 and num_elems:
+                yield hop, sizes[hop.axis], num_elems
+
+    def _gathers(self, inner: int, outer: int) -> tuple[Hop, ...]:
+        chain = self.layout.chain
+        return tuple(Hop("all_gather", chain[depth], depth) for depth in reversed(range(outer, inner)))
+
+    def _scatters(self, outer: int, inner: int) -> tuple[Hop, ...]:
+        chain = self.layout.chain
+        return tuple(Hop("reduce_scatter", chain[depth], depth) for depth in range(outer, inner))
+
+
+def flats_of(
+    unit: FoundUnit,
+    layout: Layout,
+    precision: Precision,
+    axes: dict[str, tuple[int, int]],
+    keep_fp32: Sequence[str],
+) -> tuple[Flat, ...]:
+    """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
+    groups: dict[tuple[DType, DType, DType, bool, Layout, int], list[Param]] = {}
+    on_device = kept_params(unit.params, layout.kept)
+    for param in unit.params:
+        kept = matches(param.sites[0].module, keep_fp32)
+        compute = FP32 if kept else precision.compute
+        master = (FP32 if kept else precision.master) if param.trainable else param.dtype
+        own = layout.on_device if param.name in on_device else layout
+        own = own if is_encodable(param) and not kept else own.exact
+        # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
+        groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
+    return tuple(
+        Flat(
+            tuple(params),
+            own,
+            tuple(axes[axis][0] for axis in own.chain),
+            tuple(axes[axis][1] for axis in own.chain),
+            compute,
+            master,
+            precision.reduce,
+            trainable,
+        )
+        for (compute, master, _, trainable, own, _), params in groups.items()
+    )
+
+
+def is_encodable(param: Param) -> bool:
+    """Matrices are; norms, biases and tables of embeddings are few, or felt everywhere."""
+    return len(param.shape) > 1 and not param.is_table
+
+
+def kept_params(params: Sequence[Param], part: float) -> set[str]:
+    """Names, of those that are trained, of about this part of their elements, and not more: the largest that fit."""
+    trained = [param for param in params if param.trainable]
+    room = part * sum(param.num_elems for param in trained)
+    kept: set[str] = set()
+    for param in sorted(trained, key=lambda param: -param.num_elems) if room else ():
+        if param.num_elems <= room:
+            kept.add(param.name)
+            room -= param.num_elems
+    return kept

@@ -1,0 +1,88 @@
+"""A model as the plan sees it: parameters with their names and sizes, and the units they travel in.
+
+Units of a real module are found in `units.py`; those of a model that is only a shape are made in `shapes/shape.py`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from ...base.dtypes import DType
+
+ROOT = "root"
+
+# A block of more elements than this is cut into its parts. Two gather slots in 16 bits and two reduction slots in fp32
+# take 12 bytes of each: 48 GB of an 80 GB device. Dense models in use have smaller blocks (Llama 3.1 405B: 3.2e9).
+LARGE_BLOCK = 4 * 10**9
+# A part of a cut block, or a module outside the blocks, of this many elements is a unit: 64 MiB in 16 bits, which a
+# collective moves at full speed. What is in no such unit is gathered from the forward to the end of the backward.
+LARGE_PART = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a parameter is registered: the module's path and the attribute."""
+
+    module: str
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter by its first name. `sites` are all places it is used under, tied weights have several. `is_table`:
+    one of them looks rows up in it. `optimizer`: the number of the one that updates it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    trainable: bool
+    sites: tuple[Site, ...]
+    is_table: bool = False
+    optimizer: int = 0
+
+    @property
+    def num_elems(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundUnit:
+    """`path` is the module's path in the model; `holds_units` says that other units lie inside it.
+
+    `backward_reads` is False where a backward computes gradients without the weights: plain embeddings.
+    """
+
+    name: str
+    path: str
+    params: tuple[Param, ...]
+    holds_units: bool
+    backward_reads: bool
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a module's path, or the path of a module around it, matches one of the patterns."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)
+
+
+def least_outside(block_elems: int) -> float:
+    """The elements from which on a module outside the blocks is a unit: those of a large part, or of half a block."""
+    return min(LARGE_PART, block_elems / 2)
+
+
+def parts_of(block: str, size: Callable[[str], int], children: Callable[[str], Iterable[str]]) -> list[str]:
+    """The paths of a block's parts that are units in its place; empty where it is one itself: if it is not too large,
+    or if so much would be left in it that it had better come and go as a whole.
+
+    `children` are the modules that a module calls."""
+    if size(block) <= LARGE_BLOCK:
+        return []
+    parts = [child for child in children(block) if size(child) >= LARGE_PART]
+    if size(block) - sum(size(part) for part in parts) >= LARGE_PART:
+        return []
+    return [path for part in parts for path in parts_of(part, size, children) or [part]]

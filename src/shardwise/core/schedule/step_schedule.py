@@ -1,0 +1,265 @@
+"""When everything happens in a step, as a pure value: no process group, no GPU, no tensors.
+
+A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a
+gather has anything to do depends on what memory holds at that moment, and that is kept by `Occupancy`,
+a small state machine over the schedule. The engine executes schedule and occupancy on real buffers;
+`events.step_events` runs the same two without any, and so predicts every collective of a step exactly.
+
+Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
+slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
+slot, so the last units of the forward need no gather in the backward. Units gathered for longer, and
+units that other units lie inside, have memory of their own.
+
+Parameters may travel encoded to forwards alone. What is held so is no use to a backward, which gathers it again, as it
+is; what a backward has gathered serves the next forward.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...base.errors import ConfigurationError
+from ...base.intervals import BLOCK_ELEMS
+from ..layout import Layout
+from .flat import Flat, Pass
+
+# Flats of one unit share a slot; each starts at a multiple of this.
+ALIGN_BYTES = 2 * BLOCK_ELEMS
+# Reduction slots: one travels while the next is written. Gradients that rest whole need none.
+NUM_REDUCTIONS = 2
+# Gathers of encoded parameters that are under way at a time.
+NUM_ROW_SLOTS = 2
+# The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
+# running it. Norms are taken of pieces of this many.
+PART_ELEMS = 32 << 20
+NORM_ELEMS = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """A unit as the schedule sees it."""
+
+    name: str
+    layout: Layout
+    flats: tuple[Flat, ...]
+    holds_units: bool
+    backward_reads: bool
+
+    @property
+    def trainable(self) -> bool:
+        return any(flat.trainable for flat in self.flats)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Gradients as autograd makes them: in the compute dtype."""
+        return sum(flat.num_elems * flat.compute.itemsize for flat in self.flats if flat.trainable)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in self.flats if not flat.master_is_whole)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What a reduction of the unit needs beside the gradients at rest on the device: for them, and for rows."""
+        slots = sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
+        return slots + sum(aligned(flat.exchanged_bytes) for flat in self.flats)
+
+    @property
+    def gathered_row_bytes(self) -> int:
+        return sum(aligned(flat.gathered_row_bytes) for flat in self.flats)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`order` is the forward's; slot numbers index `slot_bytes`; None is memory of the unit's own."""
+
+    units: tuple[UnitPlan, ...]
+    order: tuple[int, ...]
+    slot_of: tuple[int | None, ...]
+    slot_bytes: tuple[int, ...]
+    before_forward: tuple[tuple[int, ...], ...]
+    before_backward: tuple[tuple[int, ...], ...]
+    after_step: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.units[0].flats[0].num_ranks
+
+    @property
+    def trainable_flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats if flat.trainable]
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The units that run one after the other, none inside another."""
+        return tuple(unit for unit in self.order if not self.units[unit].holds_units)
+
+    @property
+    def read_holders(self) -> tuple[int, ...]:
+        """The units that others lie inside, if the backward reads them: theirs begins before those others' do."""
+        units = self.units
+        return tuple(unit for unit in self.order if units[unit].holds_units and units[unit].backward_reads)
+
+    @property
+    def reduce_order(self) -> tuple[int, ...]:
+        """Gradients are reduced in this order on every rank, whatever order they become ready in."""
+        return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """For sums of earlier micro-batches that rest on the host, one at a time."""
+        flats = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
+        return max((flat.num_grads * flat.reduce.itemsize for flat in flats), default=0)
+
+    @property
+    def row_slot_bytes(self) -> int:
+        """For rows of encoded parameters under way."""
+        return max((unit.gathered_row_bytes for unit in self.units), default=0)
+
+    @property
+    def reduction_slot_bytes(self) -> int:
+        return max((unit.reduced_bytes for unit in self.units), default=0)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
+    """`budget_bytes` bounds the ring of gather slots; without it one unit is prefetched ahead."""
+    ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
+    num_slots = _ring_size(units, ring, budget_bytes)
+    slot_of: list[int | None] = [None] * len(units)
+    slot_bytes = [0] * min(num_slots, len(ring))
+    for position, unit in enumerate(ring):
+        slot = position % num_slots
+        slot_of[unit] = slot
+        slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
+    before_forward, before_backward = [], []
+    position_of = {unit: position for position, unit in enumerate(order)}
+    for index, plan in enumerate(units):
+        position = position_of[index]
+        before_forward.append((index, *_ahead(units, order, range(position + 1, len(order)), num_slots - 1)))
+        # The backward of what holds others begins before theirs: what comes after them is not its to gather.
+        others = () if plan.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
+        before_backward.append(tuple(other for other in (index, *others) if units[other].backward_reads))
+    return Schedule(
+        tuple(units),
+        tuple(order),
+        tuple(slot_of),
+        tuple(slot_bytes),
+        tuple(before_forward),
+        tuple(before_backward),
+        before_forward[order[0]],
+    )
+
+
+def _ahead(units: Sequence[UnitPlan], order: Sequence[int], positions: range, num_leaves: int) -> tuple[int, ...]:
+    """The units at these positions up to the last of `num_leaves` that hold no others: those that take slots."""
+    found = []
+    for position in positions:
+        if num_leaves == 0:
+            break
+        found.append(order[position])
+        num_leaves -= not units[order[position]].holds_units
+    return tuple(found)
+
+
+def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int | None) -> int:
+    if budget_bytes is None or not ring:
+        return 2
+    largest = max(ring, key=lambda unit: units[unit].gathered_bytes)
+    needed = units[largest].gathered_bytes
+    if budget_bytes < needed:
+        raise ConfigurationError(
+            f"memory_budget={budget_bytes} bytes is less than one gathered unit needs: {units[largest].name!r} takes "
+            f"{needed} bytes; raise the budget or cut the model into smaller units"
+        )
+    return max(1, min(len(ring), budget_bytes // max(needed, 1)))
+
+
+class FlatGather(NamedTuple):
+    """One of a unit's flats to gather: whether its master is newer than all copies, and whether it travels encoded."""
+
+    at: int
+    is_stale: bool
+    is_encoded: bool
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What gathered memory holds. The engine and the prediction ask the same questions of it.
+
+    `rounded` are the flats of a unit that are held as a forward alone may see them.
+    """
+
+    schedule: Schedule
+    holder: dict[int, int] = field(default_factory=dict)
+    held: list[bool] = field(init=False)
+    fresh: list[bool] = field(init=False)
+    rest_fresh: list[bool] = field(init=False)
+    rounded: list[set[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_units = len(self.schedule.units)
+        self.held = [False] * num_units
+        self.fresh = [False] * num_units
+        self.rest_fresh = [False] * num_units
+        self.rounded = [set() for _ in range(num_units)]
+
+    def is_ready(self, unit: int, pass_: Pass) -> bool:
+        return self.held[unit] and self.fresh[unit] and (pass_ == "forward" or not self.rounded[unit])
+
+    def take(self, unit: int, pass_: Pass) -> list[FlatGather]:
+        """Make `unit` gathered and fresh for a pass; returns what there was to do."""
+        slot = self.schedule.slot_of[unit]
+        if slot is not None:
+            previous = self.holder.get(slot)
+            if previous is not None and previous != unit:
+                self.held[previous] = False
+            self.holder[slot] = unit
+        todo = self.todo(unit, pass_)
+        self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
+        flats, gathered = self.schedule.units[unit].flats, {gather.at for gather in todo}
+        self.rounded[unit] -= gathered
+        if pass_ == "forward":
+            self.rounded[unit] |= {at for at in gathered if flats[at].rounds_forwards}
+        return todo
+
+    def todo(self, unit: int, pass_: Pass) -> list[FlatGather]:
+        """The flats of a unit to gather for a pass."""
+        todo = []
+        for at, flat in enumerate(self.schedule.units[unit].flats):
+            is_there = self.held[unit] and (self.fresh[unit] or not flat.trainable)
+            if is_there and (pass_ == "forward" or at not in self.rounded[unit]):
+                continue
+            is_stale = flat.trainable and not self.rest_fresh[unit]
+            todo.append(FlatGather(at, is_stale, flat.is_encoded_for(pass_)))
+        return todo
+
+    def release(self, unit: int) -> None:
+        """Forget a unit that gives its own memory back."""
+        self.held[unit] = False
+
+    def vacate(self, unit: int) -> None:
+        """Forget a unit that lies in a slot, if it does."""
+        self.held[unit] = False
+        slot = self.schedule.slot_of[unit]
+        if slot is not None and self.holder.get(slot) == unit:
+            del self.holder[slot]
+
+    def masters_changed(self, units: Iterable[int] | None = None) -> None:
+        """After an update of these units, or of all: what is trained is stale everywhere, what is frozen is not."""
+        for unit in range(len(self.held)) if units is None else units:
+            self.fresh[unit] = self.rest_fresh[unit] = False
+            rounded, flats = self.rounded[unit], self.schedule.units[unit].flats
+            rounded.difference_update([at for at in rounded if flats[at].trainable])
+
+    def state(self) -> tuple[object, ...]:
+        """All there is to it, to be compared."""
+        rounded = [set(flats) if held else set() for flats, held in zip(self.rounded, self.held, strict=True)]
+        return dict(self.holder), list(self.held), list(self.fresh), list(self.rest_fresh), rounded
+
+    def forget_all(self) -> None:
+        self.masters_changed()
+        self.held = [False] * len(self.held)

@@ -1,0 +1,242 @@
+"""From a model to units: the sets of parameters that travel together.
+
+A unit is a module with the parameters below it that belong to no unit deeper down; the root takes what
+is left. A parameter used in several units belongs to the nearest unit above all its uses.
+
+Units are the blocks that a model repeats. A very large block (a layer of many experts) gives way to its large parts,
+and keeps the rest, such as norms and a router. Large modules outside the blocks, such as embeddings, are units, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ...base.dtypes import dtype_of
+from ...base.errors import ConfigurationError, did_you_mean
+from ..layout import ALWAYS_WHOLE
+from .model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
+
+# Of what a model may keep whole on every rank: less than the padding of a shard costs.
+SMALL_ELEMS = 4096
+
+Units = str | int | Sequence["str | type[nn.Module]"]
+
+
+def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
+    """The units in the order of their modules, the root first. Units without parameters are left out."""
+    params = _params(model)
+    paths = ["", *_unit_paths(model, units)]
+    owned: dict[str, list[Param]] = {path: [] for path in paths}
+    for param in params:
+        owned[_common_unit([site.module for site in param.sites], paths)].append(param)
+    modules = dict(model.named_modules())
+    found = []
+    if any(owned[path] for path in paths[1:]):
+        small = [param for param in owned[""] if _is_small_and_own(param)]
+        if small:
+            owned[""] = [param for param in owned[""] if param not in small]
+            found.append(FoundUnit(ALWAYS_WHOLE, "", tuple(small), holds_units=True, backward_reads=True))
+    for path in paths:
+        if owned[path]:
+            owners = [modules[site.module] for param in owned[path] for site in param.sites]
+            holds_units = any(_inside(other, path) for other in paths if owned[other])
+            backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
+            found.append(FoundUnit(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
+    return found
+
+
+def _is_small_and_own(param: Param) -> bool:
+    """Registered on the model itself, where a loss may look for it."""
+    return param.num_elems <= SMALL_ELEMS and all(not site.module for site in param.sites)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and list(module._parameters) == ["weight"]
+        and not module._forward_pre_hooks
+    )
+
+
+def _params(model: nn.Module) -> list[Param]:
+    sites: dict[nn.Parameter, list[Site]] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                sites.setdefault(param, []).append(Site(path, attribute))
+    found = []
+    for param, places in sites.items():
+        name = places[0].name
+        if not _is_sharded(name, param):
+            continue
+        is_table = any(isinstance(modules[place.module], (nn.Embedding, nn.EmbeddingBag)) for place in places)
+        dtype = dtype_of(param.dtype)
+        found.append(Param(name, tuple(param.shape), dtype, param.requires_grad, tuple(places), is_table))
+    return found
+
+
+def _is_sharded(name: str, param: nn.Parameter) -> bool:
+    """Frozen integers, complex numbers and quantised tensors of other libraries stay whole on every rank."""
+    if isinstance(param, UninitializedParameter):
+        raise ConfigurationError(
+            f"parameter {name!r} of a lazy module has no shape yet: call the model once on a batch, then build the "
+            "optimizer and call sw.shard"
+        )
+    if any(base.__name__ == "DTensor" for base in type(param.data).__mro__):
+        raise ConfigurationError(
+            f"parameter {name!r} is a DTensor, which another library has split already: give sw.shard the plain model"
+        )
+    is_plain = type(param.data) is Tensor and param.layout == torch.strided
+    if param.is_floating_point() and is_plain:
+        return True
+    if param.requires_grad:
+        what = param.dtype if is_plain else type(param.data).__name__
+        raise ConfigurationError(
+            f"parameter {name!r} is trained and is {what}: only dense floating point parameters can be; freeze it "
+            "(requires_grad_(False)), and it stays whole on every rank"
+        )
+    return False
+
+
+def _inside(path: str, unit: str) -> bool:
+    return path != unit and (not unit or path.startswith(unit + "."))
+
+
+def _common_unit(modules: list[str], units: list[str]) -> str:
+    """The deepest unit that every one of `modules` is, or lies inside."""
+    around = [unit for unit in units if all(module == unit or _inside(module, unit) for module in modules)]
+    return max(around, key=len)
+
+
+def _unit_paths(model: nn.Module, units: Any) -> list[str]:
+    if isinstance(units, str):
+        if units != "auto":
+            raise ConfigurationError(
+                f"units={units!r}: give 'auto', a number of parameters, or a list of class names; "
+                f"{did_you_mean(units, ['auto'])}"
+            )
+        blocks = find_blocks(model)
+        return _in_order(model, blocks + _large_parts(model, blocks) + _large_leftovers(model, blocks))
+    if isinstance(units, int):
+        if units < 1:
+            raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
+        return _by_size(model, units)
+    if not isinstance(units, Sequence) or not all(isinstance(each, (str, type)) for each in units):
+        raise ConfigurationError(
+            f"units={units!r}: give 'auto', a number of parameters, or a list of class names, as in "
+            "['LlamaDecoderLayer']"
+        )
+    return modules_of_class(model, units, "units")
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The paths of the blocks that a model repeats: what it says must stay together, else what its lists repeat."""
+    return _by_class(model, _no_split_classes(model)) or _repeated_blocks(model)
+
+
+def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], asked_as: str) -> list[str]:
+    """The paths of modules of these classes; `asked_as` is what the user calls them."""
+    names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
+    present = {type(module).__name__ for module in model.modules()}
+    for name in sorted(names - present):
+        raise ConfigurationError(
+            f"{asked_as}: the model has no module of class {name!r}; {did_you_mean(name, present)}"
+        )
+    return _in_order(model, [path for path, module in _callables(model) if type(module).__name__ in names])
+
+
+def _callables(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules below the root that are called (containers are not) and hold parameters."""
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if path
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        and any(True for _ in module.parameters())
+    ]
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    """What a Hugging Face model, or one wrapped by another library, says must stay together."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _by_class(model: nn.Module, names: set[str]) -> list[str]:
+    return _outermost([path for path, module in _callables(model) if type(module).__name__ in names])
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """The entries of lists and sequences in which one class comes at least twice."""
+    found: list[str] = []
+    callables = {path for path, _ in _callables(model)}
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        kinds = [type(child) for child in module]
+        if len(kinds) >= 2 and len(set(kinds)) < len(kinds):
+            found.extend(f"{path}.{name}" if path else name for name, _ in module.named_children())
+    return _outermost([path for path in found if path in callables])
+
+
+def _large_parts(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The parts of blocks that are too large to be one unit."""
+    modules = dict(model.named_modules())
+    called = {path for path, _ in _callables(model)}
+
+    def children(path: str) -> Iterator[str]:
+        for name, _ in modules[path].named_children():
+            child = f"{path}.{name}"
+            if child in called:
+                yield child
+            elif child in modules:  # a list, whose entries are called one by one
+                yield from children(child)
+
+    return [part for path in blocks for part in parts_of(path, lambda path: _num_elems(modules[path]), children)]
+
+
+def _large_leftovers(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Modules outside the blocks, such as embeddings and heads, that are large or hold at least half a block."""
+    modules = dict(model.named_modules())
+    if not blocks:
+        return []
+    least = least_outside(max(_num_elems(modules[path]) for path in blocks))
+    return [
+        path
+        for path, module in _callables(model)
+        if not any(path == block or _inside(path, block) or _inside(block, path) for block in blocks)
+        and sum(param.numel() for param in module.parameters(recurse=False)) >= least
+    ]
+
+
+def _num_elems(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
+    """Deepest modules first: each that gathers at least the threshold of parameters not yet in a unit."""
+    found: list[str] = []
+    callables = dict(_callables(model))
+    taken: set[nn.Parameter] = set()
+    for path in sorted(callables, key=lambda path: -path.count(".")):
+        free = [param for param in callables[path].parameters() if param not in taken]
+        if sum(param.numel() for param in free) >= threshold_elems:
+            found.append(path)
+            taken.update(free)
+    return _in_order(model, found)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    return [path for path in paths if not any(_inside(path, other) for other in paths)]
+
+
+def _in_order(model: nn.Module, paths: list[str]) -> list[str]:
+    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+    return sorted(set(paths), key=lambda path: order[path])

@@ -1,0 +1,133 @@
+"""How a flat's bytes travel: from rank to rank, hop by hop and in place, and between device and host.
+
+Gathers and reductions alike. Nothing else starts a collective on a flat. Where it travels encoded, `rows` is memory for
+what is under way; a hop over one rank moves nothing, and encodes nothing.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..offload.host_memory import Away
+from ..schedule.flat import Flat, Hop
+from ..wire.codec import Codec
+from ..wire.collectives import Channel, InFlight, Step, finish, start_all_gather, start_all_reduce, start_reduce_scatter
+from ..wire.encoded_collectives import (
+    rows_under_way,
+    start_encoded_reduce_scatter,
+    start_gather_of_rows,
+    start_gather_of_sums,
+)
+from ..wire.reference_codecs import decode
+
+STARTERS = {
+    "all_gather": start_all_gather,
+    "reduce_scatter": start_reduce_scatter,
+    "all_reduce": start_all_reduce,
+}
+
+Channels = dict[str, Channel]
+
+LOST_DTYPE = torch.bfloat16
+
+
+class Carrier:
+    def __init__(self, flat: Flat, unit_name: str, away: Away | None) -> None:
+        self.unit_name = unit_name
+        self._flat = flat
+        self._away = away
+        self._num_encoded = 0
+        # What encoding lost of a gradient, by hop, to be added to the next one.
+        self.lost: dict[Hop, Tensor] = {}
+
+    def steps(
+        self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
+    ) -> list[Step]:
+        """Of `hops` on `buffer`, which holds the span at `depth`: one for each collective, in their order."""
+        spans = self._flat.spans
+        outer = spans[depth]
+        steps: list[Step] = []
+        for hop in hops:
+            channel = channels[hop.axis]
+            if channel.num_ranks == 1:
+                continue
+            part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(outer)]
+            if rows is None:
+                steps.append(partial(STARTERS[hop.kind], channel, part, self.unit_name))
+                continue
+            own = part.view(channel.num_ranks, -1)[channel.index]
+            steps.append(partial(self._start_encoded, part, hop, channel, rows, own))
+            if hop.kind == "all_reduce":
+                steps.append(partial(self._start_gather_of_sums, part, channel, rows))
+        return steps
+
+    def step_to(self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None) -> Step:
+        """Of one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
+        channel = channels[hop.axis]
+        if rows is None:
+            return partial(start_reduce_scatter, channel, buffer, self.unit_name, out=out)
+        return partial(self._start_encoded, buffer, hop, channel, rows, out)
+
+    def run(
+        self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
+    ) -> None:
+        for step in self.steps(buffer, depth, hops, channels, rows):
+            finish(step())
+
+    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor) -> InFlight:
+        codec = self._flat.grads_codec
+        assert codec is not None
+        if codec.has_feedback:
+            self._add_lost(part, hop)
+        flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, out, rows, self.next_seed())
+        if codec.has_feedback:
+            sent, _ = rows_under_way(channel, part, codec, rows)
+            self._keep_lost(part, hop, codec, sent)
+        return flight
+
+    def _start_gather_of_sums(self, part: Tensor, channel: Channel, rows: Tensor) -> InFlight:
+        codec = self._flat.grads_codec
+        assert codec is not None
+        return start_gather_of_sums(channel, part, codec, self.unit_name, rows, self.next_seed())
+
+    def _add_lost(self, part: Tensor, hop: Hop) -> None:
+        if hop in self.lost:
+            part.add_(self.lost[hop])
+
+    def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
+        """What is not finite has arrived as such, and is not told twice."""
+        if hop not in self.lost:
+            self.lost[hop] = torch.empty(part.numel(), dtype=LOST_DTYPE, device=part.device)
+        lost = self.lost[hop]
+        decode(codec, sent, lost)
+        torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+
+    def next_seed(self) -> int:
+        """Another one for every encoding on every rank."""
+        self._num_encoded += 1
+        return hash((self._num_encoded, *self._flat.axis_indices))
+
+    def row_steps(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[Step]:
+        """As `steps`, of all the rows that a flat's masters are encoded to."""
+        flat, codec = self._flat, self._flat.params_codec
+        assert codec is not None
+        steps: list[Step] = []
+        for hop in hops:
+            span, channel = flat.spans[hop.depth], channels[hop.axis]
+            if channel.num_ranks > 1:
+                part = rows[span.start // flat.num_master : span.stop // flat.num_master]
+                steps.append(partial(start_gather_of_rows, channel, part, codec, self.unit_name))
+        return steps
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """What passes between device and host so is counted."""
+        target.copy_(source, non_blocking=True)
+        if self._away is not None:
+            memory = self._away.memory
+            is_host = [memory.arena.owns(tensor) for tensor in (target, source)]
+            if is_host == [False, True]:
+                memory.moves.add("to_device", target.numel() * source.element_size())
+            elif is_host == [True, False]:
+                memory.moves.add("to_host", source.nbytes)

@@ -1,0 +1,292 @@
+"""The gradient of a flat at rest: its memory, the places where a backward writes it, and the way to the host.
+
+empty     nothing is there.
+local     `grads` is a sum over micro-batches, and over the ranks of the axes down to its depth.
+final     `final` is the mean over all ranks: what the optimizer reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...base.errors import ConfigurationError
+from ...base.intervals import cuts
+from ..schedule.flat import Flat
+from ..schedule.step_schedule import NORM_ELEMS
+from ..wire.collectives import Journey
+from .carrier import Carrier, Channels
+from .scale import GradScale
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """A gradient buffer, cut up."""
+
+    params: tuple[Tensor, ...]
+    paddings: tuple[Tensor, ...]
+
+
+def _cut(buffer: Tensor, flat: Flat) -> _Places:
+    parts = buffer.split_with_sizes(cuts(flat.intervals, flat.num_elems))
+    params = tuple(part.view(param.shape) for part, param in zip(parts[1::2], flat.params, strict=True))
+    return _Places(params, tuple(part for part in parts[::2] if part.numel()))
+
+
+# A processor's pieces stay in its cache.
+CACHED_ELEMS = 1 << 17
+
+
+def sum_of_squares(row: Tensor) -> Tensor:
+    """In fp64, so that it does not depend on how gradients are split. That takes a copy: it is made piece by piece, in
+    one place, because malloc would take a new one for each."""
+    pieces = row.split(CACHED_ELEMS if row.device.type == "cpu" else NORM_ELEMS)
+    wide = torch.empty(pieces[0].numel(), dtype=torch.float64, device=row.device)
+    norms = [torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece)) for piece in pieces]
+    return torch.stack(norms).square().sum()
+
+
+class Gradient:
+    """`held` says which parameters the final part touches, and where in it they lie; `on_host` is the host's memory
+    for it, where the host updates."""
+
+    def __init__(
+        self, flat: Flat, device: torch.device, carrier: Carrier, held: Mapping[int, slice], on_host: Tensor | None
+    ) -> None:
+        self.flat = flat
+        self.carrier = carrier
+        self._device = device
+        self._held = held
+        self._on_host = on_host
+        self.stage: Literal["empty", "local", "final"] = "empty"
+        self.used = [False] * len(flat.params)
+        # On the device, or on the host if that is where they rest; then `final` is there, too.
+        self.grads: Tensor | None = None
+        self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
+        self._final_views: dict[int, Tensor] = {}
+        # Of a final gradient on its way to the host: the sum of its squares, and what it was clipped by since.
+        self.square: Tensor | None = None
+        self._unsquared: Tensor | None = None
+        self.clipped_by: Tensor | None = None
+        self.leaving: tuple[Tensor, Tensor] | None = None
+        # During a backward: where each parameter's gradient belongs, and whether something lies there already.
+        self.places: tuple[Tensor, ...] | None = None
+        self.written: list[bool] = []
+        # The places in each buffer that gradients are brought together in: a reduction slot, or (None) `grads`.
+        self._places_in: dict[int | None, _Places] = {}
+        self._open: _Places = _Places((), ())
+        # Where this rank's parts lie in the buffers of lesser depth.
+        span = flat.spans[min(flat.depth_of_grads, flat.depth_of_master)]
+        self.in_whole = slice(span.start, span.stop)
+        self._final_in_grads = flat.spans[flat.depth_of_master].within(span)
+        if flat.grads_on_host:
+            assert on_host is not None
+            self._rest_in(on_host)
+
+    def _rest_in(self, grads: Tensor) -> None:
+        self.grads = grads
+        self.final = grads[self._final_in_grads]
+        self._final_views = self._views_of(self.final)
+
+    # Memory.
+
+    def fetch(self) -> None:
+        """Make sure that there is memory for `grads`; what is in it means nothing yet."""
+        num_elems = self.flat.num_grads
+        if self.flat.grads_on_host:
+            return
+        if self.grads is None:
+            self._rest_in(torch.empty(num_elems, dtype=self.flat.reduce.torch, device=self._device))
+        elif self.grads.untyped_storage().nbytes() == 0:
+            self.grads.untyped_storage().resize_(num_elems * self.flat.reduce.itemsize)
+
+    def give_back(self) -> None:
+        """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""
+        if self.grads is not None and not self.flat.grads_on_host:
+            self.grads.untyped_storage().resize_(0)
+
+    # A backward writes.
+
+    def open(self, number: int | None, slot: Tensor | None, scale: GradScale) -> None:
+        """Say where the gradients of a backward go: where the collective reads them.
+
+        That is `grads` itself where gradients rest whole, on top of what is there already, else `slot`, whose old
+        contents mean nothing.
+        """
+        if self.stage == "final":
+            self.apply_clip()
+            self._make_local(scale)
+        self.fetch()
+        self.square = self.clipped_by = None
+        buffer = self.grads if slot is None else slot
+        assert buffer is not None
+        key = None if slot is None else number
+        if key not in self._places_in:
+            self._places_in[key] = _cut(buffer, self.flat)
+        self._open = self._places_in[key]
+        self.places = self._open.params
+        adds = self.flat.depth_of_grads == 0 and self.stage == "local"
+        if adds and self.flat.grads_on_host:
+            assert self.grads is not None
+            self.carrier.copy(buffer, self.grads)
+        self.written = [adds] * len(self.places)
+
+    def put(self, index: int, rows: Tensor, inputs: Tensor, scale: GradScale) -> None:
+        """Write the gradient of a linear layer's weight, rows' x inputs, into its open place: (n, out) and (n, in)."""
+        assert self.places is not None
+        place, beta = self.places[index], float(self.written[index])
+        if place.dtype == rows.dtype:
+            torch.addmm(place, rows.t(), inputs, beta=beta, alpha=scale.before, out=place)
+        elif beta == 0.0 and scale.before == 1.0:
+            # The product is summed in fp32 anyway: here it is never rounded to the compute dtype.
+            torch.mm(rows.t(), inputs, out_dtype=place.dtype, out=place)
+        else:
+            torch.ops.aten.addmm.dtype_out(
+                place, rows.t(), inputs, place.dtype, beta=beta, alpha=scale.before, out=place
+            )
+        self.written[index] = self.used[index] = True
+
+    def close(self, taken: Sequence[Tensor | None], scale: GradScale) -> None:
+        """Add what autograd left on the compute parameters to what was put; then no place is open any more."""
+        assert self.places is not None
+        # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
+        empty = list(self._open.paddings)
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, (grad, place) in enumerate(zip(taken, self.places, strict=True)):
+            if grad is None:
+                if not self.written[index]:
+                    empty.append(place)
+                continue
+            if grad.layout != torch.strided:
+                raise ConfigurationError(
+                    f"parameter {self.flat.params[index].name!r} got a sparse gradient; shardwise reduces dense ones: "
+                    "set sparse=False on its module"
+                )
+            self.used[index] = True
+            targets, sources = added if self.written[index] else copied
+            targets.append(place)
+            sources.append(grad)
+        if empty:
+            torch._foreach_zero_(empty)
+        if scale.before != 1.0:
+            # Never in place on the sources: autograd may have given two parameters the same memory.
+            for target, source in zip(*copied, strict=True):
+                torch.mul(source, scale.before, out=target)
+            for target, source in zip(*added, strict=True):
+                target.add_(source, alpha=scale.before)
+        else:
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+        self.places = None
+
+    # From local to final, and back.
+
+    def sync(self, rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
+        """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
+        assert self.grads is not None
+        part = self.grads
+        if self.flat.grads_on_host:
+            part = torch.empty_like(self.grads, device=self._device)
+            self.carrier.copy(part, self.grads)
+        journey = Journey()
+        self.sync_in(part, journey, rows, channels, scale)
+        journey.finish()
+
+    def sync_in(
+        self, part: Tensor, journey: Journey, rows: Tensor | None, channels: Channels, scale: GradScale
+    ) -> None:
+        """As `sync`, further on a journey; `part` is what `grads` hold, or would if they were on the device."""
+        flat = self.flat
+        journey.go(self.carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
+        final = self.final if part is self.grads else part[self._final_in_grads]
+        journey.do(partial(self._become_final, final, scale))
+
+    def _become_final(self, final: Tensor, scale: GradScale) -> None:
+        scale.apply(final)
+        self.stage = "final"
+        if self.flat.host_updates:
+            self.leaving = (self.final_at_hand, final)
+            self._unsquared = final
+
+    def _make_local(self, scale: GradScale) -> None:
+        """Turn a finished gradient back into a partial sum, such that the next sync gives it again plus the new."""
+        flat = self.flat
+        sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
+        num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
+        num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
+        self.fetch()
+        assert self.grads is not None
+        kept = self.final_at_hand.clone()
+        self.grads.zero_()
+        scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies), num_summed)
+        self.stage = "local"
+
+    def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
+        """Take what was given from outside for the mean over all ranks, while nobody reads the last one."""
+        self.fetch()
+        self.final_at_hand.copy_(part)
+        self.square = self.clipped_by = None
+        self.used = list(used)
+        self.stage = "final"
+
+    # To the host.
+
+    def will_leave(self, part: Tensor) -> None:
+        """What `grads` should hold is on the device."""
+        assert self.grads is not None
+        self.leaving = (self.grads, part)
+
+    def leave(self) -> None:
+        """Copy to the host what should go there by now."""
+        if self.leaving is not None:
+            self.carrier.copy(*self.leaving)
+            self.leaving = None
+
+    def take_square(self) -> None:
+        """Of a gradient that is leaving, while its copy is under way."""
+        if self._unsquared is not None:
+            self.square = sum_of_squares(self._unsquared)
+            self._unsquared = None
+
+    def add_from_host(self, part: Tensor, scratch: Tensor) -> None:
+        """Add what rests on the host of earlier micro-batches to a sum on the device."""
+        assert self.grads is not None
+        fetched = scratch[: self.grads.nbytes].view(self.grads.dtype)
+        self.carrier.copy(fetched, self.grads)
+        part.add_(fetched)
+
+    # The optimizer reads.
+
+    @property
+    def final_at_hand(self) -> Tensor:
+        """The final gradient where the optimizer reads it."""
+        if self.flat.host_updates and not self.flat.grads_on_host:
+            assert self._on_host is not None
+            return self._on_host
+        return self.final
+
+    def final_by_param(self) -> dict[int, Tensor]:
+        """What the optimizer reads, in the master's dtype, each part shaped like the resting parameter."""
+        final = self.final_at_hand
+        if self.flat.reduce == self.flat.master and final is self.final:
+            return self._final_views
+        return self._views_of(final.to(self.flat.master.torch))
+
+    def _views_of(self, final: Tensor) -> dict[int, Tensor]:
+        flat, rows = self.flat, {index: final[where] for index, where in self._held.items()}
+        if flat.depth_of_master > 0:
+            return rows
+        return {index: row.view(flat.params[index].shape) for index, row in rows.items()}
+
+    def apply_clip(self) -> None:
+        """Let a gradient that has arrived on the host, and that nobody reads now, be what it was clipped to."""
+        if self.clipped_by is not None:
+            self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
+            self.square = self.clipped_by = None

@@ -1,0 +1,52 @@
+"""Tensors that stand for what rests elsewhere: whoever reads them is told so."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.errors import StateError
+
+# What tells about a tensor without reading it: attributes, and what memory tools ask.
+_HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
+# The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
+_TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
+
+
+class Elsewhere(Tensor):
+    """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
+
+    why = (
+        "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
+        "them), clip with optimizer.clip_grad_norm(...), read with sw.grad_norms(model) or inside "
+        "`with sw.whole(model, grads=True):`, clear with optimizer.zero_grad(), and leave a GradScaler out "
+        "(precision='fp16' scales by itself)"
+    )
+    harmless = _HARMLESS
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in cls.harmless:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise StateError(cls.why)
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
+
+
+class NotShown(Elsewhere):
+    """Stands for a gradient inside `sw.whole`, which shows weights."""
+
+    why = "sw.whole(model) shows weights: for gradients write `with sw.whole(model, grads=True):`"
+
+
+class OnDisk(Elsewhere):
+    """Stands for the master weights of a resting parameter, or for what its optimizer keeps."""
+
+    why = (
+        "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "
+        "optimizer state through a checkpoint"
+    )
+    harmless = _TELLS | {"detach"}

@@ -1,0 +1,235 @@
+"""The weights of a flat on this rank: the master, its copies, and the parameters that modules show of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...base.intervals import pieces
+from ..offload.host_memory import MASTER, Away, HostMemory, Moves
+from ..schedule.flat import Flat
+from ..wire.collectives import Journey
+from ..wire.reference_codecs import decode, encode
+from .carrier import Carrier, Channels
+from .gradient import Gradient
+from .stand_ins import OnDisk
+
+
+class FlatState:
+    """The tensors of one flat on this rank."""
+
+    def __init__(self, flat: Flat, device: torch.device, unit_name: str, host: HostMemory) -> None:
+        self.flat = flat
+        self.unit_name = unit_name
+        self.away: Away | None = host.away_for(flat, unit_name)
+        self.carrier = Carrier(flat, unit_name, self.away)
+        self.master = self._master_at_rest(device)
+        self._draft: Tensor | None = None
+        self.rest: Tensor | None = None if self.away is None else self.away.rest
+        if flat.copy_is_encoded:
+            self.rest = torch.zeros(flat.rest_bytes, dtype=torch.uint8, device=device).view(-1, flat.row_bytes)
+        elif flat.rest_on == "device":
+            self.rest = torch.zeros(flat.num_rest, dtype=flat.compute.torch, device=device)
+        self.whole: Tensor = (
+            self.master if flat.master_is_whole else torch.empty(0, dtype=flat.compute.torch, device=device)
+        )
+        self.compute_params = [
+            nn.Parameter(torch.empty(0, dtype=flat.compute.torch, device=device), requires_grad=flat.trainable)
+            for _ in flat.params
+        ]
+        own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
+        # Where this rank's part lies in what is at rest, and that in the whole.
+        self._master_in_rest = own.within(at_rest)
+        self._rest_in_whole = slice(at_rest.start, at_rest.stop)
+        # Which parameters this rank's part of the master touches, and where in it they lie.
+        self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
+        self.gradient = Gradient(
+            flat, self.device, self.carrier, self.held, None if self.away is None else self.away.grads
+        )
+        self.resting_params = [
+            self._resting_param(self.held.get(index, slice(0, 0)), param.shape)
+            for index, param in enumerate(flat.params)
+        ]
+        # The objects that the user had before: what modules and optimizers show between steps.
+        self.user_params: list[nn.Parameter] = []
+        # One number, which they stand on.
+        self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.compute_params[0].device
+
+    def _master_at_rest(self, device: torch.device) -> Tensor:
+        if self.away is None or self.away.rows is None:
+            return torch.zeros(self.flat.num_master, dtype=self.flat.master.torch, device=device)
+        if self.away.rows.on_disk:
+            return OnDisk.like((self.flat.num_master,), self.flat.master.torch)
+        # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
+        return self.away.rows.tensors[MASTER].data
+
+    def _resting_param(self, held: slice, shape: Sequence[int]) -> nn.Parameter:
+        flat = self.flat
+        if isinstance(self.master, OnDisk):
+            own = shape if flat.depth_of_master == 0 else (held.stop - held.start,)
+            return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
+        view = self.master[held]
+        view = view.view(shape) if flat.depth_of_master == 0 else view
+        return nn.Parameter(view, requires_grad=flat.trainable)
+
+    def read_master(self) -> Tensor:
+        """All of it that is this rank's; a copy, if it rests on disk."""
+        if self._draft is not None:
+            return self._draft
+        return self.away.rows.all_of(MASTER) if self.away is not None and self.away.rows is not None else self.master
+
+    def master_part(self, where: slice) -> Tensor:
+        """Elements of it: a view, or a copy if it rests on disk."""
+        rows = None if self.away is None else self.away.rows
+        return self.master[where] if rows is None else rows.part(MASTER, where)
+
+    @contextmanager
+    def writing(self) -> Iterator[Tensor]:
+        """The master, to be changed from outside; what is made from it off the device follows in the end."""
+        rows = None if self.away is None else self.away.rows
+        self._draft = master = self.read_master()
+        try:
+            yield master
+            if rows is not None and rows.on_disk:
+                rows.set_part(MASTER, slice(0, rows.num_elems), master)
+            self.publish()
+        finally:
+            self._draft = None
+
+    def write(self, index: int, value: Tensor) -> None:
+        """Inside `writing`, set the master of one parameter from its whole value: this rank keeps its own part."""
+        assert self._draft is not None
+        if index in self.held:
+            self._draft[self.held[index]].copy_(self.part_of(index, value))
+
+    def part_of(self, index: int, value: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor that is shaped like a parameter, as a row."""
+        flat = self.flat
+        own = flat.spans[flat.depth_of_master]
+        common = flat.intervals[index].overlap(own)
+        return value.detach().reshape(-1)[common.within(flat.intervals[index])]
+
+    def publish(self, moves: Moves | None = None) -> None:
+        """The master was changed: let what is made from it off the device follow. What a step moves so is counted."""
+        if self.away is not None:
+            self.away.publish(self.read_master(), moves or Moves())
+
+    def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
+        """Fill this rank's part of one parameter, in place where that can be; `publish` once all are filled."""
+        rows, held = None if self.away is None else self.away.rows, self.held[index]
+        if rows is None or not rows.on_disk:
+            read(self.master[held])
+            return
+        row = torch.empty(held.stop - held.start, dtype=rows.dtype)
+        read(row)
+        rows.set_part(MASTER, held, row)
+
+    def hide_gradients(self) -> None:
+        for param in self.resting_params:
+            param.grad = None
+
+    def take_gradients(self) -> list[Tensor | None]:
+        taken = [param.grad for param in self.compute_params]
+        for param in self.compute_params:
+            param.grad = None
+        return taken
+
+    def bind(self, whole: Tensor) -> None:
+        """Let the compute parameters be views into `whole`."""
+        self.whole = whole
+        own = self.flat.spans[self.flat.depth_of_master]
+        self._own_part = whole[own.start : own.stop]
+        for param, interval, spec in zip(self.compute_params, self.flat.intervals, self.flat.params, strict=True):
+            # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
+            param.data = whole.data[interval.start : interval.stop].view(spec.shape)
+
+    def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> Journey:
+        """Bring the master to `whole`.
+
+        `staged` is what was read from disk for it; `rows` is memory for what is under way, if it is encoded.
+        """
+        flat, journey = self.flat, Journey()
+        if rows is not None:
+            self._go_encoded(journey, is_stale, staged, rows.view(-1, flat.row_bytes), channels)
+            journey.begin()
+            return journey
+        refresh = flat.refresh_hops if is_stale else ()
+        at_rest = self.whole[self._rest_in_whole]
+        if flat.rest_on is None or flat.rest_is_own:
+            self._bring_own_part(is_stale, staged)
+            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
+        elif not is_stale:
+            resting = self.rest if staged is None else staged
+            assert resting is not None
+            self.carrier.copy(at_rest, resting)
+        elif flat.rest_on == "device":
+            assert self.rest is not None
+            self.carrier.copy(self.rest[self._master_in_rest], self.updated)
+            journey.go(self.carrier.steps(self.rest, flat.depth_of_params, refresh, channels))
+            journey.do(partial(self.carrier.copy, at_rest, self.rest))
+        else:
+            self.carrier.copy(self._own_part, self.updated)
+            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
+            journey.do(partial(self._rest_from, at_rest))
+        journey.go(self.carrier.steps(self.whole, 0, flat.gather_hops, channels))
+        journey.begin()
+        return journey
+
+    def _bring_own_part(self, is_stale: bool, staged: Tensor | None) -> None:
+        """Where nobody else's master is in the copy at rest."""
+        if self.flat.rest_on == "device" and is_stale:
+            assert self.rest is not None
+            self.carrier.copy(self.rest, self.updated)
+        source = self.updated if self.rest is None else self.rest
+        self.carrier.copy(self._own_part, source if staged is None else staged)
+
+    def _go_encoded(
+        self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
+    ) -> None:
+        """Encoded once and decoded once, whatever the hops. Every rank computes with what arrives, its own part too."""
+        flat, codec = self.flat, self.flat.params_codec
+        assert codec is not None
+        own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
+        in_rest = rows[at_rest.start // flat.num_master : at_rest.stop // flat.num_master]
+        if flat.copy_is_encoded and not is_stale:
+            assert self.rest is not None
+            in_rest.copy_(self.rest)
+        else:
+            if flat.copy_is_encoded:
+                self.carrier.copy(self._own_part, self.updated)
+            else:
+                self._bring_own_part(is_stale, staged)
+            encode(codec, self._own_part, rows[own.start // flat.num_master :][:1], self.carrier.next_seed())
+            journey.go(self.carrier.row_steps(rows, flat.refresh_hops, channels))
+        if flat.copy_is_encoded and is_stale:
+            assert self.rest is not None
+            journey.do(partial(self.carrier.copy, self.rest, in_rest))
+        journey.go(self.carrier.row_steps(rows, flat.gather_hops, channels))
+        journey.do(partial(decode, codec, rows, self.whole))
+
+    @property
+    def updated(self) -> Tensor:
+        """This rank's newest weights, in the compute dtype if they come from the host."""
+        out = None if self.away is None else self.away.updated
+        return self.master if out is None else out
+
+    def _rest_from(self, at_rest: Tensor) -> None:
+        """The copy off the device follows the gathered one: here the optimizer is split further than it."""
+        assert self.away is not None
+        if self.rest is not None:
+            self.carrier.copy(self.rest, at_rest)
+            return
+        memory = self.away.memory
+        assert self.away.region is not None
+        assert memory.disk is not None
+        values = at_rest.cpu()
+        memory.moves.add("to_host", values.nbytes)
+        memory.moves.add("write", values.nbytes)
+        memory.disk.put(self.away.region, values).wait()

@@ -1,0 +1,115 @@
+"""Every byte that leaves a rank is written down here: what kind of collective, over which axis, as what.
+
+`wire_bytes` are what one rank sends (and receives) when a collective is done without waste: (N-1)/N of
+the buffer for a gather or a reduce-scatter over N ranks, twice that for an all-reduce. Axes of one rank
+move nothing and are not counted.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from ...base.dtypes import DTypeLike, dtype_of
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+SHARE_OF_BUFFER: dict[Kind, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Call:
+    """One collective: `num_bytes` is the size of the whole buffer, over an axis of `num_ranks`."""
+
+    kind: Kind
+    axis: str
+    dtype: str
+    num_bytes: int
+    num_ranks: int
+
+    @property
+    def wire_bytes(self) -> float:
+        return SHARE_OF_BUFFER[self.kind] * self.num_bytes * (self.num_ranks - 1) / self.num_ranks
+
+
+@cache
+def describe_call(kind: Kind, axis: str, num_ranks: int, num_elems: int, dtype: DTypeLike) -> Call:
+    known = dtype_of(dtype)
+    return Call(kind, axis, known.name, num_elems * known.itemsize, num_ranks)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """The calls of one kind over one axis in one dtype, added up."""
+
+    axis: str
+    kind: Kind
+    dtype: str
+    num_calls: int
+    wire_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank moved in one step: between ranks, and (`moves`, bytes by way) between its own memories."""
+
+    rows: tuple[Row, ...]
+    moves: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(row.wire_bytes for row in self.rows)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(row.num_calls for row in self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows and not self.moves:
+            return "nothing moved"
+        lines = [f"{'axis':<10} {'collective':<15} {'dtype':<9} {'calls':>5} {'MB':>11}"]
+        for row in self.rows:
+            lines.append(
+                f"{row.axis:<10} {row.kind:<15} {row.dtype:<9} {row.num_calls:>5} {row.wire_bytes / 1e6:>11.3f}"
+            )
+        lines += [
+            f"{'':<10} {way.replace('_', ' '):<15} {'':<9} {'':>5} {n / 1e6:>11.3f}" for way, n in self.moves.items()
+        ]
+        return "\n".join(lines)
+
+
+def add_up(calls: Iterable[Call]) -> Traffic:
+    num_calls: Counter[tuple[str, Kind, str]] = Counter()
+    wire_bytes: Counter[tuple[str, Kind, str]] = Counter()
+    for call in calls:
+        key = (call.axis, call.kind, call.dtype)
+        num_calls[key] += 1
+        wire_bytes[key] += call.wire_bytes  # type: ignore[assignment]
+    return Traffic(tuple(sorted(Row(*key, num_calls[key], wire_bytes[key]) for key in num_calls)))
+
+
+class Ledger:
+    """The calls of the step under way, and those of the last one that is complete."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.last_step: list[Call] | None = None
+
+    def close_step(self) -> None:
+        self.last_step = self.calls
+        self.calls = []
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What moves inside is no part of a training step: reading whole weights, loading."""
+        num_calls = len(self.calls)
+        try:
+            yield
+        finally:
+            del self.calls[num_calls:]
+
+    def traffic(self) -> Traffic:
+        """The last complete step; before the first one, what has moved so far."""
+        return add_up(self.calls if self.last_step is None else self.last_step)

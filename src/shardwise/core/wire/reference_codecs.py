@@ -1,0 +1,289 @@
+"""Encoding and decoding: what the bytes of a codec mean, in plain torch, and the kernels' reference.
+
+On a CUDA device the kernels of `kernels` do the same, bit for bit, and on a processor the C of `host` for the codecs
+that most use; elsewhere what is written here does. All arithmetic is fp32, an operation at a time, and nothing waits
+for a device.
+
+A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
+value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
+the seed and of where the element is. fp8 is the cast of value times 1/scale. Decoded is code times scale, plus minimum.
+
+- int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
+  low half of a byte. The last block may be shorter.
+- A block of zeros, and one whose scale would be below 2^-126, has the scale 0: it decodes to zeros, or to its minimum.
+- A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
+  codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
+
+Elements are taken a piece at a time, so that whatever the size about 16 MiB are needed besides; the kernels need none.
+"""
+
+import itertools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...base.errors import ConfigurationError
+from . import cpu_codecs
+from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
+
+# Few enough for the caches, and enough for threads to be worth their meeting after each operation.
+PIECE_ELEMS = 1 << 20
+SMALLEST_SCALE = 2.0**-126
+
+_CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@torch.no_grad()
+def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
+    """Fill `rows`, (num_rows, `encoded_bytes` of a part), from the values, which have as many equal parts. Only
+    stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have different
+    ones."""
+    _check_values(codec, "values", values)
+    num_elems = _part_elems(codec, rows, values)
+    _check_rows(codec, rows, values, num_elems)
+    if not codec.has_scales:
+        rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
+    elif values.is_cuda and values.numel():
+        _kernels().encode(codec, values, rows, seed)
+    elif values.numel() and cpu_codecs.is_compiled(codec):
+        cpu_codecs.encode(codec, values, rows)
+    elif values.numel():
+        reference_encode(codec, values, rows, seed)
+
+
+@torch.no_grad()
+def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    """The values that were encoded, into `out`. What travelled as it is must be of `out`'s dtype."""
+    _check_values(codec, "out", out)
+    num_elems = _part_elems(codec, rows, out)
+    _check_rows(codec, rows, out, num_elems)
+    if not codec.has_scales:
+        out.view(len(rows), num_elems).copy_(rows.view(_plain_dtype(codec, out)))
+    elif out.is_cuda and out.numel():
+        _kernels().decode(codec, rows, out, is_sum=False)
+    elif out.numel():
+        for index, part in enumerate(out.view(len(rows), num_elems)):
+            _decode_sum_on_host(codec, rows[index : index + 1], part)
+
+
+@torch.no_grad()
+def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    """Into `out` the sum of what the rows, of as many elements each, decode to: in fp32, in the order of the rows, and
+    rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
+    _check_values(codec, "out", out)
+    _check_rows(codec, rows, out, out.numel())
+    if out.is_cuda and out.numel():
+        _kernels().decode(codec, rows, out, is_sum=True)
+    elif out.numel():
+        _decode_sum_on_host(codec, rows, out)
+
+
+def _decode_sum_on_host(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    decoder = cpu_codecs.decode_sum if cpu_codecs.is_compiled(codec) else reference_decode_sum
+    decoder(codec, rows, out)
+
+
+def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
+    """Of a codec with scales."""
+    num_elems = values.numel() // len(rows)
+    where, num_piece, num_pairs = parts(codec, num_elems), _piece_elems(codec, num_elems), -(-num_elems // 2)
+    scales, minima = _scale_parts(codec, rows, num_elems)
+    rows[:, where.payload_bytes : where.scales_at].zero_()
+    scales[:, where.num_blocks :].zero_()
+    minima[:, where.num_blocks :].zero_()
+    wide_scratch = torch.empty(num_piece, dtype=torch.float32, device=values.device)
+    spare_scratch = torch.empty_like(wide_scratch)
+    counts = torch.arange(num_piece // 2 if codec.is_stochastic else 0, dtype=torch.int32, device=values.device)
+    for index, begin in itertools.product(range(len(rows)), range(0, num_elems, num_piece)):
+        num, first = min(num_piece, num_elems - begin), index * num_elems + begin
+        blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
+        num_whole = (blocks.stop - blocks.start) * codec.block
+        wide, spare = wide_scratch[:num_whole], spare_scratch[:num_whole]
+        wide[:num].copy_(values[first : first + num])
+        # A shorter block is filled with its first element, which changes neither its minimum nor its maximum.
+        wide[num:].copy_(wide[num_whole - codec.block])
+        in_blocks = wide.view(-1, codec.block)
+        if codec.is_asymmetric:
+            # A minimum of -0 is 0: which of the two is the smaller is not defined.
+            minimum = in_blocks.amin(1) + 0.0
+            spread = in_blocks.amax(1) - minimum
+            minima[index, blocks] = torch.where(spread < torch.inf, minimum, 0.0)
+            in_blocks.sub_(minimum[:, None])
+        else:
+            spread = torch.abs(in_blocks, out=spare.view(-1, codec.block)).amax(1)
+        scale, inverse = _scale(codec, spread)
+        scales[index, blocks] = scale
+        in_blocks.mul_(inverse[:, None])
+        if codec.is_integer:
+            if codec.is_stochastic:
+                _round_at_random(wide, spare, counts, index * num_pairs + begin // 2, seed)
+                wide.clamp_(0.0 if codec.is_asymmetric else -codec.largest, codec.largest)
+            else:
+                wide.round_()
+        _write_codes(codec, wide[:num], spare, rows[index], begin)
+
+
+def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    scales, minima = _scale_parts(codec, rows, out.numel())
+    num_elems, num_piece = out.numel(), _piece_elems(codec, out.numel())
+    total_scratch = torch.empty(num_piece, dtype=torch.float32, device=out.device)
+    wide_scratch = torch.empty_like(total_scratch)
+    for begin in range(0, num_elems, num_piece):
+        num = min(num_piece, num_elems - begin)
+        blocks = slice(begin // codec.block, -(-(begin + num) // codec.block))
+        num_whole = (blocks.stop - blocks.start) * codec.block
+        total, wide = total_scratch[:num_whole], wide_scratch[:num_whole]
+        for index, row in enumerate(rows):
+            # The first is not added to a zero: -0 stays what it is.
+            decoded = wide if index else total
+            _read_codes(codec, row, decoded[:num], begin, out.dtype)
+            if codec.has_scales:
+                decoded.view(-1, codec.block).mul_(scales[index, blocks, None])
+                if codec.is_asymmetric:
+                    decoded.view(-1, codec.block).add_(minima[index, blocks, None])
+            if index:
+                total.add_(wide)
+        out[begin : begin + num].copy_(total[:num])
+
+
+def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block, and what its values are multiplied with."""
+    scale = spread * (1.0 / codec.largest)
+    is_finite = spread < torch.inf
+    is_usable = is_finite & (scale >= SMALLEST_SCALE)
+    kept = torch.where(is_usable, scale, torch.where(is_finite, 0.0, torch.nan))
+    return kept, torch.where(is_usable, scale.reciprocal(), 0.0)
+
+
+def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: int, seed: int) -> None:
+    """To the nearest integer of each element plus a number of (-1/2, 1/2): an odd multiple of 2^-17, from 16 bits of a
+    hash of the seed and the number of its pair. Words of 32 bits are int32, whose sums and products wrap; a shift to
+    the right brings copies of the sign, which are masked."""
+    low, high = seed_words(seed)
+    num_pairs = wide.numel() // 2
+    words, shifted = counts[:num_pairs] + signed_word(first_pair), spare.view(torch.int32)[:num_pairs]
+    words.bitwise_xor_(low)
+    for shift, factor, word in ((16, 0x7FEB352D, high), (15, 0x846CA68B, 0)):
+        torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_(2 ** (32 - shift) - 1)
+        words.bitwise_xor_(shifted).mul_(signed_word(factor)).bitwise_xor_(word)
+    torch.bitwise_right_shift(words, 16, out=shifted).bitwise_and_(0xFFFF)
+    words.bitwise_xor_(shifted)
+    # The lower half of a word is the first of its pair.
+    wide.add_(spare.copy_(words.view(torch.int16)).add_(0.5), alpha=2.0**-16).round_()
+
+
+def _write_codes(codec: Codec, codes: Tensor, spare: Tensor, out: Tensor, begin: int) -> None:
+    """Of a piece that begins at the element `begin`. A cast to int8 is much quicker than one to uint8."""
+    num = codes.numel()
+    if codec.kind == "int4":
+        narrow = spare.view(torch.int8)[: num + num % 2]
+        narrow[num:].zero_()
+        narrow[:num].copy_(codes if codec.is_asymmetric else codes.add_(8.0))
+        pairs = narrow.view(torch.int16)
+        packed = (pairs >> 4).bitwise_or_(pairs).bitwise_and_(0xFF)
+        out[begin // 2 : begin // 2 + packed.numel()].copy_(packed)
+    elif codec.kind == "int8":
+        payload = out[begin : begin + num]
+        payload.view(torch.int8).copy_(codes.sub_(128.0) if codec.is_asymmetric else codes)
+        if codec.is_asymmetric:
+            payload.bitwise_xor_(0x80)
+    else:
+        out[begin : begin + num].view(_FP8[codec.kind]).copy_(codes)
+
+
+def _read_codes(codec: Codec, row: Tensor, wide: Tensor, begin: int, dtype: torch.dtype) -> None:
+    num = wide.numel()
+    if codec.kind == "int4":
+        packed = row[begin // 2 : (begin + num + 1) // 2].to(torch.int16)
+        pairs = (packed << 4).bitwise_or_(packed).bitwise_and_(0x0F0F)
+        wide.copy_(pairs.view(torch.uint8)[:num])
+        if not codec.is_asymmetric:
+            wide.sub_(8.0)
+    elif codec.kind == "int8":
+        wide.copy_(row[begin : begin + num].view(torch.uint8 if codec.is_asymmetric else torch.int8))
+    elif codec.kind == "e4m3":
+        # Shifted into place it is a fp16 that is 2^8 too small. torch's own cast takes ten times as long.
+        signed = row[begin : begin + num].view(torch.int8).to(torch.int16)
+        shifted = (signed << 7).bitwise_and_(0x3F80).bitwise_or_(signed.bitwise_and_(-0x8000))
+        wide.copy_(shifted.view(torch.float16)).mul_(256.0)
+    elif codec.kind == "e5m2":
+        wide.copy_((row[begin : begin + num].to(torch.int16) << 8).view(torch.float16))
+    else:
+        wide.copy_(row.view(_PLAIN.get(codec.kind, dtype))[begin : begin + num])
+
+
+def _scale_parts(codec: Codec, rows: Tensor, num_elems: int) -> tuple[Tensor, Tensor]:
+    """Scales and minima of each row, padding included; empty where the codec has none."""
+    if not codec.has_scales:
+        return rows.new_empty(0), rows.new_empty(0)
+    where = parts(codec, num_elems)
+    return (
+        rows[:, where.scales_at : where.minima_at].view(torch.float32),
+        rows[:, where.minima_at : where.total_bytes].view(torch.float32),
+    )
+
+
+def _piece_elems(codec: Codec, num_elems: int) -> int:
+    return min(PIECE_ELEMS, -(-num_elems // codec.block) * codec.block)
+
+
+def _plain_dtype(codec: Codec, values: Tensor) -> torch.dtype:
+    return _PLAIN.get(codec.kind, values.dtype)
+
+
+def _kernels() -> ModuleType:
+    try:
+        from . import triton_codecs
+    except ImportError as error:
+        raise ConfigurationError(
+            f"codecs on a CUDA device are Triton kernels, and triton cannot be imported ({error}); install the triton "
+            f"that belongs to torch {torch.__version__}, or let everything travel as_is"
+        ) from error
+    return triton_codecs
+
+
+def _check_values(codec: Codec, what: str, values: Tensor) -> None:
+    if values.dtype not in _CARRIED:
+        raise ConfigurationError(
+            f"codec {codec} cannot carry {what} of {values.dtype}; it carries {', '.join(map(str, _CARRIED))}"
+        )
+    if values.ndim != 1 or not values.is_contiguous():
+        raise ConfigurationError(
+            f"codec {codec}: {what} has shape {tuple(values.shape)} and strides {values.stride()}; it must be flat and "
+            "contiguous"
+        )
+
+
+def _part_elems(codec: Codec, rows: Tensor, values: Tensor) -> int:
+    """Of the part that one of the rows is of."""
+    num_rows = len(rows) if rows.ndim == 2 else 0
+    if not num_rows or values.numel() % num_rows:
+        raise ConfigurationError(
+            f"codec {codec}: {values.numel()} elements and rows of shape {tuple(rows.shape)}; rows must be (num_rows, "
+            "bytes), and the elements as many equal parts"
+        )
+    return values.numel() // num_rows
+
+
+def _check_rows(codec: Codec, rows: Tensor, values: Tensor, num_elems: int) -> None:
+    """`rows` must be of `num_elems` each, beside the values."""
+    needed = encoded_bytes(codec, num_elems, values.dtype)
+    is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
+    if rows.dtype != torch.uint8 or not is_right:
+        raise ConfigurationError(
+            f"codec {codec}: rows are {rows.dtype} of shape {tuple(rows.shape)}; {num_elems} elements of "
+            f"{values.dtype} in each need torch.uint8 of shape (num_rows, {needed}), each row contiguous"
+        )
+    if rows.device != values.device:
+        raise ConfigurationError(
+            f"codec {codec}: rows are on {rows.device} and the values on {values.device}; one device must hold both"
+        )
+    align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
+    if needed and (rows.storage_offset() % align or (len(rows) > 1 and rows.stride(0) % align)):
+        raise ConfigurationError(
+            f"codec {codec}: rows begin at byte {rows.storage_offset()} of their storage and are {rows.stride(0)} "
+            f"apart; both must be multiples of {align}"
+        )

@@ -1,0 +1,277 @@
+"""One strategy, costed: memory at every instant, traffic, seconds, and whether it fits.
+
+Everything is read from the schedule that the engine would execute. Blocks that are alike share their flats here, since
+nothing that is costed depends on names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..core.layout import Layout, layout_of_unit
+from ..core.schedule.events import Event, step_events
+from ..core.schedule.flat import Flat, flats_of
+from ..core.schedule.model import FoundUnit, matches
+from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..core.schedule.traffic import Moved, traffic_of
+from .cost.activation_offload import stowed_bytes, with_stowing
+from .cost.compute import seconds_of, speed_of
+from .cost.fsdp2 import fsdp2_memory_of
+from .cost.peak import WORKSPACE_BYTES, Memory, memory_of
+from .cost.reserve import Reserved, reserved_of
+from .cost.step_time import Timing, step_time
+from .hardware.efficiency import Efficiency, Wear
+from .hardware.values import Cluster
+from .training import Training
+from .work.work import Work
+
+Works = Callable[[Training], Mapping[str, Work]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned: a model's units, and what a micro-batch asks of each of them."""
+
+    name: str
+    units: tuple[FoundUnit, ...]
+    works: Works
+    flops_per_token: float  # forward and backward, at the training's sequence length
+    facts: Mapping[str, object]  # for the plan's readers
+    head_dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked, after the
+    driver took its context and before the collectives have buffers. `has_reserve`: an allocator that keeps what it
+    is given back, and libraries that have workspaces from it; a CPU has neither, and its device is the host."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+    wear: Wear
+    free_bytes: int | None = None
+    has_reserve: bool = True
+
+    @property
+    def context_bytes(self) -> int:
+        """Outside of the allocator: the driver's, and the buffers of the collectives."""
+        driver = self.cluster.gpu.context_bytes if self.free_bytes is None else 0
+        return driver + (NCCL_BYTES if self.cluster.world_size > 1 and self.has_reserve else 0)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cluster.gpu.memory_bytes if self.free_bytes is None else self.free_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of a node, for what rests there."""
+        return round(HOST_SHARE * self.cluster.host_bytes)
+
+    def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
+        """What of a GPU, and of a node's host and disk, is not there; empty: all is."""
+        for what, needed, there, spare in (
+            (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes, ""),
+            ("the host of each node", host_bytes if self.has_reserve else 0, self.host_bytes, " to spare"),
+            ("the disk of each node", disk_bytes, self.cluster.disk_bytes, ""),
+        ):
+            if needed > there:
+                return f"needs {needed / 1e9:,.1f} GB on {what}, which has {there / 1e9:,.1f} GB{spare}"
+        return ""
+
+
+# Of the host's memory; the rest is the system's, the processes' own and their data's.
+HOST_SHARE = 0.9
+# What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
+NCCL_BYTES = 1 << 30
+
+
+# Micro-batches that are played through; more of them are like the last but one.
+MOST_PLAYED = 3
+
+
+@dataclass(frozen=True, repr=False)
+class Assessment:
+    """A strategy on a machine. Host and disk are a node's."""
+
+    name: str
+    layouts: tuple[Layout, ...]
+    training: Training
+    machine: Machine
+    schedule: Schedule
+    events: Sequence[Event]
+    works: Mapping[str, Work]
+    head_dim: int
+
+    @cached_property
+    def memory(self) -> Memory:
+        if self.training.engine == "fsdp2":
+            return fsdp2_memory_of(self.schedule, self.works, self.training)
+        workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
+        return memory_of(self.schedule, self._told(self.events), self.works, self.training, workspace_bytes)
+
+    def _told(self, events: Sequence[Event]) -> Sequence[Event]:
+        """With activations that go to the host and come back."""
+        return with_stowing(events, stowed_bytes(self.schedule, self.works))
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        if not self.machine.has_reserve:
+            active = self.memory.peak.total
+            return Reserved(active, active, active)
+        is_recomputed = any(work.recomputed for work in self.works.values())
+        return reserved_of(self.schedule, self.memory, self.training, is_recomputed)
+
+    @cached_property
+    def moved(self) -> Moved:
+        cluster = self.machine.cluster
+        found = traffic_of(self._told(self.events), cluster.num_nodes, cluster.node_size)
+        if self.num_left_out:
+            fewer = traffic_of(self._told(self._with_one_less), cluster.num_nodes, cluster.node_size)
+            found = found.continued(fewer, self.num_left_out)
+        return found
+
+    @cached_property
+    def timing(self) -> Timing:
+        found = self._timing_of(self.events)
+        if self.num_left_out:
+            found = found.continued(self._timing_of(self._with_one_less), self.num_left_out)
+        return found
+
+    @cached_property
+    def _with_one_less(self) -> Sequence[Event]:
+        clips = any(event.verb == "norm" for event in self.events)
+        return step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
+
+    @property
+    def num_left_out(self) -> int:
+        """Micro-batches in the middle of the step that are like the one before."""
+        return max(0, self.training.num_micro_batches - MOST_PLAYED)
+
+    def _timing_of(self, events: Sequence[Event]) -> Timing:
+        machine = self.machine
+        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
+        seconds = seconds_of(self.schedule, self.works, speed, self.training)
+        return step_time(self.schedule, self._told(events), seconds, machine.cluster, machine.wear)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a GPU must have; where the device is the host, what rests on the host comes on top."""
+        return self.reserved.expected + self._beside_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """The same, if the allocator wastes more than is expected."""
+        return self.reserved.high + self._beside_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        return self.machine.context_bytes + (0 if self.machine.has_reserve else self.memory.host_bytes)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit on the device after all."""
+        return self.high_bytes > self.machine.memory_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        """All of it, and nothing ever leaves."""
+        return not any(layout.uses_host for layout in self.layouts)
+
+    @property
+    def part_on_device(self) -> float:
+        """Of the optimizer: what is kept there is whole parameters."""
+        flats = self.schedule.trainable_flats
+        num_elems = sum(flat.num_master for flat in flats)
+        return sum(flat.num_master for flat in flats if not flat.host_updates) / max(num_elems, 1)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.memory.host_bytes * self.machine.cluster.node_size
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.memory.disk_bytes * self.machine.cluster.node_size
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    @cached_property
+    def why_not(self) -> str:
+        """Empty: it fits."""
+        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
+
+    @property
+    def step_s(self) -> float:
+        return self.timing.step_s
+
+    def __repr__(self) -> str:
+        words = f"{self.needed_bytes / 1e9:,.1f} GB, {self.step_s:.3g} s a step" if self.fits else self.why_not
+        return f"<{self.name}: {words}>"
+
+    @property
+    def is_exact(self) -> bool:
+        """Everything travels as it is: training gives the numbers that one process would."""
+        return all(layout.is_exact for layout in self.layouts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU."""
+        return self.training.num_tokens * self.training.num_micro_batches / self.timing.step_s
+
+
+class Assessor:
+    """Costs strategies for one model on one machine; what they have in common is made once."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        machine: Machine,
+        *,
+        clips: bool = True,
+        budget_bytes: int | None = None,
+        keep_fp32: Sequence[str] = (),
+    ) -> None:
+        self.subject = subject
+        self.machine = machine
+        self.unit_names = [unit.name for unit in subject.units]
+        self._clips = clips
+        self._budget_bytes = budget_bytes
+        self._flats: dict[object, tuple[Flat, ...]] = {}
+        self._keep_fp32 = keep_fp32
+        self._alike = [_signature(unit, keep_fp32) for unit in subject.units]
+        self._axes = machine.cluster.axes
+
+    def on(self, machine: Machine) -> "Assessor":
+        """The same on another machine."""
+        return Assessor(
+            self.subject, machine, clips=self._clips, budget_bytes=self._budget_bytes, keep_fp32=self._keep_fp32
+        )
+
+    def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
+        layouts = [layout_of_unit(name, layout) for name, layout in zip(self.unit_names, layouts, strict=True)]
+        plans = [
+            UnitPlan(unit.name, layout, self._flats_of(index, layout, training), unit.holds_units, unit.backward_reads)
+            for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))
+        ]
+        schedule = make_schedule(plans, range(len(plans)), self._budget_bytes)
+        num_played = min(training.num_micro_batches, MOST_PLAYED)
+        events = step_events(schedule, num_played, clips=self._clips, num_moments=training.num_moments)
+        works = self.subject.works(training)
+        return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self.subject.head_dim)
+
+    def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
+        key = (self._alike[index], layout, training.precision, training.reduce)
+        if key not in self._flats:
+            self._flats[key] = flats_of(
+                self.subject.units[index], layout, training.formats, self._axes, self._keep_fp32
+            )
+        return self._flats[key]
+
+
+def _signature(unit: FoundUnit, keep_fp32: Sequence[str]) -> object:
+    kept = [bool(keep_fp32) and matches(param.sites[0].module, keep_fp32) for param in unit.params]
+    return tuple(
+        (param.shape, param.dtype, param.trainable, param.is_table, is_kept)
+        for param, is_kept in zip(unit.params, kept, strict=True)
+    )

@@ -1,0 +1,238 @@
+"""`strategy="auto"`: the planner's search, with the memory that is free and the links as they are.
+
+What activations take is probed on the meta device, for the micro-batch that the caller names. Without one, or for a
+model that cannot be probed so, a quarter of the memory is left to them, and what is compared is traffic and updates.
+
+Where nothing fits on the device alone, the search lets state rest on the host, and on disk too if a folder was named
+for it. `auto+optimizer=host` says what rests where, and `auto+grads_as=int8` what travels as something else: then every
+preset is changed so, and the fastest that fits is taken. What travels is never rounded unless that was asked for.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.container_limits import cgroup_values, memory_limit
+from ..base.errors import MemoryExceededError, PlaceError
+from ..core.layout import AUTO, Layout
+from ..core.mesh import Axes, device, num_local_ranks
+from ..core.schedule.model import FoundUnit
+from ..core.schedule.units import Units
+from ..core.wire.collectives import Channel, exchange, gather_seconds
+from .assess import Machine, Subject
+from .hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
+from .hardware.gpus import gpu_named, gpu_of_device
+from .hardware.links import Link
+from .hardware.values import Cluster, Gpu
+from .module import subject_of_module
+from .planning import Plan, plan_for
+from .search import TIE, choices, moved_presets
+from .training import Training
+from .work.work import Work
+
+# Left to activations where nobody knows them.
+UNKNOWN_SHARE = 0.25
+# What is gathered to see how fast the links are.
+PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+NUM_PROBES = 5
+# Of a collective among others on the device, whose host is ahead.
+LATENCY_US = 20.0
+# The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
+# at 3 % and decoded at 5 to 8 % of what it copies at.
+PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4, coding=0.05)
+# What was measured differs by this much from one start to the next.
+PROCESSOR_TIE = 0.1
+# Rates of a processor are measured, so all of them is reached.
+PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
+
+MEMORY = Path("/proc/meminfo")
+# What is free where a file system does not tell.
+UNTOLD = 1 << 50
+
+logger = logging.getLogger("shardwise")
+
+# Sequences of a micro-batch, tokens of each; and micro-batches of a step.
+Batch = tuple[int, int] | tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a choice depends on beside the model: all that `sw.shard` was told."""
+
+    training: Training
+    batch: Batch | None
+    units: Units
+    memory_budget: int | None
+    keep_fp32: Sequence[str]
+    moves: Sequence[str] = ()
+    disk_path: Path | None = None
+
+
+def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
+    """The fastest that fits and is exact, or travels as asked; the layouts are those of the plan's `recommended`."""
+    if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
+        raise PlaceError(
+            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it:"
+            " give disk_path=, a folder on a local disk"
+        )
+    if asked.disk_path is not None and not asked.disk_path.is_dir():
+        raise PlaceError(
+            f"{asked.disk_path} is not a folder, and state might rest there on disk: make it, or name one that is there"
+        )
+    subject = None if asked.batch is None else _probed(model, asked)
+    if subject is None:
+        subject = _without_activations(type(model).__name__, found)
+        assert machine.free_bytes is not None
+        machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
+    training = asked.training
+    choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
+    tie = TIE if machine.has_reserve else PROCESSOR_TIE
+    settings: dict[str, Any] = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
+    has_disk, strategy = asked.disk_path is not None, "+".join((AUTO, *asked.moves))
+    plan = plan_for(
+        subject, machine, training, choice, strategy=strategy, only_exact=True, has_disk=has_disk, tie=tie, **settings
+    )
+    if plan.recommended is None:
+        needs = ", ".join(f"{entry.name} {entry.needed_bytes / 1e9:.1f}" for entry in plan.found)
+        raise MemoryExceededError(
+            f"strategy 'auto': nothing fits. Free per rank: {machine.memory_bytes / 1e9:.1f} GB"
+            f"{'' if asked.batch else ' after a quarter for activations'}; needed in GB: {needs}. Use more ranks, a "
+            f"smaller micro-batch or activation checkpointing, or a smaller model{_or_a_disk(asked)}"
+        )
+    return plan
+
+
+def _or_a_disk(asked: Asked) -> str:
+    return "" if asked.disk_path is not None else "; or let state rest on disk: name a folder with disk_path="
+
+
+def layouts_in(plan: Plan) -> list[Layout]:
+    assert plan.recommended is not None
+    return list(plan.recommended.layouts)
+
+
+def _probed(model: nn.Module, asked: Asked) -> Subject | None:
+    try:
+        return subject_of_module(model, asked.training, asked.units)
+    except Exception as error:  # noqa: BLE001  any model's own code runs here
+        logger.warning(
+            "strategy 'auto': what activations of this %s take could not be found out (%s: %s); a quarter of the "
+            "memory is left to them",
+            type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return None
+
+
+def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
+    nothing: Mapping[str, Work] = {unit.name: Work(0, 0, 0, 0) for unit in found}
+    return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
+
+
+def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
+    """The device of this rank and its equals, with `free_bytes` each, and links as fast as they are. Host and disk have
+    what is free on the machine that has least. All ranks call it and get the same."""
+    gpu, efficiency = _device_here(free_bytes, world)
+    num_nodes = axes.world_size // axes.node_size
+    on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
+    share = (host_bytes_here() // num_local_ranks(), on_disk // num_local_ranks())
+    host_bytes, disk_bytes = (min(sizes) for sizes in zip(*exchange(world, share), strict=True))
+    cluster = Cluster(
+        gpu=gpu,
+        node_size=axes.node_size,
+        num_nodes=num_nodes,
+        intra=gpu.intra,
+        inter=gpu.intra if num_nodes == 1 else Link(50.0, 15.0),
+        pcie=gpu.pcie,
+        host_bytes=axes.node_size * host_bytes,
+        disk_bytes=axes.node_size * disk_bytes,
+        disk_read_bytes_per_s=axes.node_size * gpu.host.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
+        host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
+    )
+    for name, link in measured_links(world, axes).items():
+        cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
+    is_gpu = device().type == "cuda"
+    return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
+
+
+def host_bytes_here() -> int:
+    """Of this machine's memory, what could be taken; a container may have less than the machine."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    if MEMORY.is_file():
+        told = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        free = int(told["MemAvailable"].split()[0]) * 1024  # with caches that give way
+    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
+    return min(free, total if limit is None else limit)
+
+
+def free_bytes_on(folder: Path) -> int:
+    """Of a disk; nothing where there is no such folder."""
+    if not folder.is_dir():
+        return 0
+    seen = os.statvfs(folder)
+    return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNTOLD
+
+
+def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
+    """From gathers over all ranks, inside the node if there is but one, else between nodes. Of two sizes: what a gather
+    takes beyond its bytes is in both."""
+    if world.num_ranks == 1:
+        return {}
+    (less, less_s), (more, more_s) = (_gathered(world, PROBE_BYTES[device().type] // part) for part in (8, 1))
+    passed_s = more_s - less_s
+    rate = (more - less) / passed_s if passed_s > more_s / 4 else more / more_s
+    if axes.world_size == axes.node_size:
+        return {"intra": Link(rate / 1e9, LATENCY_US)}
+    return {"inter": Link(rate / axes.node_size / 1e9, LATENCY_US)}
+
+
+def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
+    """Bytes that pass through a rank of the ring, and the seconds that the slowest rank saw."""
+    num_bytes -= num_bytes % world.num_ranks
+    seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()), NUM_PROBES)
+    return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
+
+
+def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
+    where = device()
+    if where.type == "cuda":
+        name = torch.cuda.get_device_name(where)
+        known = gpu_of_device(name)
+        # One that is in no table is taken for an A100: what is compared runs on the same.
+        gpu = gpu_named("A100-80GB") if known is None else known
+        return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
+    flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
+    processor = replace(
+        gpu_named("A100-80GB"),
+        name="CPU",
+        memory_bytes=free_bytes,
+        flops=flops,
+        fp32_flops=flops,
+        hbm_bytes_per_s=bytes_per_s,
+        switch=None,
+        context_bytes=0,
+    )
+    return processor, PROCESSOR
+
+
+def _processor_rates() -> tuple[float, float]:
+    """FLOP/s of a product and bytes/s of a copy, while the other ranks of this machine do the same."""
+    a, b = torch.ones(512, 512), torch.ones(512, 512)
+    long, into = torch.ones(4 << 20), torch.ones(4 << 20)
+    product_s = min(_seconds(lambda: torch.mm(a, b)) for _ in range(5))
+    copy_s = min(_seconds(lambda: into.copy_(long)) for _ in range(5))
+    return 2 * 512**3 / product_s, 2 * long.nbytes / copy_s
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s

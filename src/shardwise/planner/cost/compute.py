@@ -1,0 +1,166 @@
+"""What the work of a unit takes on a GPU by itself: a roofline.
+
+Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth, and
+the three follow each other on one stream, so their times add up. A backward multiplies twice for every product of the
+forward, once where the weight is frozen, and reads and writes twice as much; attention's backward takes 2.5 times its
+forward, because it computes the scores again. What is computed again (activation checkpointing) is added to the
+backward.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from ...base.dtypes import FP32
+from ...core.schedule.step_schedule import Schedule, UnitPlan
+from ..hardware.efficiency import Efficiency
+from ..hardware.values import Gpu
+from ..training import Training
+from ..work.work import Product, Work
+
+ATTENTION_BACKWARD = 2.5
+MOVED_BACKWARD = 2.0
+# Of a loss: a plain one's backward moves as much as its forward; one in chunks has moved everything in its forward.
+LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
+# Queueing a kernel of a checkpointed block, against one of another: hooks on every tensor, a mode on every operation.
+HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
+# A loss in chunks adds each chunk's part to the gradient of the weight: read and written, in fp32 and in 16 bits.
+LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
+# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient. What
+# leaves the device is clipped by the host, on the way.
+NORM_PASSES = 7
+NORM_PASSES_OF_LEAVING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """What a unit takes: its forward and backward for one micro-batch and the kernels that the host queues for them,
+    its part of the norm and its update, and the cast before its gather. The norm of gradients that leave the device is
+    taken on their way."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    norm: float = 0.0
+    norm_of_leaving: float = 0.0
+    update: float = 0.0
+    cast: float = 0.0
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a GPU does in a second, as far as it is reached; the rest as in `Efficiency`."""
+
+    products: float
+    attention: float
+    memory: float
+    efficiency: Efficiency
+
+
+def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
+    """In 32 bits there is no attention kernel that is better than products."""
+    products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
+    share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
+    attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
+    return Speed(products, min(products, attention), gpu.hbm_bytes_per_s * efficiency.memory, efficiency)
+
+
+def seconds_of(
+    schedule: Schedule, works: Mapping[str, Work], speed: Speed, training: Training
+) -> dict[str, UnitSeconds]:
+    """By name of the unit. Work of no unit (a loss behind a tied head) is the last one's, which it follows."""
+    known: dict[int, UnitSeconds] = {}
+    for work in works.values():
+        if id(work) not in known:
+            known[id(work)] = work_seconds(work, speed, training)
+    found = {
+        unit.name: replace(
+            known[id(works[unit.name])],
+            norm=NORM_PASSES * grad_bytes(unit, leaves=False) / speed.memory,
+            norm_of_leaving=NORM_PASSES_OF_LEAVING * grad_bytes(unit, leaves=True) / speed.memory,
+            update=update_bytes(unit, training.num_moments) / speed.memory,
+            cast=cast_bytes(unit) / speed.memory,
+        )
+        for unit in schedule.units
+    }
+    last = schedule.units[schedule.order[-1]].name
+    for name, work in works.items():
+        if name not in found:
+            found[last] = _together(found[last], known[id(work)])
+    return found
+
+
+def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
+    forward, num_kernels = forward_s(work, speed), float(work.num_kernels)
+    if work.kind == "loss":
+        grad_bytes = sum(p.count * p.n * p.k for p in work.products if p.trainable) * LOSS_GRAD_BYTES[training.loss]
+        forward += grad_bytes / speed.memory
+        times = LOSS_MOVED_BACKWARD[training.loss]
+        return UnitSeconds(
+            forward, backward_s(work, speed, times), forward_kernels=num_kernels, backward_kernels=times * num_kernels
+        )
+    num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
+    # Elementwise operations are all run again, also where results of products are kept.
+    moved = (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s) if work.recomputed else 0.0
+    return UnitSeconds(
+        forward,
+        backward_s(work, speed) + work.recomputed * (forward - moved) + moved,
+        forward_kernels=num_kernels,
+        backward_kernels=(2 + work.recomputed) * num_kernels,
+    )
+
+
+def _together(one: UnitSeconds, other: UnitSeconds) -> UnitSeconds:
+    return UnitSeconds(*(getattr(one, field.name) + getattr(other, field.name) for field in fields(UnitSeconds)))
+
+
+def forward_s(work: Work, speed: Speed) -> float:
+    flop = sum(product.count * _cost(product.m, product.n, product.k, speed.efficiency) for product in work.products)
+    return (
+        flop / speed.products
+        + work.attention_flops / speed.attention
+        + work.moved_bytes / speed.memory
+        + work.num_kernels * speed.efficiency.gap_s
+    )
+
+
+def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float:
+    """Without what is computed again. `moved`: reads and writes, as a multiple of the forward's."""
+    flop = sum(product.count * _backward_cost(product, speed.efficiency) for product in work.products)
+    return (
+        flop / speed.products
+        + ATTENTION_BACKWARD * work.attention_flops / speed.attention
+        + moved * (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s)
+    )
+
+
+def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
+    """FLOP of a product, with what its pipelines and its last wave waste."""
+    return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)
+
+
+def _backward_cost(product: Product, efficiency: Efficiency) -> float:
+    by_input = _cost(product.m, product.k, product.n, efficiency)
+    return by_input + (_cost(product.n, product.k, product.m, efficiency) if product.trainable else 0.0)
+
+
+def update_bytes(unit: UnitPlan, num_moments: float) -> float:
+    """What an optimizer's step on the device reads and writes of this rank's part: gradients once, masters and moments
+    both ways."""
+    return sum(
+        flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
+        for flat in unit.flats
+        if flat.trainable and not flat.host_updates
+    )
+
+
+def grad_bytes(unit: UnitPlan, leaves: bool) -> int:
+    """This rank's part of the gradients, as the optimizer reads them: those that leave the device, or the others."""
+    flats = [flat for flat in unit.flats if flat.trainable and flat.host_updates == leaves]
+    return sum(flat.num_master * flat.reduce.itemsize for flat in flats)
+
+
+def cast_bytes(unit: UnitPlan) -> float:
+    """What a gather reads and writes first: this rank's part of the masters, cast to the compute dtype."""
+    flats = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
+    return sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in flats)

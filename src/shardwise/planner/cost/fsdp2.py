@@ -1,0 +1,247 @@
+"""What lies in a rank's memory under torch's FSDP2 (`fully_shard`), at every instant of a step: to compare with others.
+
+Units are gathered twice over: into the collective's output, which is kept until the next unit's is there (in the
+backward, until it is copied), and from it into the parameters. The backward gathers one unit ahead. Gradients of a unit
+are autograd's until its backward ends, then copied into the input of the reduction, which is kept until the next one
+begins; its result is the gradient of the shard. The root is gathered from the first forward to the end of the backward.
+Gradients are dropped before the next forward.
+
+Three streams allocate, and none reuses what another has freed: `pools` are the most that each holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...core.schedule.step_schedule import Schedule
+from ..training import Training
+from ..work.work import Work
+from .fsdp2_groups import Group, Wrapping, grouped
+from .peak import (
+    ACTIVATIONS,
+    CLASSES,
+    GATHERED,
+    GRADS,
+    LOSS,
+    OPTIMIZER,
+    PARAMS,
+    REDUCE,
+    WORKSPACE_BYTES,
+    Instant,
+    Memory,
+)
+
+COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Fsdp2Memory(Memory):
+    """`pools`: the most that the streams hold, each at its own time."""
+
+    pools: tuple[int, ...]
+
+
+def fsdp2_memory_of(
+    schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping | None = None
+) -> Fsdp2Memory:
+    step = _Step(schedule, works, training, wrapping or Wrapping())
+    for index in range(min(training.num_micro_batches, 2)):
+        step.forward()
+        step.backward(is_first=index == 0)
+    step.update()
+    flats = tuple(unit.flats for unit in schedule.units)
+    return Fsdp2Memory(tuple(step.found), flats, training.num_moments, 0, tuple(step.pool_peaks))
+
+
+class _Step:
+    """The walk: what is held by class and by stream, as the calls of torch's hooks follow each other."""
+
+    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
+        self.wrapping = wrapping
+        self.found: list[Instant] = []
+        self.held = [0] * len(CLASSES)
+        self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
+        self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
+        self.root = self.groups[self.root_name]
+        # In the order of their forwards.
+        self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
+        self.gathered: set[int] = set()
+        self.on_its_way: Group | None = None  # gathered ahead, for the backward
+        self.kept_output = 0  # of the last gather of a forward
+        self.kept_input = 0  # of the last reduction
+        self.grads_of: dict[int, int] = {}  # of autograd, waiting to be reduced
+        last = self.names[-1]
+        self.num_logits = _num_logits(works[last]) if training.loss == "plain" else 0
+        self.itemsize = training.formats.compute.itemsize
+        self.works = dict(works)
+        if wrapping.compiles_loss:
+            self.works[last] = _compiled(works[last], self.num_logits, self.itemsize)
+        self._hold_states(schedule, training)
+
+    def _hold_states(self, schedule: Schedule, training: Training) -> None:
+        self.shard_bytes: list[int] = []
+        for unit in schedule.units:
+            for flat in unit.flats:
+                here = flat.num_master
+                on_device = flat.trainable or flat.layout.params_on == "device"
+                self.hold(PARAMS, here * flat.master.itemsize if on_device else 0)
+                if flat.trainable:
+                    self.hold(OPTIMIZER, round(here * flat.master.itemsize * training.num_moments))
+                    self.shard_bytes.append(here * flat.master.itemsize)
+        self.hold(ACTIVATIONS, WORKSPACE_BYTES)
+        self.hold(LOSS, self.num_logits * self.wrapping.kept_logit_bytes)
+
+    def hold(self, kind: int, num_bytes: int, stream: int = COMPUTE_STREAM) -> None:
+        self.held[kind] += num_bytes
+        self.pools[stream] += num_bytes
+        if stream != COMPUTE_STREAM:
+            self.pool_peaks[stream] = max(self.pool_peaks[stream], self.pools[stream])
+
+    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = self.held.copy()
+        row[kind] += extra
+        self.found.append(Instant(name, tuple(row)))
+        self.pool_peaks[COMPUTE_STREAM] = max(self.pool_peaks[COMPUTE_STREAM], self.pools[COMPUTE_STREAM] + extra)
+
+    def forward(self) -> None:
+        self._gather_for_forward(self.root_name, 0)
+        input_bytes = self._run_forward(self.root_name, 0)
+        for name in self.names:
+            group = self.groups[name]
+            if group is not self.root:
+                self._gather_for_forward(name, input_bytes)
+            if name == self.names[-1]:
+                # The root's forward ends before the loss; of the head's only the logits are left then.
+                self._leave_forward(group)
+                if not self.wrapping.root_stays:
+                    self._let_go(self.root)
+                self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
+                self.kept_output = 0
+            input_bytes = self._run_forward(name, input_bytes)
+            if name != self.names[-1]:
+                self._leave_forward(group)
+
+    def _run_forward(self, name: str, input_bytes: int) -> int:
+        work = self.works[name]
+        kind = LOSS if work.kind == "loss" else ACTIVATIONS
+        self.note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
+        self.hold(kind, work.saved_bytes)
+        return work.output_bytes
+
+    def _gather_for_forward(self, name: str, input_bytes: int) -> None:
+        group = self.groups[name]
+        self._collect(group)
+        self.note(f"gather {name}", ACTIVATIONS, input_bytes)
+        self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
+        self.kept_output = group.collected_bytes
+        self.hold(GATHERED, group.gathered_bytes)
+        self.gathered.add(id(group))
+
+    def _collect(self, group: Group) -> None:
+        """The output of the collective, with this rank's part beside it for as long as that is copied in."""
+        self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
+
+    def _leave_forward(self, group: Group) -> None:
+        is_last = bool(self.chain) and group is self.chain[-1]
+        if group is not self.root and not group.stays and not (is_last and self.wrapping.keeps_last):
+            self._let_go(group)
+            self.hold(GATHERED, group.rest_bytes)
+
+    def _let_go(self, group: Group) -> None:
+        if id(group) in self.gathered:
+            self.gathered.discard(id(group))
+            self.hold(GATHERED, -group.gathered_bytes)
+
+    def backward(self, is_first: bool) -> None:
+        last = self.names[-1]
+        loss = self.works[last]
+        self.note("backward loss", LOSS, loss.output_bytes + loss.backward_peak_bytes)
+        self._gather_again(self.root_name, loss)
+        self._gather_ahead(len(self.chain) - 1)
+        for position in reversed(range(len(self.names))):
+            name = self.names[position]
+            group, work = self.groups[name], self.works[name]
+            if group is not self.root:
+                self._gather_again(name, work)
+                self._gather_ahead(next(index for index, other in enumerate(self.chain) if other is group) - 1)
+            if name == last:
+                self._backward_of_head(loss)
+            else:
+                self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
+            self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
+            self._wait_with(group, work.grad_bytes)
+            before = self.works[self.names[position - 1]].output_bytes if position else 0
+            # Token ids have no gradient, so what takes them is reduced when all else is done.
+            if group is not self.root and position:
+                self._reduce(name, group, before, is_first)
+        root = self.works[self.root_name]
+        self.note(f"backward {self.root_name}", ACTIVATIONS, root.output_bytes + root.backward_peak_bytes)
+        self.hold(ACTIVATIONS, -root.saved_bytes)
+        self._wait_with(self.root, root.grad_bytes)
+        self._reduce(self.root_name, self.root, 0, is_first)
+        if self.groups[self.names[0]] is not self.root:
+            self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
+        self.hold(REDUCE, -self.kept_input)
+        self.kept_input = 0
+
+    def _backward_of_head(self, loss: Work) -> None:
+        """Once the gradient of the logits is there; what the loss saved of their size is gone."""
+        if not self.num_logits:
+            self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
+            return
+        before = self.works[self.names[-2] if len(self.names) > 1 else self.root_name].output_bytes
+        saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
+        self.note("backward head", LOSS, (self.itemsize - saved) * self.num_logits + loss.grad_bytes + before)
+
+    def _gather_ahead(self, position: int) -> None:
+        if position >= 0 and id(self.chain[position]) not in self.gathered:
+            self.on_its_way = self.chain[position]
+            self._collect(self.on_its_way)
+            self.note("gather ahead")
+            self.hold(GATHERED, -self.on_its_way.part_bytes, GATHER_STREAM)
+
+    def _gather_again(self, name: str, work: Work) -> None:
+        group = self.groups[name]
+        if id(group) in self.gathered:
+            return
+        if self.on_its_way is not group:
+            self._collect(group)
+            self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
+        self.on_its_way = None
+        self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
+        self.gathered.add(id(group))
+        self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
+        self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
+
+    def _wait_with(self, group: Group, num_bytes: int) -> None:
+        self.hold(GRADS, num_bytes)
+        self.grads_of[id(group)] = self.grads_of.get(id(group), 0) + num_bytes
+
+    def _reduce(self, name: str, group: Group, before: int, is_first: bool) -> None:
+        self._let_go(group)
+        self.hold(REDUCE, group.summed_bytes - self.kept_input)
+        self.kept_input = group.summed_bytes
+        self.note(f"reduce {name}", ACTIVATIONS, before)
+        self.hold(GRADS, -self.grads_of.pop(id(group), 0))
+        self.hold(GRADS, group.grad_bytes, REDUCE_STREAM)
+        if not is_first:
+            self.note(f"add up {name}", ACTIVATIONS, before)
+            self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
+
+    def update(self) -> None:
+        extra = sum(self.shard_bytes) if self.wrapping.is_foreach else 0
+        self.note("update", OPTIMIZER, extra)
+
+
+def _num_logits(loss: Work) -> int:
+    return loss.products[-1].m * loss.products[-1].n if loss.products else 0
+
+
+def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
+    """The logits are saved and not their scores in fp32, and there is one gradient of them and not two in fp32."""
+    return replace(
+        loss,
+        saved_bytes=loss.saved_bytes - (FP32_BYTES - itemsize) * num_logits,
+        forward_peak_bytes=loss.forward_peak_bytes - 2 * FP32_BYTES * num_logits,
+        backward_peak_bytes=itemsize * num_logits,
+    )

@@ -1,0 +1,264 @@
+"""What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
+
+The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
+at rest, the ring of gather slots and that of encoded rows, what encoding lost of gradients. Some comes and goes: units
+gathered until their backward, gradients (from the backward of their unit to the step), reduction slots (from the first
+reduction of a backward to its end), activations (from a unit's forward to its backward) and what a forward or a
+backward needs while it runs. The peak is the largest sum at one instant, never a sum of the largest.
+
+What the host reads leaves. Gradients that rest on the host never have a place on the device beside a slot; those that
+rest on the device lose it in the last micro-batch, while the backward goes on. Activations that rest on the host are on
+the device for two units at a time.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...core.schedule.events import Event
+from ...core.schedule.flat import Flat
+from ...core.schedule.offload import OffDevice, off_device
+from ...core.schedule.state_bytes import device_state, kept_losses, resting_grads
+from ...core.schedule.step_schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, PART_ELEMS, Schedule, UnitPlan
+from ..training import Training
+from ..work.work import Work
+from .activation_offload import NUM_THERE, stowed_bytes
+
+LOSS_NAME = "loss"
+CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
+PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSES))
+
+# What libraries take from the allocator for matrix products: forwards and backwards run in a thread each.
+WORKSPACE_BYTES = 2 * (32 << 20)
+# Units whose gradients are on the device at once while they leave for the host: being written, reduced, copied.
+NUM_LEAVING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Bytes by class, in the order of `CLASSES`, at most during the event of this name."""
+
+    name: str
+    num_bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.num_bytes)
+
+    def by_class(self) -> dict[str, int]:
+        return dict(zip(CLASSES, self.num_bytes, strict=True))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank: what its allocator lends out, and what rests on its host and its disk. `stowed` are activations."""
+
+    instants: tuple[Instant, ...]
+    units: tuple[tuple[Flat, ...], ...]
+    num_moments: float
+    stowed: int
+
+    @cached_property
+    def away(self) -> OffDevice:
+        """State, and what it passes through."""
+        return off_device(self.units, self.num_moments)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.away.host + self.stowed
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.away.disk
+
+    @cached_property
+    def peak(self) -> Instant:
+        return max(self.instants, key=lambda instant: instant.total)
+
+
+def memory_of(
+    schedule: Schedule,
+    events: Sequence[Event],
+    works: Mapping[str, Work],
+    training: Training,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Memory:
+    """`events` are the step's, with those of activations that rest on the host among them."""
+    walk = _Walk(schedule, works, training, workspace_bytes)
+    last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
+    for index, event in enumerate(events):
+        if event.verb == "gather":
+            walk.gather(event.unit)
+        elif event.verb == "forward":
+            walk.forward(event.unit)
+        elif event.verb == "fetch":
+            walk.held[ACTIVATIONS] += walk.stowed[event.unit]
+        elif event.verb == "backward":
+            walk.backward(event.unit, is_last=index > last_forward)
+        elif event.verb == "agree":
+            walk.update(clips=any(event.verb == "norm" for event in events))
+    flats = tuple(unit.flats for unit in schedule.units)
+    return Memory(tuple(walk.found), flats, training.num_moments, sum(list(walk.stowed.values())[:-1]))
+
+
+class _Walk:
+    """What is held by class, as the events of a step follow each other."""
+
+    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, workspace_bytes: int) -> None:
+        self.schedule, self.works = schedule, works
+        self.units = {unit.name: unit for unit in schedule.units}
+        self.found: list[Instant] = []
+        self.held = [0] * len(CLASSES)
+        self.held[ACTIVATIONS] = workspace_bytes
+        self._hold_what_stays(training)
+        # Layers that write where the collective reads need the place before their backward, others after it.
+        self.writes_directly = {unit.name: _writes_directly(unit, works[unit.name]) for unit in schedule.units}
+        self.stowed = stowed_bytes(schedule, works)
+        self.there: deque[int] = deque()  # of these, what may leave
+        self.is_gathered: set[str] = set()
+        self.has_grads: set[str] = set()
+        self.slot_bytes, self.num_slots = schedule.reduction_slot_bytes, 0
+        self.leaving: deque[int] = deque()  # gradients of units, for the host
+        self.norm_bytes = 0
+        # Gradients that autograd made: since the last reduction began, before that, and of the root.
+        self.unfetched = self.fetched = self.of_root = 0
+        self.input_bytes = 0
+        self.in_backward = False
+
+    def _hold_what_stays(self, training: Training) -> None:
+        schedule = self.schedule
+        for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
+            for flat in unit.flats:
+                params, optimizer = device_state(flat, training.num_moments)
+                self.held[PARAMS] += params
+                self.held[OPTIMIZER] += optimizer
+            self.held[GRADS] += kept_losses(unit.flats)
+            if slot is None and unit.layout.gathered_until == "forward":
+                self.held[GATHERED] += unit.gathered_bytes
+        self.held[GATHERED] += sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
+        if training.num_micro_batches > 1:
+            self.held[REDUCE] += schedule.scratch_bytes
+        self.comes_and_goes = {
+            unit.name
+            for unit, slot in zip(schedule.units, schedule.slot_of, strict=True)
+            if slot is None and unit.layout.gathered_until == "backward"
+        }
+
+    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = self.held.copy()
+        row[kind] += extra
+        self.found.append(Instant(name, tuple(row)))
+
+    def gather(self, name: str) -> None:
+        if name in self.comes_and_goes and name not in self.is_gathered:
+            self.is_gathered.add(name)
+            self.held[GATHERED] += self.units[name].gathered_bytes
+
+    def forward(self, name: str) -> None:
+        self._end_backward()
+        work = self.works[name]
+        kind = LOSS if work.kind == "loss" else ACTIVATIONS
+        if name in self.stowed:
+            if len(self.there) == NUM_THERE:
+                self.held[ACTIVATIONS] -= self.there.popleft()
+            self.there.append(self.stowed[name])
+        # Its input is the output of the unit before, and lives until that is saved or let go.
+        self.note(f"forward {name}", kind, self.input_bytes + work.forward_peak_bytes)
+        self.held[kind] += work.saved_bytes
+        self.input_bytes = work.output_bytes
+
+    def backward(self, name: str, is_last: bool) -> None:
+        """`is_last`: of the micro-batches."""
+        if not self.in_backward:
+            self._begin_backward()
+        unit, work = self.units[name], self.works[name]
+        kind = LOSS if work.kind == "loss" else ACTIVATIONS
+        if not unit.holds_units:
+            # Here the reduction of the unit before begins: what autograd made for it is held until that of the next
+            # one does. The root's turn is at the end.
+            self.held[GRADS] -= self.fetched
+            self.fetched, self.unfetched = self.unfetched, 0
+        if self.writes_directly[name]:
+            self._open_for(unit, is_last)
+        self.note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
+        self.held[kind] -= work.saved_bytes
+        if unit.trainable and not self.writes_directly[name]:
+            self._open_for(unit, is_last)
+            self.note(f"reduce {name}", GRADS, work.grad_bytes)
+        self.held[GRADS] += work.grad_bytes
+        self.unfetched += work.grad_bytes
+        if name in self.is_gathered:
+            self.is_gathered.discard(name)
+            self.held[GATHERED] -= unit.gathered_bytes
+
+    def _begin_backward(self) -> None:
+        self.in_backward = True
+        # What is still there of activations stays until the backward of its unit.
+        self.there.clear()
+        if LOSS_NAME in self.works:
+            # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
+            loss = self.works[LOSS_NAME]
+            self.note("forward loss", LOSS, self.input_bytes + loss.forward_peak_bytes)
+            self.note("backward loss", LOSS, loss.saved_bytes + loss.output_bytes + loss.backward_peak_bytes)
+            self.held[GRADS] += loss.grad_bytes
+            self.of_root += loss.grad_bytes
+        self.input_bytes = 0
+
+    def _open_for(self, unit: UnitPlan, is_last: bool) -> None:
+        """Give its gradients their place."""
+        if unit.reduced_bytes and self.num_slots < NUM_REDUCTIONS:
+            self.num_slots += 1
+            self.held[REDUCE] += self.slot_bytes
+        if unit.name not in self.has_grads:
+            self.has_grads.add(unit.name)
+            self.held[GRADS] += resting_grads(unit.flats)
+        for_host = [flat for flat in unit.flats if flat.host_updates]
+        if for_host and is_last:
+            self.leaving.append(resting_grads(for_host))
+            if len(self.leaving) > NUM_LEAVING:
+                self.held[GRADS] -= self.leaving.popleft()
+            self._hold_norm_of(for_host)
+
+    def _hold_norm_of(self, flats: Sequence[Flat]) -> None:
+        """Of gradients that leave it is taken piece by piece, from the first of them on."""
+        needed = 8 * min(max(flat.num_master for flat in flats), NORM_ELEMS)
+        self.held[GRADS] += max(0, needed - self.norm_bytes)
+        self.norm_bytes = max(needed, self.norm_bytes)
+
+    def _end_backward(self) -> None:
+        self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
+        self.unfetched = self.fetched = self.of_root = 0
+        self.held[REDUCE] -= self.num_slots * self.slot_bytes
+        self.num_slots = 0
+        self.in_backward = False
+
+    def update(self, clips: bool) -> None:
+        self._end_backward()
+        self.held[GRADS] -= sum(self.leaving) + self.norm_bytes
+        self.note("the gradients' norm", GRADS, _cast_for_norm(self.schedule) if clips else 0)
+        self.note("update", OPTIMIZER, _cast_for_update(self.schedule))
+
+
+def _writes_directly(unit: UnitPlan, work: Work) -> bool:
+    """Blocks do; an embedding does not, nor what holds other units; a head only if its loss leaves that to it."""
+    if unit.holds_units or not unit.backward_reads:
+        return False
+    return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
+
+
+def _cast_for_update(schedule: Schedule) -> int:
+    """Gradients are cast to the master's dtype where theirs differs, a part at a time."""
+    flats = [flat for flat in _updated_here(schedule) if flat.reduce != flat.master]
+    sizes = [flat.num_master * flat.master.itemsize for flat in flats]
+    return min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS)
+
+
+def _cast_for_norm(schedule: Schedule) -> int:
+    """torch takes norms of a copy in fp64, which has the bytes of its pieces' results too."""
+    longest = max((flat.num_master for flat in _updated_here(schedule)), default=0)
+    return 8 * min(longest, NORM_ELEMS)
+
+
+def _updated_here(schedule: Schedule) -> list[Flat]:
+    return [flat for flat in schedule.trainable_flats if not flat.host_updates]

@@ -1,0 +1,137 @@
+"""Clusters from words: `8xH100-80GB`, two nodes, InfiniBand.
+
+What is not said is what such machines usually have, and is part of the value, so that it can be shown. Networks are
+what collectives reach of the line: 95 % of InfiniBand's, 90 % of RoCE's, 80 % of EFA's and of TCP's over Ethernet. A
+network of the node is shared by its GPUs.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from ...base.errors import ConfigurationError, did_you_mean
+from .gpus import HOST_LATENCY_US, LATENCY_US, TO_HOST, WITHIN, gpu_named
+from .links import Link
+from .values import MOST, Cluster, Gpu, bytes_of, link_of
+
+EXAMPLE = "8xH100-80GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`gigabits_per_s` of the line, for each GPU or, `is_shared`, for the node; `share` of it is reached."""
+
+    gigabits_per_s: float
+    share: float
+    latency_us: float
+    is_shared: bool = False
+
+    def link(self, node_size: int) -> Link:
+        rate = self.gigabits_per_s * self.share / 8
+        return Link(rate / node_size if self.is_shared else rate, self.latency_us)
+
+
+NETWORKS = {
+    "ib-edr": Network(4 * 100, 0.95, 15, is_shared=True),  # four adapters in a node of eight V100
+    "ib-hdr": Network(200, 0.95, 15),
+    "ib-ndr": Network(400, 0.95, 15),
+    "ib-xdr": Network(800, 0.95, 15),
+    "roce-100": Network(100, 0.9, 20),
+    "roce-200": Network(200, 0.9, 20),
+    "roce-400": Network(400, 0.9, 20),
+    "efa-p4d": Network(400, 0.8, 30, is_shared=True),
+    "efa-p5": Network(3200, 0.8, 30, is_shared=True),
+    **{f"ethernet-{rate}": Network(rate, 0.8, 50, is_shared=True) for rate in (10, 25, 40, 100, 200, 400)},
+}
+_SAID = {
+    "infiniband-edr": "ib-edr", "infiniband-hdr": "ib-hdr", "infiniband-ndr": "ib-ndr", "infiniband-xdr": "ib-xdr",
+    "hdr": "ib-hdr", "ndr": "ib-ndr", "p4d": "efa-p4d", "p5": "efa-p5", "roce": "roce-400",
+    **{f"{rate}gbe": f"ethernet-{rate}" for rate in (10, 25, 40, 100, 200, 400)},
+}  # fmt: skip
+
+
+def parse_gpus(text: str) -> tuple[int, Gpu]:
+    """How many GPUs a node has, and which: `8xH100-80GB`, `4 x A100-80GB`, `h100`, which is one."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
+    found = re.fullmatch(r"\s*(?:([^\sx*]+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
+    count, name = found[1] or "1", found[2]
+    if not re.fullmatch(r"[+-]?\d[\d.,]*", count):
+        count, name = "1", text.strip()
+    most = MOST["node_size"]
+    if not count.isdecimal() or len(count) > len(str(most)) or not 1 <= int(count) <= most:
+        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}, but a node has a whole number from 1 to {most}")
+    return int(count), gpu_named(name)
+
+
+def make_cluster(
+    gpus: str,
+    nodes: int = 1,
+    *,
+    network: str | None = None,
+    intra: str | None = None,
+    pcie: str | None = None,
+    memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    disk: str | int | None = None,
+) -> Cluster:
+    """`gpus` are a node's. `network` (between nodes), `intra` (inside them) and `pcie` (to the host) are names, or a
+    GPU's rate each way; `memory` is a GPU's, `host_memory` and `disk` are a node's."""
+    node_size, gpu = parse_gpus(gpus)
+    if type(nodes) is not int or not 1 <= nodes <= MOST["num_nodes"]:
+        raise ConfigurationError(f"--nodes: {nodes}, but it must be a whole number from 1 to {MOST['num_nodes']:,}")
+    for what, word in (("--network", network), ("--intra", intra), ("--pcie", pcie)):
+        if word is not None and not isinstance(word, str):
+            raise ConfigurationError(f"{what}: {word!r} is no name and no rate; write '50GB/s'")
+    if memory is not None:
+        gpu = replace(gpu, memory_bytes=bytes_of(memory, "--gpu-memory"))
+    link = gpu.intra if intra is None else _within(intra, gpu)
+    host = gpu.host
+    return Cluster(
+        gpu=gpu,
+        node_size=node_size,
+        num_nodes=nodes,
+        intra=link,
+        inter=between(network or gpu.network, node_size, link),
+        pcie=gpu.pcie if pcie is None else _named_or_rate(pcie, TO_HOST, HOST_LATENCY_US, "--pcie"),
+        switch=gpu.switch if link == gpu.intra else None,
+        network=network or gpu.network,
+        host_bytes=node_size * host.memory_bytes if host_memory is None else bytes_of(host_memory, "--host-memory"),
+        disk_bytes=node_size * host.disk_bytes if disk is None else bytes_of(disk, "--disk"),
+        disk_read_bytes_per_s=node_size * host.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=node_size * host.disk_write_bytes_per_s,
+        host_adam_elems_per_s=node_size * host.adam_elems_per_s,
+    )
+
+
+def _within(text: str, gpu: Gpu) -> Link:
+    if text.lower() == "nvlink":
+        if gpu.intra.gigabytes_per_s <= WITHIN["pcie5"].gigabytes_per_s:
+            raise ConfigurationError(
+                f"--intra: a {gpu.name} has no NVLink to all of its node; give a rate like 100GB/s"
+            )
+        return gpu.intra
+    return _named_or_rate(text, WITHIN, LATENCY_US, "--intra")
+
+
+def between(text: str, node_size: int, intra: Link) -> Link:
+    name = text.lower().replace("_", "-")
+    name = _SAID.get(name, name)
+    if name in NETWORKS:
+        return NETWORKS[name].link(node_size)
+    if name == "nvlink":  # racks that are one domain
+        return intra
+    several = [known for known in NETWORKS if known.startswith(f"{name}-")]
+    if len(several) > 1:
+        raise ConfigurationError(f"--network: {text!r} comes at several rates: {', '.join(several)}")
+    return _named_or_rate(text, {**dict.fromkeys(NETWORKS), "nvlink": intra}, 15.0, "--network")
+
+
+def _named_or_rate(text: str, known: dict[str, Link] | dict[str, Link | None], latency_us: float, what: str) -> Link:
+    found = known.get(text.lower().replace("_", "-"))
+    if found is not None:
+        return found
+    if not text.lstrip()[:1].isdigit():
+        raise ConfigurationError(f"{what}: {text!r} is no name and no rate like 50GB/s; {did_you_mean(text, known)}")
+    return link_of(text, latency_us, what)

@@ -1,0 +1,216 @@
+"""A fabric as a value: how many nodes of how many ranks, what their links do, and what an operation takes on them.
+
+Each rank has two wires, both full duplex: one to the other ranks of its node (`intra`, NVLink) and one to the
+other nodes (`inter`, its own NIC). Which of them a group uses follows from its ranks:
+
+- all in one node: intra;
+- at most one in each node: inter;
+- both: rings that pass through every rank, one for each NIC, each crossing the nodes' borders on another one. The
+  ring's bytes go over the intra wire, and the same bytes, divided by the ranks that the group has in a node, over
+  the inter wire, at the same time; done when the slower one is.
+
+A ring of N moves (N-1)/N of the buffer through every rank for an all-gather or a reduce-scatter. An all-reduce is
+one after the other: twice the bytes, twice the latency. A broadcast or a reduce is a chain through which the whole
+buffer passes. In an all-to-all every rank sends a part to each other one, by the wire that reaches it. Latency is
+what an operation takes beyond its bytes, for each kind of wire on its path.
+
+Not here: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion between ranks, stragglers.
+
+Where a part is not given: published rings on 8 x H200 (NVLink 4, NVLS off) gather 361 GB/s and reduce-scatter 363
+in nccl-tests' "bus bandwidth", which is the wire's of this model; 400 Gbit/s NICs carry 50 GB/s; and a small
+all-reduce over 4 nodes of 8 takes 68 us, hence 2 x (20 + 15) of latency.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ...base.errors import ConfigurationError, did_you_mean
+
+Wire = Literal["intra", "inter"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+
+WIRES: tuple[Wire, ...] = get_args(Wire)
+EXAMPLE = "2x8,intra=400GB/s,inter=50GB/s,latency=20us"
+
+_GIGABYTES_PER_S = {
+    "kB/s": 1e-6, "KB/s": 1e-6, "MB/s": 1e-3, "GB/s": 1.0, "TB/s": 1e3,
+    "kbit/s": 1.25e-7, "Mbit/s": 1.25e-4, "Gbit/s": 0.125, "Tbit/s": 125.0,
+}  # fmt: skip
+_MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one wire of a rank does, in each direction."""
+
+    gigabytes_per_s: float
+    latency_us: float
+
+    def __post_init__(self) -> None:
+        if not self.gigabytes_per_s > 0:
+            raise ConfigurationError(f"link: {self.gigabytes_per_s} GB/s carries nothing; give more than 0")
+        if not 0 <= self.latency_us < math.inf:
+            raise ConfigurationError(f"link: a latency of {self.latency_us} us; give 0 or more")
+
+    def seconds(self, num_bytes: float) -> float:
+        """What the bytes take, latency not counted."""
+        return num_bytes / (self.gigabytes_per_s * 1e9)
+
+
+INTRA = Link(360.0, 20.0)
+INTER = Link(50.0, 15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """`num_nodes` nodes of `node_size` ranks; rank r sits in node r // node_size.
+
+    `copies`: transfers also read and write as much device memory as they carry, at the wire's pace.
+    """
+
+    num_nodes: int
+    node_size: int
+    intra: Link = INTRA
+    inter: Link = INTER
+    copies: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.node_size < 1:
+            raise ConfigurationError(
+                f"fabric: {self.num_nodes} nodes of {self.node_size} ranks; there is at least one of each"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.node_size
+
+    def __str__(self) -> str:
+        """The text that `parse` makes this of."""
+        parts = [f"{self.num_nodes}x{self.node_size}", f"intra={_number(self.intra.gigabytes_per_s)}GB/s"]
+        parts += [f"inter={_number(self.inter.gigabytes_per_s)}GB/s"]
+        parts += [f"intra-latency={_number(self.intra.latency_us)}us"]
+        parts += [f"inter-latency={_number(self.inter.latency_us)}us"]
+        return ",".join([*parts, "copies=on"] if self.copies else parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one operation puts on a rank's wires: bytes and seconds of each, and the latency at the end."""
+
+    moved_bytes: dict[Wire, float]
+    occupied_s: dict[Wire, float]
+    latency_s: float
+
+    @property
+    def alone_s(self) -> float:
+        """From begin to end when nothing else is on the wires."""
+        return max(self.occupied_s.values()) + self.latency_s
+
+
+def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> Transfer:
+    """What an operation over `ranks` puts on the wires of `rank`. `num_bytes`: of the whole buffer."""
+    num_ranks, node = len(ranks), rank // fabric.node_size
+    by_node = _spread(ranks, fabric.node_size, node)
+    crosses, stays = len(by_node) > 1, max(by_node.values()) > 1
+    rounds = 2 if kind == "all_reduce" else 1
+    moved: dict[Wire, float]
+    if num_ranks == 1:
+        moved = dict.fromkeys(WIRES, 0.0)
+    elif kind == "all_to_all":
+        neighbours = by_node[node] - 1
+        others = num_ranks - 1 - neighbours
+        moved = {"intra": num_bytes * neighbours / num_ranks, "inter": num_bytes * others / num_ranks}
+    else:
+        ring_bytes = float(num_bytes) if kind == "broadcast" else rounds * num_bytes * (num_ranks - 1) / num_ranks
+        # The ring is as wide as the node that gives it the fewest NICs.
+        moved = {"intra": ring_bytes * stays, "inter": ring_bytes * crosses / min(by_node.values())}
+    links = {"intra": fabric.intra, "inter": fabric.inter}
+    latency_us = rounds * (fabric.intra.latency_us * stays + fabric.inter.latency_us * crosses)
+    return Transfer(
+        moved_bytes=moved,
+        occupied_s={wire: links[wire].seconds(moved[wire]) for wire in WIRES},
+        latency_s=latency_us * 1e-6,
+    )
+
+
+def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int]:
+    """How many ranks each node has. Of evenly spaced ones, which may be millions: `node`, the first and the last, and
+    as many between as come before the counts repeat."""
+    if not isinstance(ranks, range) or len(ranks) < 2 or ranks.step < 1:
+        return Counter(rank // node_size for rank in ranks)
+    first, last = ranks[0] // node_size, ranks[-1] // node_size
+    if ranks.step >= node_size:
+        return dict.fromkeys((first, last, node), 1)
+    period = ranks.step // math.gcd(ranks.step, node_size)
+    nodes = {node, last, *range(first, min(first + period, last) + 1)}
+    return {at: len(_within(ranks, at * node_size, (at + 1) * node_size)) for at in nodes}
+
+
+def _within(ranks: range, begin: int, end: int) -> range:
+    """Those from `begin` up to `end`."""
+    before = [max(0, -(-(bound - ranks.start) // ranks.step)) for bound in (begin, end)]
+    return ranks[before[0] : before[1]]
+
+
+def occupied_s(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> dict[Wire, float]:
+    """Seconds that an operation keeps each wire of `rank` busy."""
+    return plan_transfer(fabric, kind, num_bytes, ranks, rank).occupied_s
+
+
+def parse(text: str) -> Fabric:
+    """A fabric from words like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
+    shape, *words = [part.strip() for part in text.split(",")]
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
+    if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:
+        raise _refused(text, f"{shape!r} is no shape: nodes x ranks of a node, or the ranks of one node")
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in _KEYS:
+            raise _refused(text, f"unknown part {word!r}; {did_you_mean(key, _KEYS)}")
+        if not equals or not value:
+            raise _refused(text, f"{word!r} has no value")
+        if key in given:
+            raise _refused(text, f"{key} is given twice, as {given[key]!r} and {value!r}")
+        given[key] = value
+
+    def link(wire: Wire, default: Link) -> Link:
+        rate, latency = default.gigabytes_per_s, default.latency_us
+        if wire in given:
+            rate = _quantity(text, wire, given[wire], _GIGABYTES_PER_S)
+            if rate <= 0:
+                raise _refused(text, f"{wire}={given[wire]!r} carries nothing")
+        for key in ("latency", f"{wire}-latency"):
+            if key in given:
+                latency = _quantity(text, key, given[key], _MICROSECONDS)
+                if latency == math.inf:
+                    raise _refused(text, f"{key}={given[key]!r} never ends")
+        return Link(rate, latency)
+
+    copies = given.get("copies", "off")
+    if copies not in ("on", "off"):
+        raise _refused(text, f"copies={copies!r} is neither on nor off")
+    return Fabric(int(found[1] or 1), int(found[2]), link("intra", INTRA), link("inter", INTER), copies == "on")
+
+
+_KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies")
+
+
+def _quantity(text: str, key: str, value: str, units: dict[str, float]) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", value)
+    if found is None or found[2] not in units:
+        raise _refused(text, f"{key}={value!r} is not a number with a unit ({', '.join(units)})")
+    return float(found[1]) * units[found[2]]
+
+
+def _refused(text: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"fabric {text!r}: {why}; an example: {EXAMPLE}")
+
+
+def _number(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return repr(float(value)).removesuffix(".0")

@@ -1,0 +1,192 @@
+"""A machine as `shardwise doctor --measure` found it: the file, and the cluster that a plan takes from it.
+
+A device that the table knows keeps its peak, against which utilisation is counted, and gets the share of it that large
+products were seen to reach. Of one that it does not know, a processor among them, what was seen is the peak.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ...base.errors import ConfigurationError, did_you_mean
+from ...base.json_file import find, read_object
+from .cluster import between
+from .efficiency import Efficiency, efficiency_of
+from .gpus import HOST_LATENCY_US, LATENCY_US, gpu_of_device
+from .links import Link
+from .values import Cluster, Gpu, Host
+
+VERSION = 1
+CPU_RANKS = 2  # as the trainer starts them
+MATRIX = 8192  # rows and columns of the products that GPUs are measured with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """`flops` and `fp32_flops` are what large products reach, in 16 and 32 bits. What is said of a device holds for all
+    of `num_devices`; a processor is one. Rates of None were not measured: there is one device, or it is the host."""
+
+    version: int = VERSION
+    device: str
+    kind: Literal["cuda", "cpu"]
+    num_devices: int
+    memory_bytes: int
+    context_bytes: int
+    flops: float
+    fp32_flops: float
+    memory_bytes_per_s: float
+    to_host_bytes_per_s: float | None = None
+    from_host_bytes_per_s: float | None = None
+    gather_bytes_per_s: float | None = None  # bus bandwidth, as nccl-tests has it
+    all_reduce_bytes_per_s: float | None = None
+    collective_latency_us: float | None = None
+    host_memory_bytes: int
+    host_adam_elems_per_s: float
+    disk_bytes: int
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in ("device", "kind"):
+                if not isinstance(value, str):
+                    raise ConfigurationError(f"hardware: {entry.name} is {value!r}, but must be a word")
+            elif value is None and entry.name in _OPTIONAL:
+                continue
+            elif not _is_amount(value, whole=entry.name in _WHOLE, least=0 if entry.name in _MAY_BE_0 else 1e-9):
+                what = "a whole number" if entry.name in _WHOLE else "a number"
+                above = "of at least 0" if entry.name in _MAY_BE_0 else "above 0"
+                raise ConfigurationError(f"hardware: {entry.name} is {value!r}, but must be {what} {above}")
+        if self.kind not in ("cuda", "cpu"):
+            raise ConfigurationError(f"hardware: kind {self.kind!r}; {did_you_mean(self.kind, ('cuda', 'cpu'))}")
+        if self.version != VERSION:
+            raise ConfigurationError(f"hardware: version {self.version}, but {VERSION} is needed: measure again")
+
+
+_WHOLE = {"version", "num_devices", "memory_bytes", "context_bytes", "host_memory_bytes", "disk_bytes"}
+_MAY_BE_0 = {"context_bytes", "disk_bytes", "collective_latency_us"}
+_OPTIONAL = {
+    "to_host_bytes_per_s", "from_host_bytes_per_s", "gather_bytes_per_s", "all_reduce_bytes_per_s",
+    "collective_latency_us",
+}  # fmt: skip
+
+
+def _is_amount(value: Any, *, whole: bool, least: float) -> bool:
+    if type(value) is not int and (whole or type(value) is not float):
+        return False
+    return least <= value < math.inf
+
+
+def read_measured(path: str | Path) -> Measured:
+    """The file, every value of it looked at."""
+    file = find(path)
+    if file is None:
+        raise ConfigurationError(
+            f"hardware {str(path)!r}: there is no such file; make it with shardwise doctor --measure {path}"
+        )
+    found = read_object(file, f"hardware {str(path)!r}")
+    known = [entry.name for entry in fields(Measured)]
+    for key in found:
+        if key not in known:
+            raise ConfigurationError(f"hardware {str(path)!r}: unknown key {key!r}; {did_you_mean(key, known)}")
+    missing = [name for name in known if name not in found and name not in _OPTIONAL]
+    if missing:
+        raise ConfigurationError(f"hardware {str(path)!r} has no {', no '.join(missing)}: measure again")
+    return Measured(**found)
+
+
+def write_measured(measured: Measured, path: str | Path) -> None:
+    Path(path).expanduser().write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+
+
+# For devices of which no more is known than what was seen.
+_NEAREST = "H100-80GB"
+_SEEN = {"products": 1.0, "attention": 0.5, "memory": 1.0, "prologue": 0.0, "tail": 0.0}
+
+
+def efficiency_in(measured: Measured) -> Efficiency:
+    """What share of `gpu_in(measured)` is reached."""
+    known = gpu_of_device(measured.device)
+    if known is None:
+        return replace(efficiency_of(_NEAREST), **_SEEN, source="measured by doctor")
+    usual = efficiency_of(known.name)
+    lost = (1 + usual.prologue / MATRIX) * (1 + usual.tail / MATRIX**2)
+    products = min(1.0, measured.flops / known.flops * lost)
+    return replace(usual, products=products, source=f"products measured by doctor; else {usual.source}")
+
+
+def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
+    """The device of a rank. `num_ranks` share a processor, each with its part of it."""
+    known = gpu_of_device(measured.device)
+    num_sharing = num_ranks if measured.kind == "cpu" else 1
+    slower = min(measured.to_host_bytes_per_s or math.inf, measured.from_host_bytes_per_s or math.inf)
+    to_host = slower if slower < math.inf else measured.memory_bytes_per_s / num_sharing
+    host = Host(
+        memory_bytes=measured.host_memory_bytes // num_ranks,
+        disk_bytes=measured.disk_bytes // num_ranks,
+        disk_read_bytes_per_s=measured.disk_read_bytes_per_s / num_ranks,
+        disk_write_bytes_per_s=measured.disk_write_bytes_per_s / num_ranks,
+        adam_elems_per_s=measured.host_adam_elems_per_s / num_ranks,
+    )
+    pcie = Link(to_host / 1e9, HOST_LATENCY_US)
+    if known is not None:
+        return replace(
+            known,
+            memory_bytes=measured.memory_bytes,
+            context_bytes=measured.context_bytes,
+            pcie=pcie,
+            intra=_intra(measured, known.intra),
+            host=host,
+        )
+    return Gpu(
+        name=measured.device,
+        memory_bytes=measured.memory_bytes // num_sharing,
+        flops=measured.flops / num_sharing,
+        fp32_flops=measured.fp32_flops / num_sharing,
+        hbm_bytes_per_s=measured.memory_bytes_per_s / num_sharing,
+        # Shared memory: written by one, read by the other.
+        intra=_intra(measured, Link(to_host / 2e9, LATENCY_US)),
+        pcie=pcie,
+        context_bytes=min(measured.context_bytes, measured.memory_bytes // num_sharing - 1),
+        node_size=num_ranks,
+        network="ethernet-10",
+        host=host,
+    )
+
+
+def _intra(measured: Measured, otherwise: Link) -> Link:
+    if measured.gather_bytes_per_s is None:
+        return otherwise
+    latency_us = measured.collective_latency_us
+    return Link(measured.gather_bytes_per_s / 1e9, otherwise.latency_us if latency_us is None else latency_us)
+
+
+def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1, network: str | None = None) -> Cluster:
+    """`nodes` machines like the one that was measured, with `num_ranks` in each: all of its devices if not said."""
+    most = measured.num_devices if measured.kind == "cuda" else None
+    num_ranks = num_ranks or most or CPU_RANKS
+    if most is not None and num_ranks > most:
+        raise ConfigurationError(f"--gpus: {num_ranks}, but {most} were measured; name GPUs of the table instead")
+    gpu = gpu_in(measured, num_ranks)
+    name = network or gpu.network
+    reduced = measured.all_reduce_bytes_per_s
+    gathered = measured.gather_bytes_per_s
+    has_switch = reduced is not None and gathered is not None and reduced > 1.15 * gathered
+    return Cluster(
+        gpu=gpu,
+        node_size=num_ranks,
+        num_nodes=nodes,
+        intra=gpu.intra,
+        inter=between(name, num_ranks, gpu.intra),
+        pcie=gpu.pcie,
+        switch=Link(reduced / 1e9, gpu.intra.latency_us) if has_switch and reduced is not None else None,
+        network=name,
+        host_bytes=measured.host_memory_bytes,
+        disk_bytes=measured.disk_bytes,
+        disk_read_bytes_per_s=measured.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=measured.disk_write_bytes_per_s,
+        host_adam_elems_per_s=measured.host_adam_elems_per_s,
+    )

@@ -1,0 +1,117 @@
+"""A real module as something that can be planned: its units are found, and one block of each kind is probed on the meta
+device, with the activation checkpointing that the module has, or that is asked for where the module was built here."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..base.errors import ConfigurationError
+from ..core.schedule.model import FoundUnit
+from ..core.schedule.units import Units, find_units
+from .assess import Subject
+from .shapes.shape import StatesOnly
+from .training import Training
+from .work.probe import probe_works
+from .work.probe_meter import Forward
+from .work.work import Work
+
+
+class NotRunError(ConfigurationError):
+    """A model does not run on token ids alone, so what its activations take is not known."""
+
+
+def subject_of_module(model: nn.Module, training: Training, units: Units = "auto", built_from: str = "") -> Subject:
+    """For language models that take token ids; `training` says how many. `built_from`: what the module was made of for
+    the plan alone, so that blocks can be checkpointed as the plan likes."""
+    checkpointings = ("none", "full") if built_from else ("none",)
+    if training.lora is not None or training.checkpointing not in checkpointings or training.compile:
+        if built_from:
+            raise ConfigurationError(
+                f"model {built_from!r}: its module is counted, without lora, compile and selective checkpointing; "
+                "leave them out"
+            )
+        raise ConfigurationError(
+            "a module is planned as it is: put adapters, activation checkpointing and compiled blocks into it, and "
+            "leave lora, checkpointing and compile out of the training"
+        )
+    found = find_units(model, units)
+    known: dict[tuple[int, int, str], Mapping[str, Work]] = {}
+
+    def works(asked: Training) -> Mapping[str, Work]:
+        key = (asked.micro_batch, asked.seq, asked.checkpointing)
+        if key not in known:
+            probed = probe_works(
+                model,
+                batch=asked.micro_batch,
+                seq=asked.seq,
+                compute=asked.formats.compute.torch,
+                units=units,
+                around=_checkpointed if asked.checkpointing == "full" else None,
+                loss=asked.loss,
+            )
+            known[key] = {**{unit.name: _NOTHING for unit in found}, **probed}
+        return known[key]
+
+    try:
+        works(training)
+    except Exception as error:  # any model's own code runs here
+        raise NotRunError(
+            f"this {type(model).__name__} could not be run on ({training.micro_batch}, {training.seq}) token ids, as "
+            f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+    # As `flops_per_token` counts them: attention in full, of which a causal kernel computes half.
+    flops = sum(work.flops + work.attention_flops for work in works(training).values())
+    facts: dict[str, object] = {"name": built_from or type(model).__name__, "num_params": num_elems_of(found)}
+    if built_from:
+        facts["class"] = type(model).__name__
+    if note := _idle(found, works(training)):
+        facts["note"] = note
+    return Subject(str(facts["name"]), tuple(found), works, 3 * flops / training.num_tokens, facts)
+
+
+def subject_of_built(name: str, model: nn.Module, training: Training) -> Subject | StatesOnly:
+    """Of a module that was built from a config.json; where it does not run, its states alone can be planned."""
+    try:
+        short, longer = (_num_kernels(model, replace(training, seq=seq), name) for seq in _SHORT)
+        if longer > 2 * short:
+            raise NotRunError(
+                f"this {type(model).__name__} runs token by token on the meta device, as no kernel of a GPU does; its "
+                "activations and time are not known"
+            )
+        return subject_of_module(model, training, built_from=name)
+    except NotRunError as error:
+        return StatesOnly(num_elems_of(find_units(model)), name, str(error))
+
+
+# Tokens of two short sequences, to see whether the number of operations grows with them.
+_SHORT = (4, 32)
+
+
+def _num_kernels(model: nn.Module, training: Training, name: str) -> int:
+    works = subject_of_module(model, training, built_from=name).works(training)
+    return sum(work.num_kernels for work in works.values())
+
+
+_NOTHING = Work(0, 0, 0, 0)
+
+
+def _checkpointed(forward: Forward) -> Forward:
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def _idle(found: list[FoundUnit], works: Mapping[str, Work]) -> str:
+    """Says what token ids alone do not reach, such as a model's eyes."""
+    idle = [unit for unit in found if works[unit.name] is _NOTHING and not unit.holds_units]
+    if not idle:
+        return ""
+    return (
+        f"activations and time are those of token ids alone: {len(idle)} units with {num_elems_of(idle) / 1e6:,.0f}M "
+        f"parameters ({idle[0].name}, ...) do not run on them, and only their state and traffic are counted"
+    )
+
+
+def num_elems_of(units: list[FoundUnit]) -> int:
+    return sum(param.num_elems for unit in units for param in unit.params)

@@ -1,0 +1,256 @@
+"""`sw.plan`: every strategy costed for a model on a cluster, before anything runs, and one of them recommended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.layout import MOST_SPLIT, PRESETS, Strategy
+from .assess import Assessment, Assessor, Machine, Subject
+from .hardware.cluster import make_cluster
+from .hardware.efficiency import REAL, efficiency_of
+from .hardware.values import Cluster
+from .offload_search import offloads
+from .remedies import nearest_change
+from .search import MODES, TIE, Choice, asked, changed_presets, choices, fastest, mixtures, moves_behind_auto, presets
+from .shapes.families import is_file
+from .shapes.shape import ModelShape, StatesOnly
+from .states import States, states_of
+from .subject import Built, Planned, model_of, subject_of
+from .training import USUAL_SEQ, Checkpointing, Lora, Training
+
+OPEN = "auto"
+# Of a micro-batch that is searched.
+MOST_SEQUENCES = 64
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """`found` are all strategies, the presets first. `recommended` is None where nothing fits."""
+
+    subject: Subject
+    machine: Machine
+    training: Training
+    found: tuple[Assessment, ...]
+    recommended: Assessment | None
+    why: str
+    assess: Assessor = field(repr=False)
+    choice: Choice = field(repr=False)
+
+    @cached_property
+    def refusals(self) -> dict[str, str]:
+        """What would make each strategy fit that does not."""
+        return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.subject.name} on {self.machine.cluster}: {self.recommended!r} of {len(self.found)}>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.subject.name} on {self.machine.cluster}: {self.why}"]
+        for entry in self.found:
+            need = f"{entry.needed_bytes / 1e9:,.1f} GB"
+            away = {"host": entry.host_bytes, "disk": entry.disk_bytes}
+            need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in away.items() if size)
+            lines.append(
+                f"  {entry.name}: {need}, {entry.timing.step_s:.3f} s"
+                if entry.fits
+                else f"  {entry.name}: {entry.why_not}"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    model: Planned,
+    cluster: str | Cluster | Machine,
+    training: Training | None = None,
+    *,
+    strategy: Strategy | None = None,
+    checkpointing: str | None = None,
+    global_batch: int | None = None,
+    search: bool = True,
+    **sizes: Any,
+) -> "Plan | States":
+    """Cost every strategy for a model on a cluster, and recommend one.
+
+    model: a name ("llama-3-8b"), a config.json, its folder or what is in it, a shape, or a module (on the meta device).
+        A config of a family whose sizes are not known here is planned as the module that transformers makes of it.
+    cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
+    training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
+    strategy: cost this one alone; "auto+params_as=int8" is every preset with that change.
+    checkpointing: "auto" takes the least that fits, and is what happens unless this or a training says otherwise. A
+        module has the one that it has.
+    global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched, unless
+        it is given.
+    search: mix layouts unit by unit, and parts of the optimizer between device and host.
+    """
+    if checkpointing not in (None, OPEN, *MODES):
+        raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
+    if checkpointing is None and training is None:
+        checkpointing = OPEN
+    elif checkpointing not in (None, OPEN):
+        sizes["checkpointing"] = checkpointing
+    found = model_of(model)
+    if training is None and isinstance(found, (ModelShape, Built)) and 0 < found.num_positions < USUAL_SEQ:
+        sizes = {"seq": found.num_positions, **sizes}
+    has_micro_batch = training is not None or "micro_batch" in sizes
+    training = training_of(training, sizes)
+    if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
+        # What a name stands for has no files: frozen weights are taken to be in the dtype that is computed in.
+        found = replace(found, dtype=training.formats.compute)
+    machine = machine_of(cluster)
+    subject = _subject_of(found, training)
+    if isinstance(subject, StatesOnly):
+        if global_batch is not None or training.compile or training.engine != "shardwise":
+            raise ConfigurationError(
+                f"{subject.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
+                "alone precision, optimizer, accumulation and strategy are planned"
+            )
+        return states_of(subject, machine, training, strategy)
+    modes: tuple[Checkpointing, ...] = (training.checkpointing,)
+    if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
+        modes = MODES if isinstance(found, ModelShape) else ("none", "full")
+    batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
+    choice = choices(training, modes, batches)
+    return plan_for(subject, machine, training, choice, strategy=strategy, search=search, has_disk=True)
+
+
+def plan_for(
+    subject: Subject,
+    machine: Machine,
+    training: Training,
+    choice: Choice,
+    *,
+    strategy: Strategy | None = None,
+    search: bool = True,
+    only_exact: bool = False,
+    has_disk: bool = False,
+    tie: float = TIE,
+    **settings: Any,
+) -> Plan:
+    """What is not exact is only recommended if it is the strategy that was asked for; it has a row unless `only_exact`.
+    `has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
+    `settings` are the `Assessor`'s."""
+    assess = Assessor(subject, machine, **settings)
+    moves = moves_behind_auto(strategy)
+    if moves:
+        entries = candidates = changed_presets(assess, moves, choice)
+    elif strategy is not None and moves is None:
+        entries = candidates = [asked(assess, strategy, choice)]
+    else:
+        entries = list(presets(assess, choice, only_exact, has_disk))
+        candidates = [entry for entry in entries if entry.is_exact]
+        if search and choice.engine == "shardwise":
+            more = list(mixtures(assess, {entry.name: entry for entry in candidates}, choice))
+            more += offloads(assess, [*candidates, *more], choice, has_disk)
+            entries, candidates = [*entries, *more], [*candidates, *more]
+    best = fastest(candidates, tie)
+    why = _why_moved(moves, best) if moves and best else _why(assess, entries, best)
+    why = "; ".join(filter(None, [why, str(subject.facts.get("note", ""))]))
+    return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
+
+
+def machine_of(cluster: str | Cluster | Machine) -> Machine:
+    if isinstance(cluster, Machine):
+        return cluster
+    if not isinstance(cluster, (str, Cluster)):
+        raise ConfigurationError(f"sw.plan: the cluster is {cluster!r}; give '8xH100-80GB', or sw.make_cluster(...)")
+    made = make_cluster(cluster) if isinstance(cluster, str) else cluster
+    return Machine(made, efficiency_of(made.gpu.name), REAL)
+
+
+def training_of(training: Training | None, sizes: dict[str, Any]) -> Training:
+    known = [entry.name for entry in fields(Training)]
+    for name in sizes:
+        if name not in known:
+            raise ConfigurationError(
+                f"sw.plan: there is no {name!r}; {did_you_mean(name, known)}; nodes and networks go into "
+                "sw.make_cluster(...)"
+            )
+    if isinstance(sizes.get("lora"), int):
+        sizes = {**sizes, "lora": Lora(sizes["lora"])}
+    return replace(training, **sizes) if training is not None else Training(**sizes)
+
+
+def batches_of(
+    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
+) -> Sequence[tuple[int, int]]:
+    """Micro-batches, and how many of them make a step; several where only the product is given."""
+    if global_batch is None:
+        return [(training.micro_batch, training.num_micro_batches)]
+    share, rest = divmod(global_batch, world_size)
+    if rest or share < 1:
+        raise ConfigurationError(
+            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
+        )
+    if has_micro_batch or training.num_micro_batches > 1:
+        size, num = training.micro_batch, training.num_micro_batches
+        num = share // size if num == 1 else num
+        if size * num != share:
+            raise ConfigurationError(
+                f"a global batch of {global_batch} is {share} sequences a GPU, but micro-batches of {size}"
+                f"{'' if num == share // size else f', {num} of them,'} do not make that; leave one of them out"
+            )
+        return [(size, num)]
+    return [(size, share // size) for size in range(1, min(share, MOST_SEQUENCES) + 1) if share % size == 0]
+
+
+def _subject_of(found: Any, training: Training) -> Subject | StatesOnly:
+    if isinstance(found, ModelShape):
+        return subject_of(found, training)
+    if isinstance(found, StatesOnly):
+        return found
+    from .module import subject_of_built, subject_of_module
+
+    if isinstance(found, Built):
+        return subject_of_built(found.name, found.module, training)
+    return subject_of_module(found, training)
+
+
+def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
+    if best is None:
+        return _why_nothing_fits(assess, entries)
+    if not best.is_on_device:
+        return _why_off_device(entries, best)
+    others = [entry for entry in entries if entry.fits and entry is not best]
+    if assess.machine.cluster.world_size == 1:
+        return "it fits on one GPU, and there is nobody to share with"
+    is_fastest = all(entry.is_exact or entry.tokens_per_s <= best.tokens_per_s for entry in others)
+    text = f"the fastest that fits{'' if is_fastest else ' and is exact'}, {best.step_s:.3g} s a step"
+    for entry in others:
+        if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
+            text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
+    sent = best.moved.by_call.wire_bytes
+    return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
+
+
+def _why_moved(moves: Sequence[str], best: Assessment) -> str:
+    return f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
+
+
+def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
+    """What is where, and why so much of it."""
+    fits_here = any(entry.fits and entry.is_on_device for entry in entries)
+    text = (
+        f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is the "
+    )
+    text += f"fastest, {best.step_s:.3g} s a step"
+    part, cluster = best.part_on_device, best.machine.cluster
+    if 0 < part < 1:
+        text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"
+    if best.host_bytes:
+        text += f"; the host of each node holds {best.host_bytes / 1e9:,.1f} of {cluster.host_bytes / 1e9:,.1f} GB"
+    if best.disk_bytes:
+        text += f"; its disk {best.disk_bytes / 1e9:,.1f} GB, in a folder that has to be named (disk_path)"
+    return text
+
+
+def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
+    """With what would help: the smallest change to what needs least."""
+    exact = [entry for entry in entries if entry.is_exact] or list(entries)
+    least = min(exact, key=lambda entry: entry.needed_bytes)
+    change = nearest_change(assess, least)
+    advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
+    if not (rounding := [entry.name for entry in entries if entry.fits]):
+        return f"nothing fits: {advice}"
+    return f"nothing exact fits: {advice}. {' and '.join(rounding)} would fit, and rounds what travels: ask for it"

@@ -1,0 +1,200 @@
+"""Which strategy to take: every preset, and layouts mixed unit by unit to fill the memory that is there.
+
+A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
+as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
+Where nothing fits on the device alone, host and disk are looked at (`offloads.py`). Where the sizes of a step are open
+(activation checkpointing, micro-batch), every preset takes the ones that suit it best. `auto+params_as=int8` asks for
+every preset with that change, where it makes sense.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..base.errors import ConfigurationError
+from ..core.layout import AUTO, FSDP2_HAS, MIXES, PRESETS, Layout, Strategy, changed, layouts_for
+from .assess import Assessment, Assessor
+from .training import Checkpointing, EngineName, Training
+
+# Checkpointing costs time, so the first that fits is taken.
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+# What may be tight has to be this much faster than what has room, and what needs the host than what does not.
+TIGHT_GAIN = 0.05
+HOST_GAIN = 0.05
+# Who is this close to the fastest is as fast: then the simpler one is better.
+TIE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the steps may look like: the first training that fits, of each list, is a preset's."""
+
+    trainings: tuple[tuple[Training, ...], ...]
+
+    @property
+    def engine(self) -> EngineName:
+        return self.trainings[0][0].engine
+
+
+def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequence[tuple[int, int]]) -> Choice:
+    """`batches` are micro-batches and how many make a step. For each of them, the first mode that fits is tried."""
+    return Choice(
+        tuple(
+            tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
+            for size, num in batches
+        )
+    )
+
+
+def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
+    """The fastest that fits; if none does, the one that needs least. Of modes, the first with room is the fastest."""
+    fitting: list[Assessment] = []
+    others: list[Assessment] = []
+    before = 0
+    for trainings in choice.trainings:
+        for training in trainings:
+            found = assess(name, layouts, training)
+            (fitting if found.fits else others).append(found)
+            if has_room(found):
+                break
+        # The last mode needs least. Once it does not fit and needs more than for smaller micro-batches, none will.
+        if not found.fits and found.needed_bytes > before > 0:
+            break
+        before = found.needed_bytes
+    best = fitting[0] if len(fitting) == 1 else fastest(fitting)
+    return min(others, key=lambda found: found.needed_bytes) if best is None else best
+
+
+def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk: bool = True) -> Iterator[Assessment]:
+    for name, layout in PRESETS.items():
+        if only_exact and not layout.is_exact:
+            continue
+        if (choice.engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
+            continue
+        yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
+
+
+def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
+    """Mixed layouts that fit and are faster than what they split, where the other of the pair does not fit for all
+    units. `found` are the presets."""
+    is_one_node = assess.machine.cluster.num_nodes == 1
+    for split, kept in MIXES:
+        stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
+        base = found[split]
+        if (stops_at_node and is_one_node) or not has_room(base):
+            continue
+        whole = [PRESETS[kept]] * len(assess.unit_names)
+        mixed = [
+            most_kept(assess, split, kept, training)
+            for training in same_batch(choice, base.training)
+            if not has_room(assess(kept, whole, training))
+        ]
+        best = fastest(entry for entry in mixed if entry is not None)
+        if best is not None and best.tokens_per_s > base.tokens_per_s:
+            yield best
+
+
+def same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
+    """Those that differ in checkpointing alone."""
+    return next(trainings for trainings in choice.trainings if training in trainings)
+
+
+def has_room(entry: Assessment) -> bool:
+    return entry.fits and not entry.is_tight
+
+
+def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
+    """As many units as fit, of those that hold no others, the last ones first: they are needed again the soonest."""
+    candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
+    base = [PRESETS[split]] * len(assess.unit_names)
+
+    def with_kept(num: int) -> Assessment:
+        layouts = list(base)
+        for index in candidates[:num]:
+            layouts[index] = PRESETS[kept]
+        return assess(f"{split}+{kept}", layouts, training)
+
+    found = _largest(len(candidates) - 1, with_kept)
+    return None if found is None else replace_name(found, f"{split} + {kept} x {_num(found, kept)}")
+
+
+def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
+    """With the largest number from 1 on that fits with room; memory grows with it."""
+    low, high, best = 1, most, None
+    while low <= high:
+        middle = (low + high) // 2
+        found = assess(middle)
+        if has_room(found):
+            best, low = found, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def _num(found: Assessment, kept: str) -> int:
+    return sum(layout == PRESETS[kept] for layout in found.layouts)
+
+
+def replace_name(found: Assessment, name: str) -> Assessment:
+    return replace(found, name=name)
+
+
+def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
+    """Of what fits with room; if nothing does, of what fits. The first of those that are about as fast."""
+    fitting = [entry for entry in found if entry.fits]
+    roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
+    fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
+    here = max((entry.tokens_per_s for entry in fitting if entry.is_on_device), default=0.0)
+    fitting = [entry for entry in fitting if entry.is_on_device or entry.tokens_per_s > here * (1 + HOST_GAIN)]
+    if not fitting:
+        return None
+    best = max(entry.tokens_per_s for entry in fitting)
+    return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
+
+
+def strategy_of(found: Assessment) -> Strategy:
+    """What `sw.shard` and `--strategy` take for it."""
+    if len(set(found.layouts)) == 1:
+        layout = found.layouts[0]
+        return layout.name if layout.name != "custom" else layout
+    names = [unit.name for unit in found.schedule.units]
+    most = max(dict.fromkeys(found.layouts), key=found.layouts.count)
+    others = {name: layout.name for name, layout in zip(names, found.layouts, strict=True) if layout != most}
+    return {**others, "*": most.name}
+
+
+def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
+    """One that a user names."""
+    layouts = layouts_for(strategy, assess.unit_names)
+    if choice.engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
+        raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
+    name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
+    return assess_best(assess, name, layouts, choice)
+
+
+def changed_presets(assess: Assessor, moves: Sequence[str], choice: Choice) -> list[Assessment]:
+    """Every preset with the same things in other places, or travelling so."""
+    return [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
+
+
+def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
+    """What was said to rest elsewhere, or to travel as something else, whatever is chosen; None where nothing is to be
+    chosen."""
+    if not isinstance(strategy, str):
+        return None
+    name, *moves = strategy.lower().split("+")
+    return moves if name == AUTO else None
+
+
+def moved_presets(moves: Sequence[str]) -> list[Layout]:
+    """What becomes of presets that move and encode nothing themselves, as far as it makes sense."""
+    found: list[Layout] = []
+    refused: list[ConfigurationError] = []
+    for layout in PRESETS.values():
+        if layout.on_device == layout == layout.exact:
+            try:
+                found.append(changed(layout, moves))
+            except ConfigurationError as error:
+                refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found

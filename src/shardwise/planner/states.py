@@ -1,0 +1,134 @@
+"""Parameters, gradients and optimizer alone, as the papers count them, for a model of which only the size is known.
+
+Mixed precision is 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, and fp32 masters with Adam's two
+moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two places,
+which a plan of a real model counts: under zero3 it keeps no second 16-bit shard beside the masters, and gradients are
+fp32 unless asked otherwise. Traffic is that of one matrix of this size, gradients in 16 bits.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..base.dtypes import BF16, FP16
+from ..base.errors import ConfigurationError
+from ..core.layout import PRESETS, Layout, Split, Strategy, layouts_for
+from ..core.schedule.events import gather_event, reduce_event, update_event
+from ..core.schedule.flat import Pass, flats_of
+from ..core.schedule.model import ROOT, FoundUnit, Param, Site
+from ..core.schedule.state_bytes import kept_losses
+from ..core.schedule.step_schedule import FlatGather, UnitPlan
+from ..core.schedule.traffic import Moved, traffic_of
+from .assess import Machine
+from .search import moved_presets, moves_behind_auto
+from .shapes.shape import StatesOnly
+from .training import Training
+
+ROOM = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRow:
+    name: str
+    layout: Layout
+    params: int
+    grads: int
+    optimizer: int
+    host_bytes: int  # of a node, as the disk's
+    disk_bytes: int
+    moved: Moved
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The least split row that leaves a quarter of the memory to activations is recommended, else the least split. What
+    needs the host comes after all that does not."""
+
+    shape: StatesOnly
+    machine: Machine
+    training: Training
+    rows: tuple[StatesRow, ...]
+
+    def why_not(self, row: StatesRow) -> str:
+        return self.machine.lacks(row.total + self.machine.context_bytes, row.host_bytes, row.disk_bytes)
+
+    @property
+    def recommended(self) -> StatesRow | None:
+        fitting = [row for row in self.rows if not self.why_not(row)]
+        fitting = [row for row in fitting if row.layout.is_exact] or fitting
+        fitting = [row for row in fitting if not row.layout.uses_host] or fitting
+        roomy = [row for row in fitting if row.total <= ROOM * self.machine.memory_bytes]
+        return next(iter(roomy or fitting), None)
+
+
+def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
+    """Of every preset, with the changes behind `auto`, or of the one that is asked for."""
+    if training.lora is not None:
+        raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
+    moves = moves_behind_auto(strategy)
+    layouts = PRESETS
+    if strategy is not None and moves != []:
+        asked = moved_presets(moves) if moves else layouts_for(strategy, [ROOT])
+        layouts = {layout.name: layout for layout in asked}
+    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
+    return States(shape, machine, training, tuple(rows))
+
+
+def _row(name: str, layout: Layout, num_params: int, machine: Machine, training: Training) -> StatesRow:
+    formats, cluster = training.formats, machine.cluster
+    half = formats.compute.itemsize
+    moments = training.num_moments * formats.master.itemsize
+    has_master = formats.master != formats.compute
+    share = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
+
+    def part(bytes_each: float, split: Split) -> int:
+        return round(num_params * bytes_each / share[split])
+
+    unit = _unit(layout, num_params, machine, training)
+    params, grads = part(half, layout.params), part(half, layout.grads)
+    if all(flat.copy_is_encoded for flat in unit.flats):
+        params = sum(flat.rest_bytes for flat in unit.flats)
+    optimizer = part(moments + (formats.master.itemsize if has_master else 0), layout.optimizer)
+    on_device = {"params": params, "grads": grads, "optimizer": optimizer}
+    elsewhere = {"host": 0, "disk": 0}
+    for what, place in (("params", layout.params_on), ("grads", layout.grads_on), ("optimizer", layout.optimizer_on)):
+        if place != "device":
+            kept = round(layout.kept * on_device[what])
+            elsewhere[place] += (on_device[what] - kept) * cluster.node_size
+            on_device[what] = kept
+    on_device["grads"] += kept_losses(unit.flats)
+    return StatesRow(
+        name,
+        layout,
+        **on_device,
+        host_bytes=elsewhere["host"],
+        disk_bytes=elsewhere["disk"],
+        moved=_moved(unit, machine, training),
+    )
+
+
+def _unit(layout: Layout, num_params: int, machine: Machine, training: Training) -> UnitPlan:
+    """Of one matrix."""
+    formats = training.formats
+    if formats.compute in (BF16, FP16):
+        formats = replace(formats, reduce=formats.compute)
+    param = Param("weight", (1, num_params), formats.master, True, (Site("", "weight"),))
+    found = FoundUnit(ROOT, "", (param,), False, True)
+    return UnitPlan(ROOT, layout, flats_of(found, layout, formats, machine.cluster.axes, ()), False, True)
+
+
+def _moved(unit: UnitPlan, machine: Machine, training: Training) -> Moved:
+    cluster = machine.cluster
+    num = training.num_micro_batches
+    until = unit.layout.gathered_until
+    passes: tuple[Pass, ...] = ("forward", "backward") if until == "forward" else ("forward",)
+    flats = list(enumerate(unit.flats))
+    events = [
+        gather_event(unit, [FlatGather(at, index == 0, flat.is_encoded_for(pass_)) for at, flat in flats])
+        for index, pass_ in enumerate(passes * (1 if until == "always" else num))
+    ]
+    events += [reduce_event(unit, is_first=index == 0, is_last=index == num - 1) for index in range(num)]
+    events.append(update_event(unit, training.num_moments))
+    return traffic_of(events, cluster.num_nodes, cluster.node_size)

@@ -1,0 +1,90 @@
+"""What a step is asked to do, as far as it decides memory, traffic and time."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.precision import Precision, precision_of
+
+Optimizer = Literal["adamw", "adamw8bit", "sgd"]
+Checkpointing = Literal["none", "selective", "full"]
+Loss = Literal["chunked", "plain", "fused"]
+EngineName = Literal["shardwise", "fsdp2"]
+
+USUAL_SEQ = 2048
+# More than anybody trains with, and few enough to be counted.
+MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
+MOST_RANK = 10**6
+
+# Tensors of the master's size and dtype that an optimizer keeps (SGD with momentum). 8 bits come with a scale for 256
+# elements.
+MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of rank `r` beside the linear layers named so; no targets: peft's choice for the family."""
+
+    r: int = 16
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:
+            raise ConfigurationError(f"lora: rank {self.r!r} must be a whole number from 1 to {MOST_RANK:,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Sizes are of one rank. `loss`: chunked is the trainer's own, plain what most models do, fused Liger's.
+
+    `engine` is whose habits are costed: another than ours only to compare with what others have published.
+    """
+
+    seq: int = USUAL_SEQ
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    precision: str | Precision = "bf16"
+    reduce: str | None = None
+    optimizer: Optimizer = "adamw"
+    lora: Lora | None = None
+    checkpointing: Checkpointing = "none"
+    compile: bool = False
+    loss: Loss = "chunked"
+    engine: EngineName = "shardwise"
+    moments: float | None = None  # of an optimizer that is none of these
+
+    def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigurationError(
+                    f"training: {name} {value!r}, but it must be a whole number from 1 to {most:,}"
+                )
+        if self.micro_batch * self.num_micro_batches > MOST["micro_batch"]:
+            raise ConfigurationError(
+                f"training: {self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than "
+                f"the {MOST['micro_batch']:,} that are planned for"
+            )
+        for name, known in (
+            ("optimizer", get_args(Optimizer)),
+            ("checkpointing", get_args(Checkpointing)),
+            ("loss", get_args(Loss)),
+            ("engine", get_args(EngineName)),
+        ):
+            if getattr(self, name) not in known:
+                value = str(getattr(self, name))
+                raise ConfigurationError(f"training: {name} {value!r}; {did_you_mean(value, known)}")
+        precision_of(self.precision, self.reduce)
+
+    @property
+    def formats(self) -> Precision:
+        return precision_of(self.precision, self.reduce)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.seq * self.micro_batch
+
+    @property
+    def num_moments(self) -> float:
+        return MOMENTS[self.optimizer] if self.moments is None else self.moments

@@ -1,0 +1,143 @@
+"""What every unit of a model asks for in a micro-batch, from the sizes alone.
+
+Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once (losses.py). What
+belongs to no block goes by when it runs: `root` is what comes first (token ids, the rotary table, an embedding that is
+no unit), and what comes last (the last norm, the head, the loss) is the head's, or `LOSS` where the head is no unit.
+
+What is not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+from ...core.schedule.model import ROOT, FoundUnit
+from ..shapes.shape import ModelShape, targets_of, units_of
+from ..training import Training
+from .blocks import gpt_block, in_tree_block, llama_block
+from .kernels import embedding_scratch_bytes
+from .losses import end
+from .measure import chain, measure
+from .operations import Habits
+from .published import mpt_block, titan_block
+from .setting import Setting
+from .storages import Tensor, rounded
+from .tape import Block, Tape
+from .work import Work
+
+LOSS = "loss"
+
+_EMBEDDINGS = ("embed", "embed_tokens", "wte")
+_POSITIONS = ("wpe",)
+_HEADS = ("head", "lm_head")
+_INDEX_BYTES = 8
+
+
+def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
+    """By unit name, in the order in which they begin, and `LOSS` last where the head is no unit."""
+    return dict(_works(shape, replace(training, num_micro_batches=1, optimizer="adamw", reduce=None)))
+
+
+@cache
+def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
+    at = setting_of(shape, training)
+    units = units_of(shape, training.lora)
+    embed, positions, head = (_named(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
+    blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
+    first, other = _block_works(at, training)
+    num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
+    words = _embedding(at, training, num_rows)
+    found = {ROOT: _begin(at, training, None if embed else words)}
+    if embed is not None:
+        found[embed] = words
+    if positions is not None:
+        # The same for all sequences.
+        found[positions] = _embedding(at, replace(training, micro_batch=1), shape.num_positions)
+    for index, name in enumerate(blocks):
+        found |= shared_out(other if index else first, name, units)
+    if not blocks:
+        found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
+    num_elems = training.num_tokens * shape.hidden
+    found[head or LOSS] = measure(
+        partial(end, at, training.loss, training.engine == "shardwise"), num_elems, at.itemsize, kind="loss"
+    )
+    names = {unit.name for unit in units}
+    return tuple((name, work) for name, work in found.items() if name in names or name == LOSS)
+
+
+def setting_of(shape: ModelShape, training: Training) -> Setting:
+    habits = Habits(
+        writes_directly=training.engine == "shardwise",
+        is_fused=training.compile,
+        keeps_every_second=training.engine == "fsdp2",
+        rank=training.lora.r if training.lora else 0,
+        targets=targets_of(shape, training.lora) if training.lora else (),
+    )
+    return Setting(shape, training.micro_batch, training.seq, training.formats.compute.itemsize, habits)
+
+
+def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
+    """The first block's and the others': under adapters no gradient goes back beyond the first."""
+    num_elems = training.num_tokens * at.shape.hidden
+    block = block_of(at, training.engine == "shardwise")
+    run = partial(
+        measure, block, num_elems, at.itemsize, checkpointing=training.checkpointing, is_compiled=training.compile
+    )
+    other = run()
+    return (run(needs_input_grad=False) if training.lora else other), other
+
+
+def _begin(at: Setting, training: Training, words: Work | None) -> Work:
+    """Tokens and targets, and the rotary table: cosine and sine for every position, in fp32 or (transformers') twice as
+    wide in the compute dtype. `words` is what looking up words asks for, where that is no unit."""
+    shape = at.shape
+    table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
+    held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
+    if words is None:
+        return Work(held, held, 0, 0)
+    return replace(
+        words,
+        saved_bytes=words.saved_bytes + held,
+        forward_peak_bytes=words.forward_peak_bytes + held,
+        # A tied weight has a gradient already, the head's: this one is added to it.
+        grad_bytes=0 if shape.tied else words.grad_bytes,
+    )
+
+
+def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
+    """Rows are looked up; the gradient is as large as the weight."""
+    shape = at.shape
+    num_elems = training.num_tokens * shape.hidden
+
+    def look_up(t: Tape, x: Tensor) -> Tensor:
+        scratch = embedding_scratch_bytes(training.num_tokens, num_rows, shape.hidden)
+        weight = at.habits.weight(num_rows * shape.hidden)
+        return t.op([x], num_elems, weights=[weight], scratch_bytes=scratch)
+
+    work = measure(look_up, 0, at.itemsize, needs_input_grad=False)
+    return replace(work, moved_bytes=float(2 * work.output_bytes))
+
+
+def shared_out(work: Work, block: str, units: Sequence[FoundUnit]) -> dict[str, Work]:
+    """A block's work, for its units. Of a block that is cut into parts all of it is the largest part's, and the others
+    pass on what they are given: checkpointing, too, is around the whole block."""
+    names = {unit.name: sum(param.num_elems for param in unit.params)
+             for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
+    largest = max(names, key=lambda name: names[name])
+    return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in names}
+
+
+def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
+    return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
+
+
+def block_of(at: Setting, is_ours: bool) -> Block:
+    """`is_ours`: run by our engine; else by those whose measurements are published."""
+    kind: Callable[[Setting, Tape, Tensor], Tensor]
+    if not is_ours:
+        kind = titan_block if at.shape.gated else mpt_block
+    elif at.shape.code == "in-tree":
+        kind = in_tree_block
+    else:
+        kind = gpt_block if at.shape.num_positions else llama_block
+    return partial(kind, at)

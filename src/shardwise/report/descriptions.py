@@ -1,0 +1,134 @@
+"""What a plan says, in words: model, machine, training, and what a strategy is made of."""
+
+from ..planner.explain import at
+from ..trainer.figures import count, plural, size
+from .plan_facts import CLASSES, PLACES, Json, amount, device_word, gpu_bytes, mapping, number, stacked, text_of, uses
+
+
+def reason(plan: Json) -> str:
+    """Why the recommended one is; its name is said before."""
+    why, name = text_of(plan.get("why")), text_of(plan.get("recommended"))
+    return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
+
+
+def cluster_words(plan: Json) -> str:
+    cluster = mapping(plan.get("cluster"))
+    gpu = text_of(mapping(cluster.get("gpu")).get("name") or cluster.get("gpu_name")) or "GPU"
+    num_nodes, node_size = int(amount(cluster, "num_nodes")), int(amount(cluster, "node_size"))
+    if not num_nodes or not node_size:
+        return ""
+    nodes = f" ({plural(num_nodes, 'node')} x {node_size})" if num_nodes > 1 else ""
+    return f"{num_nodes * node_size:,} x {gpu}{nodes}"
+
+
+def machine_words(plan: Json) -> str:
+    """The GPU's memory and the links."""
+    cluster, limit = mapping(plan.get("cluster")), gpu_bytes(plan)
+    inside, between = (amount(cluster, name, "gigabytes_per_s") for name in ("intra", "inter"))
+    network = text_of(cluster.get("network"))
+    words = [
+        f"{size(limit)} ({limit / 2**30:,.1f} GiB) a {device_word(plan)}" if limit else "",
+        f"{inside:.3g} GB/s in a node" if inside and amount(cluster, "node_size") > 1 else "",
+        f"{between:.3g} GB/s between nodes" + (f" ({network})" if network else "")
+        if between and amount(cluster, "num_nodes") > 1
+        else "",
+        *(
+            f"{size(amount(cluster, f'{place}_bytes'))} {words}"
+            for place, words in PLACES.items()
+            if uses(plan, f"{place}_bytes") and amount(cluster, f"{place}_bytes")
+        ),
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def away_words(strategy: Json) -> str:
+    """What a strategy needs beside the device."""
+    found = {place: amount(strategy, f"{place}_bytes") for place in PLACES}
+    return ", ".join(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes)
+
+
+def model_words(plan: Json) -> str:
+    model = mapping(plan.get("model"))
+    num_params = number(model.get("num_params"))
+    words = [text_of(model.get("name")), f"{count(num_params)} parameters" if num_params else ""]
+    return ", ".join(word for word in words if word)
+
+
+def training_words(plan: Json) -> str:
+    training = mapping(plan.get("training"))
+    lora = mapping(training.get("lora"))
+    words = [
+        f"{int(amount(training, 'seq')):,} tokens a sample" if amount(training, "seq") else "",
+        text_of(training.get("precision")),
+        text_of(training.get("optimizer")),
+        f"LoRA of rank {int(amount(lora, 'r'))}" if lora else "",
+        "compiled" if training.get("compile") else "",
+        f"{text_of(training.get('loss'))} loss" if training.get("loss") else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def batch_words(strategy: Json) -> str:
+    """Of one strategy: it may have a micro-batch and checkpointing of its own."""
+    words = []
+    if amount(strategy, "micro_batch"):
+        words.append(f"micro-batch {int(amount(strategy, 'micro_batch'))}")
+    if amount(strategy, "num_micro_batches") > 1:
+        words.append(f"{int(amount(strategy, 'num_micro_batches'))} of them a step")
+    if strategy.get("checkpointing") not in (None, "", "none"):
+        words.append(f"{text_of(strategy.get('checkpointing'))} checkpointing")
+    return ", ".join(words)
+
+
+def differences(shown: list[Json]) -> list[str]:
+    """What strategies have of their own, short: mb 4 x 2, full. Empty where all have the same."""
+    batches = [_micro(strategy) for strategy in shown]
+    kept = [text_of(strategy.get("checkpointing")).replace("none", "") for strategy in shown]
+    parts = [column for column in (batches, kept) if len({*column}) > 1]
+    return [", ".join(word for word in words if word) or "-" for words in zip(*parts, strict=True)]
+
+
+def _micro(strategy: Json) -> str:
+    size_of, num = int(amount(strategy, "micro_batch")), int(amount(strategy, "num_micro_batches"))
+    return (f"mb {size_of}" + (f" x {num}" if num > 1 else "")) if size_of else ""
+
+
+def layout_words(strategy: Json) -> str:
+    """What `--strategy` takes: a name, or a mapping from patterns to layouts, numbers that follow each other as one."""
+    layout = strategy.get("strategy", strategy.get("layout"))
+    if not isinstance(layout, dict):
+        return text_of(layout)
+    patterns: dict[str, list[str]] = {}
+    for pattern, value in layout.items():
+        patterns.setdefault(text_of(value), []).append(text_of(pattern))
+    return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
+
+
+def _ranges(names: list[str]) -> list[str]:
+    """blocks.2, blocks.3, blocks.4, head: blocks.2-4, head."""
+    found: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        at = int(last) if stem and last.isdecimal() and len(last) < 9 else -1
+        if at > 0 and found and found[-1][0] == stem and found[-1][2] == at - 1:
+            found[-1] = (stem, found[-1][1], at)
+        else:
+            found.append((stem, at, at) if at >= 0 else (name, -1, -1))
+    return [
+        stem if first < 0 else f"{stem}.{first}" + (f"-{last}" if last > first else "") for stem, first, last in found
+    ]
+
+
+def days_words(strategy: Json) -> str:
+    days = number(strategy.get("days"))
+    return "" if days is None else f"{days:,.0f}" if days >= 9.95 else f"{days:.1f}" if days >= 0.095 else f"{days:.1g}"
+
+
+def peak_words(strategy: Json) -> str:
+    """The peak, its instant and what lies there, the largest first; what is small is left out."""
+    peak = mapping(strategy.get("peak"))
+    held = stacked(mapping(peak.get("bytes")))
+    total = sum(held.values())
+    parts = sorted((pair for pair in held.items() if pair[1] >= total / 200), key=lambda pair: -pair[1])
+    named = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in parts)
+    return f"peak {size(total)} at {at(text_of(peak.get('instant')))}: {named}" if held else text_of(peak.get("text"))

@@ -1,0 +1,135 @@
+"""What can be decided and refused before any rank exists: the earlier a mistake is told, the less it costs."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..base.errors import CheckpointError, ConfigurationError
+from ..checkpoint.opened import open_checkpoint
+from ..core.mesh import require_nodes
+from .batching import Batching, batching_of
+from .data.prepare import prepare
+from .data.samples import Samples, open_samples
+from .data.tokenizer import Tokenizer, tokenizer_for
+from .metrics import check_reporters
+from .models.build import build
+from .models.facts import ModelFacts, check, require_vocabulary
+from .models.forms import names_of
+from .models.restore import is_model
+from .offload import check_strategy, offload_of
+from .optimizers import check_optimizer
+from .run_folder import AUTO as AUTO_RESUME
+from .run_folder import DATA, LATEST, run_folder
+from .settings import Settings
+
+LONGEST_BY_DEFAULT = 2048
+LOOKED_AT = 200  # samples
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    seq_length: int
+    batching: Batching
+
+
+def completed(settings: Settings, has_gpu: bool) -> Settings:
+    """The settings with what follows from the kind of device."""
+    device = settings.device or ("cuda" if has_gpu else "cpu")
+    precision = settings.precision or ("bf16" if device == "cuda" else "fp32")
+    return dataclasses.replace(settings, device=device, precision=precision)
+
+
+def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
+    """All checks, and the data made ready, so that ranks find nothing to refuse and nothing to wait for."""
+    checked = check_all(settings, num_ranks)
+    require_same_names(settings, checked)
+    data = run_folder(settings) / DATA
+    made = [place for place in (data, *data.parents) if not place.exists()]
+    before = set(data.glob("*"))
+    try:
+        _make(data)
+        prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
+        samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
+        require_targets(samples, say)
+    except ConfigurationError:
+        # A run that never began leaves nothing behind, and takes away nothing of others.
+        for store in set(data.glob("*")) - before:
+            shutil.rmtree(store, ignore_errors=True)
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+        raise
+
+
+def _make(data: Path) -> None:
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"output_dir {data.parent}: cannot be written: {error.strerror or error}") from error
+
+
+def require_same_names(settings: Settings, checked: Checked) -> None:
+    """A Hugging Face folder can be gone on from where it is of this very model; else it is something to begin with."""
+    resume = settings.resume_from_checkpoint
+    if resume in (None, LATEST, AUTO_RESUME) or not is_model(place := Path(resume).expanduser()):
+        return
+    saved = open_checkpoint(place).index.tensors
+    model = build(settings, checked.tokenizer.vocab_size, torch.device("cpu"), facts=checked.facts).model
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {first: next((name for name in names if name in saved), None) for first, names in names_of(model).items()}
+    wrong = [name for name, own in found.items() if own is None or saved[own].stored.shape != shapes[name]]
+    if wrong:
+        raise CheckpointError(
+            f"resume_from_checkpoint {resume} is a Hugging Face folder of another model: it lacks {len(wrong)} of this "
+            f"one's {len(found)} tensors, or has them in another shape, first {wrong[0]!r}; to begin with its weights: "
+            f"--model {resume}"
+        )
+
+
+def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
+    """Refuse data in which nothing is trained on, judged by evenly spread samples, and tell how many are empty."""
+    stride = -(-samples.num_samples // LOOKED_AT)
+    numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
+    num_empty = numbers.count(0)
+    if num_empty == len(numbers):
+        raise ConfigurationError(
+            f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer than "
+            "seq_length; make it longer"
+        )
+    if num_empty:
+        say(f"{num_empty / len(numbers):.0%} of the samples hold nothing to train on: prompts longer than seq_length?")
+
+
+def check_all(settings: Settings, num_ranks: int) -> Checked:
+    """Everything about a run of so many ranks that its settings and its files tell."""
+    check_strategy(settings.strategy, settings.offload, settings.wire)
+    folder = offload_of(settings.offload).folder
+    if folder is not None and not folder.is_dir():
+        raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
+    if settings.node_size is not None:
+        require_nodes(num_ranks, settings.node_size)
+    check_reporters(settings.report_to)
+    check_optimizer(settings)
+    batching = batching_of(settings, num_ranks)
+    facts = check(settings)
+    if facts.folder is not None and not settings.train_file and settings.dataset is None:
+        raise ConfigurationError(
+            f"model {settings.model}: no data is named, and Python's manual is only for trying out the in-tree shapes: "
+            "give --train-file or --dataset"
+        )
+    tokenizer = tokenizer_for(facts.tokenizer)
+    require_vocabulary(facts, tokenizer.vocab_size)
+    seq_length = settings.seq_length or min(facts.max_seq, LONGEST_BY_DEFAULT)
+    if seq_length > facts.max_seq:
+        raise ConfigurationError(
+            f"seq_length {seq_length} is more than the {facts.max_seq} tokens that model {settings.model} can take: "
+            "make it shorter"
+        )
+    return Checked(facts, tokenizer, seq_length, batching)

@@ -1,0 +1,415 @@
+"""Settings from wherever they are said: flags, overrides, a YAML or TOML file, the environment, the model's preset.
+
+Every source is read into the same thing, a row of `Said`: a key, its value as text (or a list or a mapping of texts),
+and where it was said. The strongest source comes first, and the first to say something is right; mappings (`shape`,
+`lora`, `strategy`) are said part by part. pydantic then turns text into types. So 1e-4 is a number and 1:4 a text
+wherever they are written, whatever YAML thinks of them.
+
+Whatever is wrong is one `ConfigurationError` that says where it was said. pydantic is imported in this file only, and
+only once something is resolved.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from ..base.documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
+from ..base.errors import ConfigurationError, did_you_mean, nearest
+from .offload import check_strategy, without_unused_folder
+from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
+from .shapes import PRESETS, SHAPE_KEYS, TransformerShape
+
+if TYPE_CHECKING:
+    import pydantic
+
+FIELDS = {entry.name: entry for entry in fields(Settings)}
+PREFIX = "SHARDWISE_"
+# What may stand in a mapping, and its type; the parts of a strategy are patterns of unit names.
+PARTS: dict[str, dict[str, Any]] = {
+    "shape": {entry.name: entry.type for entry in fields(TransformerShape)},
+    "lora": {entry.name: entry.type for entry in fields(Lora)},
+    "strategy": {},
+}
+# Words that stand for something else.
+WORDS: dict[str, dict[str, Any]] = {
+    "gradient_checkpointing": {"true": "full", "false": "none"},
+    "lora": {"true": {}, "false": None},
+    "offload": {"none": [], "false": []},
+    "wire": {"none": [], "false": []},
+}
+# A preset's value gives way when all of these are said, which say the same thing in another way.
+RIVALS = {
+    "max_steps": ("num_train_epochs",),
+    "global_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+}
+# Settings that say one thing in two ways. What one source says of it, a stronger one replaces, in either way.
+EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
+# Kubernetes tells every container about every service of its namespace, and one may be called like us.
+FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
+# Mappings in lists are as deep as a setting goes.
+DEPTH = 2
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    key: str
+    value: Any  # None, a text, a list or a mapping of them; typed where it comes from a program or a preset
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    settings: Settings
+    origin: dict[str, str]  # of every key
+
+
+def resolve(
+    words: Sequence[str],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: tuple[str, str] | None = None,
+    others: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Resolved:
+    """What a command line, its file and the environment ask for together.
+
+    `words` are at most one file and any number of key=value; of `flags`, None is one that was not given. Relative
+    paths mean the working directory, also those in a file. `file` is the name and the YAML of a file that nobody named.
+    `others` are settings from configurations of other libraries, by where they were said; our own file is stronger.
+    """
+    text = [] if file is None else _from_yaml(file[1], file[0])
+    own = [*_from_flags(flags), *_from_words(words)]
+    # What another library's file sums in belongs to its precision.
+    left_out = {"reduce_dtype"} if any(entry.key == "precision" for entry in own) else set()
+    foreign = [
+        Said(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
+    ]
+    said = _strongest([*own, *foreign, *text, *_from_environment(environment)])
+    values, origins = _merged(said)
+    values, origins = _merged([*said, *_from_preset(values)])
+    goes_on = file is not None and not any(entry.key == "offload" for entry in (*own, *foreign))
+    return Resolved(_typed(values, origins, goes_on), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
+
+
+def explain(resolved: Resolved) -> str:
+    """All settings as a YAML file that says the same again; behind each, where it came from."""
+    lines, panel = [], None
+    for key, value in asdict(resolved.settings).items():
+        if panel != FIELDS[key].metadata["panel"]:
+            panel = FIELDS[key].metadata["panel"]
+            lines.append(f"\n# {panel}")
+        lines.append(f"{f'{key}: {as_yaml(value)}':<40}  # {resolved.origin[key]}")
+    return "\n".join(lines).lstrip()
+
+
+def as_yaml(value: Any) -> str:
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w/][\w/.+-]*", value)
+    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for editors and for whoever writes files by program."""
+    found = _adapter().json_schema()
+    found |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardwise train"}
+    for key, entry in FIELDS.items():
+        kind, about = entry.type, found["properties"][key]
+        about.pop("title", None)
+        limits = {"minimum": "least", "maximum": "most", "exclusiveMaximum": "below"}
+        about |= {
+            word: entry.metadata[limit] for word, limit in limits.items() if entry.metadata.get(limit) is not None
+        }
+        # What a file may say besides the type itself.
+        if get_origin(kind) is tuple:
+            found["properties"][key] = {"anyOf": [{"type": "string"}, about], "default": about.pop("default")}
+        elif key == "lora":
+            about["anyOf"] += [{"type": "string"}, {"type": "boolean"}]
+        elif key == "gradient_checkpointing":
+            about["enum"] += [True, False]
+            del about["type"]
+        elif key == "nnodes":
+            about["type"] = ["string", "integer"]
+        elif key == "shape":
+            number = {"type": "integer", "minimum": 1}
+            parts = {part: {"type": "boolean"} if part == "tied" else number for part in SHAPE_KEYS}
+            found["properties"][key] = {
+                "type": "object", "properties": parts, "additionalProperties": False, "default": {},
+            }  # fmt: skip
+        found["properties"][key]["description"] = entry.metadata["help"]
+    for part in (found, found["$defs"]["Lora"]):
+        part["additionalProperties"] = False
+    return found
+
+
+# Reading the sources
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[Said]:
+    for key, value in flags.items():
+        if value is not None:
+            negated = "no-" if value is False or value == "false" else ""
+            text = ",".join(value) if isinstance(value, list | tuple) else value
+            yield _said(key, text, f"flag --{negated}{key.replace('_', '-')}")
+
+
+def files_in(words: Sequence[str]) -> list[str]:
+    """The words that are no key=value. A path may hold "=", but no key a slash; a strategy's patterns hold anything."""
+    return [word for word in words if not re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
+
+
+def _from_words(words: Sequence[str]) -> Iterator[Said]:
+    files = files_in(words)
+    overrides = [word for word in words if word not in files]
+    if len(files) > 1:
+        raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
+    # The last is right; parts stay in the order they were written in, which matters to a strategy.
+    latest: dict[str, Any] = {}
+    for word in overrides:
+        name, _, text = word.partition("=")
+        said = _said(name, text, "override")
+        before = latest.get(said.key)
+        adds = isinstance(said.value, dict) and isinstance(before, dict)
+        latest[said.key] = before | said.value if adds else said.value
+    for key, value in latest.items():
+        yield Said(key, value, "override")
+    for file in files:
+        yield from _from_file(file)
+
+
+def _from_file(file: str) -> Iterator[Said]:
+    path = Path(file)
+    if not path.exists():
+        raise ConfigurationError(f"{file}: no such file; give a YAML or TOML file, and what differs as key=value")
+    if path.suffix.lower() not in READERS or not path.is_file():
+        raise ConfigurationError(f"{file} is no configuration: give a file that ends in {', '.join(READERS)}")
+    reader = READERS[path.suffix.lower()]
+    text = read_text(path)
+    seen: dict[str, str] = {}
+    for said in reader(text, file):
+        for name in [f"{said.key}.{part}" for part in said.value] if isinstance(said.value, dict) else [said.key]:
+            if name in seen:
+                raise ConfigurationError(f"{name} is said twice: {seen[name]} and {said.origin}")
+            seen[name] = said.origin
+        yield said
+
+
+def _from_yaml(text: str, file: str) -> Iterator[Said]:
+    where, root = f"file {file}", yaml_node(text, f"file {file}")
+    if root is None or root.tag.endswith(":null"):
+        return
+    for name, node, line in yaml_pairs(root, where):
+        yield _said(name, yaml_texts(node, where, DEPTH), f"{where} line {line}")
+
+
+def _from_toml(text: str, file: str) -> Iterator[Said]:
+    try:
+        document = texts_of(tomllib.loads(text, parse_float=str))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"file {file} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"file {file} is nested too deep") from None
+    for name, value in document.items():
+        yield _said(name, value, f"file {file}")
+
+
+READERS = {".yaml": _from_yaml, ".yml": _from_yaml, ".json": _from_yaml, ".toml": _from_toml}
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[Said]:
+    for name, text in environment.items():
+        if name.startswith(PREFIX) and not FROM_KUBERNETES.search(name):
+            yield _said(name.removeprefix(PREFIX).lower(), text, f"environment {name}")
+
+
+def _from_preset(values: Mapping[str, Any]) -> Iterator[Said]:
+    """What goes well with the model, unless what is said already means something else."""
+    model = values.get("model", FIELDS["model"].default)
+    if isinstance(model, str) and model in PRESETS:
+        for key, value in PRESETS[model].settings.items():
+            rivals = RIVALS.get(key, ())
+            if not rivals or any(values.get(rival) is None for rival in rivals):
+                yield Said(key, value, f"preset {model}")
+    elif values.get("lora") is not None:
+        yield Said("learning_rate", LORA_RATE, "for adapters")
+    elif isinstance(model, str) and not model.endswith(".json") and _is_false(values.get("random_weights")):
+        yield Said("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
+
+
+def _is_false(value: Any) -> bool:
+    return str(value).strip().lower() in ("none", "false", "0", "no", "off", "f", "n")
+
+
+# From texts to settings
+
+
+def _said(name: str, value: Any, origin: str) -> Said:
+    """Names are understood with hyphens and underscores; `shape.layers` is a part of `shape`."""
+    head, dot, part = name.partition(".")
+    key = head.replace("-", "_")
+    if key not in FIELDS:
+        near = nearest(key, FIELDS)
+        hint = f"did you mean {near!r}?" if near else "`shardwise train --help` lists them all"
+        raise ConfigurationError(f"unknown key {name!r} ({origin}); {hint}")
+    if dot and key not in PARTS:
+        raise ConfigurationError(f"unknown key {name!r} ({origin}); {key} has no parts")
+    return Said(key, _plain(key, {part: value} if dot else value, origin), origin)
+
+
+def _plain(key: str, value: Any, origin: str) -> Any:
+    """Words, lists and mappings that were written as one text, taken apart."""
+    kind = FIELDS[key].type
+    if isinstance(value, bool):
+        value = str(value).lower()
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in WORDS.get(key, {}):
+            return WORDS[key][word]
+        if word in ("null", "none") and NoneType in get_args(kind):
+            return None
+        if get_origin(kind) is tuple:
+            return _listed(value, ",")
+        if key in PARTS:
+            value = _parts_in(key, value, origin)
+        elif word.replace("_", "-") in _choices(kind):
+            return word.replace("_", "-")
+    if isinstance(value, dict) and PARTS.get(key):
+        value = {name.replace("-", "_"): part for name, part in value.items()}
+        for name in value:
+            if name not in PARTS[key]:
+                raise ConfigurationError(f"unknown {key} key {name!r} ({origin}); {did_you_mean(name, PARTS[key])}")
+        if isinstance(value.get("targets"), str):
+            value["targets"] = _listed(value["targets"], "+,")
+    return value
+
+
+def _parts_in(key: str, text: str, origin: str) -> Any:
+    """r=16,targets=a+b, or a mapping in YAML's or JSON's braces; the name of a strategy stays a text."""
+    if text.lstrip().startswith("{"):
+        return yaml_tree(text, origin, DEPTH) or {}
+    if not PARTS[key]:
+        return text
+    pairs = [pair.partition("=") for pair in _listed(text, ",")]
+    for name, equals, _ in pairs:
+        if not equals:
+            example = "r=16,alpha=32,targets=q_proj+v_proj" if key == "lora" else "layers=8,hidden=256"
+            raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {example}")
+    return {name.strip(): part.strip() for name, _, part in pairs}
+
+
+def _listed(text: str, separators: str) -> list[str]:
+    return [word.strip() for word in re.split(f"[{separators}]", text) if word.strip()]
+
+
+def _strongest(said: list[Said]) -> list[Said]:
+    """Without what a stronger source says in another way; who says both at once is refused later."""
+    for pair in EITHER:
+        first = next((entry for entry in said if entry.key in pair and entry.value), None)
+        if first is not None:
+            said = [
+                entry
+                for entry in said
+                if entry.key not in pair or entry.key == first.key or _source(entry) == _source(first)
+            ]
+    return said
+
+
+def _source(entry: Said) -> str:
+    """The command line (flags and overrides), a file, the environment, or a program's name."""
+    kind = entry.origin.partition(" ")[0]
+    return "command line" if kind in ("flag", "override") else kind
+
+
+def _merged(said: Iterable[Said]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Values, and where each and each part of a mapping was said; the strongest comes first and is right.
+
+    Parts of a mapping add up until something is said that is no mapping. The stronger of a strategy's patterns come
+    first, and so they are matched first.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, list[str]] = {}
+    settled = set()
+    for entry in said:
+        if entry.key in settled:
+            continue
+        if not isinstance(entry.value, dict):
+            settled.add(entry.key)
+            if entry.key not in values:
+                values[entry.key], origins[entry.key] = entry.value, [entry.origin]
+            continue
+        parts = values.setdefault(entry.key, {})
+        new = {name: part for name, part in entry.value.items() if name not in parts}
+        parts.update(new)
+        origins.update({f"{entry.key}.{name}": [entry.origin] for name in new})
+        if new or entry.key not in origins:
+            origins.setdefault(entry.key, []).append(entry.origin)
+    return values, origins
+
+
+@cache
+def _adapter() -> "pydantic.TypeAdapter[Settings]":
+    import pydantic
+
+    return pydantic.TypeAdapter(Settings)
+
+
+def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bool = False) -> Settings:
+    """`goes_on`: what is offloaded was said by an earlier start, whose strategy may have been another."""
+    import pydantic
+
+    try:
+        settings = _adapter().validate_python(values)
+        if goes_on:
+            settings = without_unused_folder(settings)
+        check_strategy(settings.strategy, settings.offload, settings.wire)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        refused = first.get("ctx", {}).get("error")
+        if not isinstance(refused, ConfigurationError):
+            raise _wrong(first["loc"], first["input"], origins) from None
+        raise _with_origins(refused, origins) from None
+    except ConfigurationError as error:
+        raise _with_origins(error, origins) from None
+    for name, part in settings.shape.items():  # pydantic takes "yes" for 1
+        if isinstance(part, bool) != (PARTS["shape"][name] is bool):
+            raise _wrong(("shape", name), values["shape"][name], origins)
+    return settings
+
+
+# What is said about what cannot be
+
+
+def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]]) -> ConfigurationError:
+    """`place` is pydantic's: the key, then parts, indices, and the types of a union that it tried."""
+    key = place[0]
+    kind, path = FIELDS[key].type, key
+    if len(place) > 1 and f"{key}.{place[1]}" in origins:
+        path = f"{key}.{place[1]}"
+        kind = PARTS[key].get(place[1], str)
+    shown = {NoneType: "nothing", list: "a list", dict: "a mapping"}.get(type(value), repr(value)[:200])
+    choices = _choices(kind)
+    if choices:
+        wanted = f"known; {did_you_mean(str(value), choices)}"
+    elif key in PARTS and path == key:
+        wanted = "a mapping" if PARTS[key] else "a name or a mapping from patterns to names"
+    else:
+        wanted = WANTED[next(part for part in (get_origin(kind), kind, *get_args(kind)) if part in WANTED)]
+    return ConfigurationError(f"{path}: {shown} ({'; '.join(origins[path])}) is not {wanted}")
+
+
+def _with_origins(error: ConfigurationError, origins: Mapping[str, list[str]]) -> ConfigurationError:
+    """The same sentence, and where the keys that it names were said."""
+    named = [path for path in origins if re.search(rf"(?<![\w.]){re.escape(path)}(?![\w.]\w)", str(error))]
+    where = {path: "; ".join(origins[path]) for path in named}
+    if len(where) < 2:
+        return ConfigurationError(f"{error}{''.join(f' ({origin})' for origin in where.values())}")
+    return ConfigurationError(f"{error} ({', '.join(f'{path}: {origin}' for path, origin in where.items())})")
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words of a Literal, also of one that may be None."""
+    return next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), ())

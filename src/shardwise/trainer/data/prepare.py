@@ -1,0 +1,255 @@
+"""Turn the data of a run into token stores, once: a second start in the same run folder finds them.
+
+A store's folder is named by a hash over where the data is, when that was changed, and all else that decides what is in
+the store: it is found without reading the data again. Which data it is, wherever that lay, is told by the digest.
+
+A store is written under another name and renamed when it is complete, so whoever finds it finds all of it; of two
+processes that write it at once, the later one discards its own. Needs no process group: the launcher calls it before
+there are ranks, and ranks call it to find what the launcher made.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import ConfigurationError
+from ..settings import Settings
+from . import text
+from .sources import (
+    ROW_SUFFIXES,
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
+    Bad,
+    Chat,
+    Found,
+    Pair,
+    Piece,
+    load_dataset,
+    read,
+    read_dataset,
+    texts,
+)
+from .token_store import Writer, adopt, dtype_for, is_store, open_store
+from .tokenizer import Tokenizer
+
+_FORMAT = 3  # of the store; another number makes other folders
+_NUM_NAMED = 10  # bad rows that are named; the rest are counted
+_BATCH_CHARACTERS = 2**22
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    train: Path  # the folder of a store
+    eval: Path | None  # of another one; None: no eval_file
+    num_tokens: int  # of the training data, as the next three
+    num_documents: int
+    num_bad_rows: int
+    is_rows: bool  # some documents are prompts with completions, or chats
+    digest: str  # of the content of the training data, wherever and whenever it was made into a store
+    eval_digest: str | None  # of that of eval_file
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What goes into one store."""
+
+    what: str  # for messages
+    identity: list[Any]
+    token_files: tuple[Path, ...]  # used in place; else
+    found: Callable[[], Iterator[Found]]
+
+
+def prepare(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    folder: Path,
+    say: Callable[[str], None],
+    vocab_size: int | None = None,
+) -> Prepared:
+    """Stores of the training data and of eval_file under `folder`. `say` hears of bad rows and of progress.
+
+    `vocab_size` is the model's, which ids in token files have to be below; None: it is the tokenizer's.
+    """
+    train = _train_input(settings)
+    evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+    train_folder = _prepare(train, settings, tokenizer, limit, folder, say)
+    eval_folder = _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None
+    store = open_store(train_folder)
+    return Prepared(
+        train=train_folder,
+        eval=eval_folder,
+        num_tokens=store.num_tokens,
+        num_documents=store.num_documents,
+        num_bad_rows=store.facts["num_bad_rows"],
+        is_rows=store.facts["is_rows"],
+        digest=store.digest,
+        eval_digest=None if eval_folder is None else open_store(eval_folder).digest,
+    )
+
+
+def _train_input(settings: Settings) -> _Input:
+    if settings.dataset is not None:
+        dataset = load_dataset(settings.dataset, settings.dataset_split)
+        # The files below a dataset, not its name: what an id leads to changes.
+        below = [Path(entry["filename"]) for entry in dataset.cache_files]
+        identity = [settings.dataset, settings.dataset_split, len(dataset), *map(_identity, below)]
+        name = settings.dataset
+        return _Input(f"dataset {name}", identity, (), lambda: read_dataset(dataset, name))
+    if settings.train_file:
+        return _file_input("train_file", settings.train_file, settings)
+    manual = text.documents()
+    return _Input("the embedded text", [manual], (), lambda: (Piece(topic, is_last=True) for topic in manual))
+
+
+def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
+    paths = tuple(Path(name).expanduser() for name in names)
+    for path in paths:
+        if not path.is_file():
+            raise ConfigurationError(f"{setting} {path}: {'not a file' if path.exists() else 'no such file'}")
+        if path.suffix.lower() not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
+            raise ConfigurationError(
+                f"{setting} {path}: unknown kind {path.suffix!r}; known: {', '.join(TEXT_SUFFIXES)} (text), "
+                f"{', '.join(ROW_SUFFIXES)} (rows), {', '.join(TOKEN_SUFFIXES)} (tokens)"
+            )
+        if path.stat().st_size == 0:
+            raise ConfigurationError(f"{setting} {path}: is empty")
+    are_tokens = {path.suffix.lower() in TOKEN_SUFFIXES for path in paths}
+    if len(are_tokens) == 2:
+        raise ConfigurationError(
+            f"{setting} {', '.join(names)}: token files are used as they are, so they cannot be mixed with text or rows"
+        )
+    token_files = paths if are_tokens == {True} else ()
+    identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
+    return _Input(
+        f"{setting} {', '.join(names)}", identity, token_files, lambda: (row for path in paths for row in read(path))
+    )
+
+
+def _identity(path: Path) -> list[Any]:
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def _prepare(
+    given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
+) -> Path:
+    # A store of token files is also the proof that their ids are below the limit.
+    largest = limit if given.token_files else tokenizer.vocab_size
+    decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
+    target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
+    try:
+        if not is_store(target):
+            _write_beside(target, lambda partial: _write(partial, given, settings, tokenizer, limit, say))
+    except OSError as error:
+        raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
+    facts = open_store(target).facts
+    # Also when they were found by an earlier run: the data is as incomplete as then.
+    _say_bad(given, facts["bad_rows"], facts["num_bad_rows"], settings.max_bad_rows, say)
+    return target
+
+
+def _write_beside(target: Path, write: Callable[[Path], None]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}-", suffix=".partial", dir=target.parent))
+    try:
+        write(partial)
+        partial.chmod(0o755)  # mkdtemp's are for one user only
+        try:
+            partial.rename(target)
+        except OSError:
+            if not is_store(target):  # else another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(
+    folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Callable[[str], None]
+) -> None:
+    if given.token_files:
+        say(f"reading through {given.what}: documents end with token {tokenizer.end_id} of tokenizer {tokenizer.name}")
+        facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
+        adopt(folder, given.token_files, settings.token_dtype, limit, tokenizer.end_id, facts)
+        return
+    bad: list[str] = []
+    num_bad = 0
+    is_rows = has_chats = False
+    began = said = time.monotonic()
+    # As wide as the tokenizer's ids need: with the model's, the digest would depend on the model.
+    with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
+        for item, segments in _tokenised(given.found(), tokenizer):
+            if isinstance(item, Bad):
+                num_bad += 1
+                if num_bad <= _NUM_NAMED:
+                    bad.append(f"{item.where}: {item.reason}")
+                if num_bad > settings.max_bad_rows:
+                    _say_bad(given, bad, num_bad, settings.max_bad_rows, say)
+                continue
+            if isinstance(item, Chat) and tokenizer.template is None and not has_chats:
+                has_chats = True
+                say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' and their content below it")
+            for ids, trained in segments:
+                writer.add(ids, trained)
+            if not isinstance(item, Piece) or item.is_last:
+                writer.end_document()
+            is_rows = is_rows or not isinstance(item, Piece)
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                say(f"tokenising {given.what}: {writer.num_tokens:,} tokens so far")
+        if writer.num_documents == 0:
+            first = f": none of its {num_bad} rows can be read, the first {bad[0]}" if bad else " holds no document"
+            raise ConfigurationError(f"{given.what}{first}")
+        writer.finish({"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows})
+        say(
+            f"tokenised {given.what}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
+            f"in {time.monotonic() - began:.1f} s"
+        )
+
+
+def _tokenised(items: Iterable[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
+    """Each item with its segments, in order. Text goes in batches, which tokenizers spread over cores."""
+    batch: list[Found] = []
+    num_characters = 0
+    for item in items:
+        batch.append(item)
+        num_characters += sum(map(len, texts(item)))
+        if num_characters >= _BATCH_CHARACTERS:
+            yield from _batch_tokenised(batch, tokenizer)
+            batch, num_characters = [], 0
+    yield from _batch_tokenised(batch, tokenizer)
+
+
+def _batch_tokenised(batch: list[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
+    plain = [item.text for item in batch if isinstance(item, Piece)]
+    encoded = iter(tokenizer.encode_batch(plain) if plain else [])
+    for item in batch:
+        if isinstance(item, Piece):
+            yield item, [(next(encoded), True)]
+        elif isinstance(item, Pair):
+            yield item, [(tokenizer.encode(item.prompt), False), (tokenizer.encode(item.completion), True)]
+        elif isinstance(item, Chat):
+            try:
+                yield item, tokenizer.render(item.messages)
+            except ConfigurationError as error:
+                yield Bad(item.where, str(error)), []
+        else:
+            yield item, []
+
+
+def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Callable[[str], None]) -> None:
+    for line in named:
+        say(line)
+    if num_bad > len(named):
+        say(f"and {num_bad - len(named)} more bad rows")
+    if num_bad > limit:
+        raise ConfigurationError(
+            f"{given.what}: more than {limit} rows cannot be read (max_bad_rows), the first {named[0]}"
+        )

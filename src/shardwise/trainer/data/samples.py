@@ -1,0 +1,171 @@
+"""The samples of a run: which are trained on and which evaluated, in which order, and batches of them.
+
+The samples kept for evaluation are the first ones of a permutation that the seed draws, the others are trained on; no
+list of either exists. Everything here is a function of the settings and of indices, so ranks agree without a word,
+whatever their number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...base.errors import ConfigurationError
+from ..settings import Settings
+from . import order
+from .prepare import Prepared
+from .token_store import open_store
+from .tokenizer import Tokenizer
+from .whole_documents import pack_whole
+from .windows import NOT_TRAINED, Windows
+
+_ENTROPY_TOKENS = 2**22  # more of them change the entropy in the fourth digit
+_STRETCH = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens: Tensor  # (samples, seq_length) int64
+    targets: Tensor  # the same; -100 where nothing is trained on
+    positions: Tensor | None  # the same, from 0 in each document; None: attention does not stop at documents' ends
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets != NOT_TRAINED).sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """Memory from which a GPU copies while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def with_targets_of(self, num_samples: int) -> "Batch":
+        """Nothing is trained on, or counted, in the samples behind the first ones."""
+        targets = self.targets.clone()
+        targets[num_samples:] = NOT_TRAINED
+        return Batch(self.tokens, targets, self.positions)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.tokens), change(self.targets), positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Those of the windows that stand at `first` up to `first + num_samples` in the split."""
+
+    windows: Windows
+    seed: int
+    first: int
+    num_samples: int
+    num_tokens: int  # that an epoch reads; padding is not counted
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """In the mean of an epoch, without padding; seq_length counts it."""
+        return self.num_tokens / self.num_samples
+
+    def order(self, first: int, count: int) -> list[int]:
+        """The samples at positions `first` up to `first + count` of the endless order, epoch after epoch."""
+        return list(order.endless(self.seed, first, count, self.num_samples))
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        for index in indices:
+            if not 0 <= index < self.num_samples:
+                raise IndexError(f"sample {index}: there are {self.num_samples}")
+        samples = [self.windows.sample(_split(self.windows, self.seed, self.first + index)) for index in indices]
+        positions = [positions for _, _, positions in samples if positions is not None]
+        return Batch(
+            torch.stack([tokens for tokens, _, _ in samples]),
+            torch.stack([targets for _, targets, _ in samples]),
+            torch.stack(positions) if positions else None,
+        )
+
+
+def open_samples(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    prepared: Prepared,
+    seq_length: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Samples, Samples | None]:
+    """Samples to train on and to evaluate: of eval_file, else eval_fraction of all samples, else None."""
+    is_isolated = prepared.is_rows if settings.isolate_documents is None else settings.isolate_documents
+    is_isolated = is_isolated and settings.packing == "packed"
+
+    def opened(folder: Path, what: str) -> Windows:
+        store = open_store(folder)
+        whole = pack_whole(store, seq_length) if settings.packing == "packed" and store.facts["is_rows"] else None
+        windows = Windows(store, seq_length, settings.packing, is_isolated, tokenizer.end_id, whole)
+        if windows.num_cut:
+            say(
+                f"{what}: {windows.num_cut:,} of {windows.store.num_documents:,} documents are longer than seq_length "
+                f"{seq_length} and are cut there; the rest of each is not used"
+            )
+        return windows
+
+    train = opened(prepared.train, "training data")
+    if train.num_full == 0:
+        raise ConfigurationError(
+            f"seq_length {seq_length} is longer than the training data of {train.store.num_tokens} tokens; "
+            "make it shorter, bring more data, or use packing padded"
+        )
+    if prepared.eval is None:
+        return _divided(train, settings)
+    evaluated = opened(prepared.eval, "eval_file")
+    if evaluated.num_samples == 0:
+        raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token, which no other follows")
+    return _all(train, settings.seed), _all(evaluated, settings.seed)
+
+
+def _divided(windows: Windows, settings: Settings) -> tuple[Samples, Samples | None]:
+    """The first of the split to evaluate, at least one when any are asked for; the rest to train on."""
+    if settings.eval_fraction == 0:
+        return _all(windows, settings.seed), None
+    num_eval = max(1, round(windows.num_full * settings.eval_fraction))
+    num_train = windows.num_samples - num_eval
+    if num_train == 0:
+        raise ConfigurationError(
+            f"eval_fraction {settings.eval_fraction:g} of {windows.num_samples} samples leaves none to train on; "
+            "make it 0, bring more data, or make seq_length shorter"
+        )
+    num_tokens = num_eval * windows.seq_length
+    if windows.has_padding:
+        num_tokens = sum(windows.num_tokens_of(_split(windows, settings.seed, at)) for at in range(num_eval))
+    return (
+        Samples(windows, settings.seed, num_eval, num_train, windows.num_tokens - num_tokens),
+        Samples(windows, settings.seed, 0, num_eval, num_tokens),
+    )
+
+
+def _all(windows: Windows, seed: int) -> Samples:
+    return Samples(windows, seed, 0, windows.num_samples, windows.num_tokens)
+
+
+def _split(windows: Windows, seed: int, position: int) -> int:
+    """The window at a position of the split. A short last window stays at the end, which is trained on."""
+    if position >= windows.num_full:
+        return position
+    return order.permuted(position, windows.num_full, order.key("split", seed))
+
+
+def unigram_entropy(samples: Samples) -> float:
+    """Nats of a token that is guessed from how often each is trained on: what a model beats once it uses context.
+
+    Of all tokens of the training data, or of evenly spread stretches where there are very many.
+    """
+    store = samples.windows.store
+    stride = _STRETCH * math.ceil(store.num_tokens / _ENTROPY_TOKENS)
+    counts = torch.zeros(0, dtype=torch.int64)
+    for first in range(0, store.num_tokens, stride):
+        count = min(_STRETCH, store.num_tokens - first)
+        tokens, trained = store.tokens(first, count), store.trained(first, count)
+        seen = torch.bincount(tokens if trained is None else tokens[trained], minlength=counts.numel())
+        seen[: counts.numel()] += counts
+        counts = seen
+    chances = counts[counts > 0].double() / counts.sum()
+    return float(-(chances * chances.log()).sum())

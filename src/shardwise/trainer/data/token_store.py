@@ -1,0 +1,364 @@
+"""The token store: a folder with the tokens of all documents, end to end, each document followed by the end token.
+
+    tokens.bin     the tokens, uint16 or uint32; missing where .bin files of the user's are used in place
+    documents.bin  where each document starts, and after the last where it ends, int64
+    trained.bin    a byte for each token: whether it is trained on; missing where all are
+    store.json     what is in it, and where the tokens are
+
+Written once, then read in places: a reader holds no more than it is asked for, and the pages that several ranks read
+are the machine's, once. A file that is changed meanwhile is told of by name. Numbers are in the machine's byte order,
+which is little-endian wherever torch runs.
+
+A store has a digest: of the bytes of its tokens, documents and mask, taken while they pass, and of nothing else. Stores
+of the same data have the same one, on whatever machine, in whatever folder and whenever they are made.
+"""
+
+import hashlib
+import json
+import os
+import weakref
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ...base.errors import ConfigurationError, StoreError
+from ...base.json_file import read_object
+from ...base.regular_file import open_regular
+
+_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
+_CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+_NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
+_BLOCK, _NEAR = 2**22, 2**9
+_MAX_OPEN = 256  # token files; of a store with more, each is opened when it is read
+_FIX = "do not change data while it is trained on; bring the file back as it was, and go on from the last checkpoint"
+_ENOUGH = 64  # numbers to tell by
+
+
+def dtype_for(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+class _Numbers:
+    """Numbers in a file, read where they are asked for.
+
+    They are not mapped: where a mapped file is cut, whoever reads it is ended by SIGBUS, without a word.
+    """
+
+    def __init__(self, path: Path, code: Literal["H", "I", "q", "B"], stays_open: bool = True) -> None:
+        self.path = path
+        self._code: Literal["H", "I", "q", "B"] = code
+        self._itemsize = array(code).itemsize
+        file = open_regular(path)
+        self._num_bytes = os.fstat(file).st_size
+        self._file = file if stays_open else None
+        if stays_open:
+            weakref.finalize(self, os.close, file)
+        else:
+            os.close(file)
+        if self._num_bytes == 0:
+            raise ConfigurationError(f"{path}: is empty")
+        if self._num_bytes % self._itemsize:
+            raise ConfigurationError(
+                f"{path}: {self._num_bytes} bytes are not a whole number of "
+                f"{_NAMES[code]} of {self._itemsize} bytes; it is cut off, or token_dtype is wrong"
+            )
+
+    def __len__(self) -> int:
+        return self._num_bytes // self._itemsize
+
+    def __getitem__(self, index: int) -> int:
+        return array(self._code, self.read(index, 1))[0]
+
+    def read(self, first: int, count: int) -> bytearray:
+        """The bytes of `count` numbers from `first` on, which are there unless the file was changed."""
+        content = bytearray(count * self._itemsize)
+        try:
+            file = open_regular(self.path) if self._file is None else self._file
+            try:
+                num = _filled(file, memoryview(content), first * self._itemsize)
+                num_bytes = os.fstat(file).st_size
+            finally:
+                if self._file is None:
+                    os.close(file)
+        except OSError as error:
+            raise StoreError(f"{self.path}, which is trained on, cannot be read: {error.strerror or error}") from error
+        if num < len(content):
+            raise StoreError(
+                f"{self.path}, which is trained on, has {num_bytes} bytes, and had {self._num_bytes} when it was "
+                f"opened: {_FIX}"
+            )
+        return content
+
+
+def _filled(file: int, view: memoryview, offset: int) -> int:
+    """How many bytes there were."""
+    done = 0
+    while done < len(view):
+        num = os.preadv(file, [view[done:]], offset + done)
+        if num == 0:
+            break
+        done += num
+    return done
+
+
+class _Hashed:
+    """A file that is written from its beginning to its end, and the hash of what went in."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._hash = hashlib.sha256()
+
+    def write(self, content: "bytes | array[int]") -> None:
+        self._file.write(content)
+        self._hash.update(content)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def sync(self) -> None:
+        _sync(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Writer:
+    """Documents go in piece by piece; `finish` makes the folder a store. A folder without store.json is none."""
+
+    def __init__(self, folder: Path, dtype: str, end_id: int) -> None:
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._folder = folder
+        self._dtype = dtype
+        self._end_id = end_id
+        self._tokens = _Hashed(folder / "tokens.bin")
+        self._documents = _Hashed(folder / "documents.bin")
+        self._trained: _Hashed | None = None
+        self._start = 0
+        self._largest = 0
+        self._last: tuple[int, bool] = (-1, True)
+        self._documents.write(array("q", [0]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files():
+            file.close()
+
+    def add(self, ids: Sequence[int], trained: bool) -> None:
+        if not ids:
+            return
+        self._tokens.write(array(_CODES[self._dtype], ids))
+        if not trained and self._trained is None:
+            self._trained = _Hashed(self._folder / "trained.bin")
+            for first in range(0, self.num_tokens, _BLOCK):
+                self._trained.write(b"\1" * min(_BLOCK, self.num_tokens - first))
+        if self._trained is not None:
+            self._trained.write((b"\1" if trained else b"\0") * len(ids))
+        self.num_tokens += len(ids)
+        self._largest = max((self._largest, *ids))
+        self._last = (ids[-1], trained)
+
+    def end_document(self) -> None:
+        """The end token is trained on where what it ends is; a chat's template may have written it already."""
+        last, trained = self._last if self.num_tokens > self._start else (-1, True)
+        if last != self._end_id:
+            self.add([self._end_id], trained)
+        self._documents.write(array("q", [self.num_tokens]))
+        self.num_documents += 1
+        self._start = self.num_tokens
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        for file in self._files():
+            file.sync()
+        digest = _digest(*(file.hexdigest() for file in self._files()))
+        numbers = (self.num_tokens, self.num_documents, self._largest)
+        _describe(self._folder, ["tokens.bin"], self._dtype, *numbers, digest, facts)
+
+    def _files(self) -> list[_Hashed]:
+        return [self._tokens, self._documents, *([self._trained] if self._trained is not None else [])]
+
+
+def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_id: int, facts: dict[str, Any]) -> None:
+    """Make `folder` a store of token files that stay where they are, after reading through all of them once.
+
+    A document ends after each end token, and at the end of a file. `vocab_size` is the model's: ids are below it.
+    """
+    num_tokens = num_documents = largest = 0
+    hashed = hashlib.sha256()
+    with closing(_Hashed(folder / "documents.bin")) as documents:
+        documents.write(array("q", [0]))
+        for path in files:
+            tokens = _Numbers(path, _CODES[dtype])
+            last = end_id
+            for first in range(0, len(tokens), _BLOCK):
+                stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
+                hashed.update(stored)
+                block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
+                if first == 0 and dtype == "uint16" and block.numel() >= _ENOUGH and not bool(block[1::2].any()):
+                    raise ConfigurationError(
+                        f"{path}: every second number is 0, as in uint32 read as uint16: set --token-dtype uint32"
+                    )
+                largest = max(largest, int(block.max()))
+                if largest >= vocab_size:
+                    at = int((block >= vocab_size).nonzero()[0])
+                    raise ConfigurationError(
+                        f"{path}: token {first + at} is {int(block[at])}, but the model's ids are below {vocab_size}: "
+                        f"give the --tokenizer that wrote the file, raise shape.vocab, or, if the file is not {dtype}, "
+                        "set token_dtype"
+                    )
+                ends = (block == end_id).nonzero().flatten() + (num_tokens + first + 1)
+                documents.write(array("q", ends.tolist()))
+                num_documents += ends.numel()
+                last = int(block[-1])
+            num_tokens += len(tokens)
+            if last != end_id:
+                documents.write(array("q", [num_tokens]))
+                num_documents += 1
+        documents.sync()
+    digest = _digest(hashed.hexdigest(), documents.hexdigest())
+    names = [str(path.resolve()) for path in files]
+    _describe(folder, names, dtype, num_tokens, num_documents, largest, digest, facts)
+
+
+def _digest(*hashes: str) -> str:
+    """Of the tokens, the documents and, where there is one, the mask."""
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _describe(
+    folder: Path,
+    tokens: list[str],
+    dtype: str,
+    num_tokens: int,
+    num_documents: int,
+    largest: int,
+    digest: str,
+    facts: dict[str, Any],
+) -> None:
+    numbers = {"num_tokens": num_tokens, "num_documents": num_documents, "largest": largest}
+    known = {"tokens": tokens, "dtype": dtype, **numbers, "digest": digest, **facts}
+    with (folder / "store.json").open("wb") as file:
+        file.write(json.dumps(known, indent=1).encode())
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store, open. `facts` are what its writer noted besides."""
+
+    num_tokens: int
+    num_documents: int
+    digest: str  # of its content
+    facts: dict[str, Any]
+    _dtype: str = field(repr=False)
+    _largest: int = field(repr=False)  # of its tokens
+    _parts: tuple[_Numbers, ...] = field(repr=False)  # a token file each
+    _ends: tuple[int, ...] = field(repr=False)  # of each part, in tokens of the whole
+    _starts: _Numbers = field(repr=False)  # of documents; one more, at the end
+    _trained: _Numbers | None = field(repr=False)
+
+    def tokens(self, first: int, count: int) -> Tensor:
+        """`count` tokens from `first` on, int64."""
+        found = []
+        index = bisect_right(self._ends, first)
+        while count > 0:
+            part = self._parts[index]
+            at = first - (self._ends[index] - len(part))
+            content = part.read(at, min(count, len(part) - at))
+            found.append(torch.frombuffer(content, dtype=_DTYPES[self._dtype]).long())
+            if int(found[-1].max()) > self._largest:
+                wrong = int((found[-1] > self._largest).nonzero()[0])
+                raise StoreError(
+                    f"{part.path}, which is trained on, has {int(found[-1][wrong])} as its token {at + wrong}, and had "
+                    f"none above {self._largest} when it was looked through: {_FIX}"
+                )
+            first += found[-1].numel()
+            count -= found[-1].numel()
+            index += 1
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def trained(self, first: int, count: int) -> Tensor | None:
+        """Whether each is trained on, bool; None: all are."""
+        return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
+
+    def is_all_trained(self, first: int, count: int) -> bool:
+        return self._trained is None or b"\0" not in self._trained.read(first, count)
+
+    def document(self, index: int) -> tuple[int, int]:
+        """Where it starts, and how many tokens it has, its end token included."""
+        start, stop = array("q", self._starts.read(index, 2))
+        self._require_order([start, stop], -1, self.num_tokens + 1)
+        return start, stop - start
+
+    def starts_within(self, first: int, count: int) -> list[int]:
+        """Where documents start after `first` and before `first + count`."""
+        low, high = 0, len(self._starts)
+        while high - low > _NEAR:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._starts[middle] <= first else (low, middle)
+        found: list[int] = []
+        for at in range(low, len(self._starts), _NEAR):
+            near = array("q", self._starts.read(at, min(_NEAR, len(self._starts) - at)))
+            found += near[bisect_right(near, first) : bisect_left(near, first + count)]
+            if near[-1] >= first + count:
+                break
+        self._require_order(found, first, first + count)
+        return found
+
+    def document_lengths(self) -> Iterator[Tensor]:
+        """Of all documents in order, in blocks that fit into memory."""
+        for first in range(0, self.num_documents, _BLOCK):
+            count = min(_BLOCK, self.num_documents - first) + 1
+            yield torch.frombuffer(self._starts.read(first, count), dtype=torch.int64).diff()
+
+    def _require_order(self, starts: Sequence[int], above: int, below: int) -> None:
+        if not all(low < high for low, high in pairwise([above, *starts, below])):
+            raise StoreError(
+                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which are to rise from {above} "
+                f"to {below}: {_FIX}"
+            )
+
+
+def is_store(folder: Path) -> bool:
+    return (folder / "store.json").is_file()
+
+
+def open_store(folder: Path) -> Store:
+    try:
+        facts = read_object(folder / "store.json", "store.json")
+        names: list[str] = facts.pop("tokens")
+        dtype, num_tokens, num_documents, largest, digest = (
+            facts.pop(name) for name in ("dtype", "num_tokens", "num_documents", "largest", "digest")
+        )
+        parts = tuple(_Numbers(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
+        starts = _Numbers(folder / "documents.bin", "q")
+        trained = _Numbers(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{folder}: a damaged token store ({error}); delete the folder") from error
+    ends = tuple(accumulate(len(part) for part in parts))
+    seen = {
+        "tokens": ends[-1],
+        "documents": len(starts) - 1,
+        "trained": num_tokens if trained is None else len(trained),
+    }
+    for name, planned in (("tokens", num_tokens), ("documents", num_documents), ("trained", num_tokens)):
+        if seen[name] != planned:
+            raise ConfigurationError(
+                f"{folder}: a damaged token store: {seen[name]} {name}, but {planned} were written; delete the folder"
+            )
+    return Store(num_tokens, num_documents, digest, facts, dtype, largest, parts, ends, starts, trained)

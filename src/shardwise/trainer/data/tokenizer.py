@@ -1,0 +1,123 @@
+"""Text to tokens and back, as one value with functions in it, so that nothing else asks which kind it is.
+
+"bytes" needs no files and no library: ids 0 to 255 are bytes, 256 ends a document. Everything else is a Hugging Face
+tokenizer, from a folder or by its id; transformers is imported only then. No special tokens are added to text; a chat
+has those of its template.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import ConfigurationError
+from .chat import Message, Segments, Template, plain, question, templated
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    name: str
+    vocab_size: int  # ids are below it
+    end_id: int  # ends a document
+    encode_batch: Callable[[list[str]], list[list[int]]]
+    decode: Callable[[Sequence[int]], str]  # without special tokens
+    template: Template | None  # None: the plain one of chat.py
+    fingerprint: Callable[[], str]  # of all that decides which tokens come out; takes a moment
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def render(self, messages: Sequence[Message]) -> Segments:
+        """A chat's tokens in segments, and whether each is an answer. ConfigurationError where no template fits."""
+        if self.template is None:
+            return plain(messages, self.encode, self.end_id)
+        return templated(messages, self.template, self.encode)
+
+    def question(self, prompt: str) -> tuple[str, int]:
+        """The text of a chat that asks for an answer to a prompt, and the token that ends the answer."""
+        text, behind = question(prompt, self.template)
+        first = self.encode(behind)[:1]
+        # Templates may end an answer with another token than a document, but not with one that answers hold.
+        return text, first[0] if first and not self.decode(first) else self.end_id
+
+
+def tokenizer_for(name: str) -> Tokenizer:
+    """`name` is "bytes", a folder, or the id of a tokenizer on the hub."""
+    return BYTES if name == BYTES.name else _hugging_face(name)
+
+
+_BYTES_END = 256
+
+BYTES = Tokenizer(
+    name="bytes",
+    vocab_size=_BYTES_END + 1,
+    end_id=_BYTES_END,
+    encode_batch=lambda texts: [list(text.encode()) for text in texts],
+    decode=lambda ids: bytes(token for token in ids if token < _BYTES_END).decode(errors="replace"),
+    template=None,
+    fingerprint=lambda: "bytes",
+)
+
+
+def _hugging_face(name: str) -> Tokenizer:
+    made = _load(name)
+    if made.eos_token_id is None:
+        raise ConfigurationError(
+            f"tokenizer {name}: it has no end-of-text token, which stands between documents; "
+            "set eos_token in its tokenizer_config.json"
+        )
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return list(made(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(made.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def template(messages: Sequence[Message], asks: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(made.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks))
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(f"the chat template of {name} refuses it: {error}") from error
+
+    return Tokenizer(
+        name=name,
+        vocab_size=max(made.get_vocab().values()) + 1,
+        end_id=made.eos_token_id,
+        encode_batch=encode_batch,
+        decode=decode,
+        template=template if made.chat_template else None,
+        fingerprint=lambda: _fingerprint(made),
+    )
+
+
+def _load(name: str) -> Any:
+    """A transformers tokenizer. Nothing that a folder brings is executed."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.startswith(("/", ".", "~")) or folder.exists()):
+        raise ConfigurationError(f"tokenizer {name}: no such folder; give one with a tokenizer.json in it, or 'bytes'")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"tokenizer {name}: needs transformers, which is not installed: pip install 'shardwise[hf]', or use 'bytes'"
+        ) from error
+    try:
+        made = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
+    made.model_max_length = 2**62  # samples are cut later; without this a long document is warned about
+    return made
+
+
+def _fingerprint(made: Any) -> str:
+    if made.is_fast:
+        rules = made.backend_tokenizer.to_str()
+    else:
+        rules = json.dumps([type(made).__name__, sorted(made.get_vocab().items())])
+    chosen = json.dumps([rules, made.chat_template, made.eos_token_id])
+    return hashlib.sha256(chosen.encode()).hexdigest()

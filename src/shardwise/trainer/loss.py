@@ -1,0 +1,168 @@
+"""The output projection and the cross-entropy in one, a chunk of tokens at a time.
+
+Logits are the largest tensor of a language model: 16384 tokens of a vocabulary of 128256 are 4.2 GB in bf16, 8.4 GB in
+fp32, and the plain path holds several of them at the moment when the activations of all blocks are alive too. Here
+only one chunk of them exists at a time, in the forward as in the backward.
+
+The gradients of a chunk are computed in the forward, while its logits are there. The other way, to compute the logits
+again in the backward, costs one more product of the size of the head (2 % of a step of an 8B model) and saves no
+memory: the gradient of the weight, which this way is held from the forward to the backward, is made anyway by the first
+thing that the backward does, and the loss is the last thing that the forward does, so the peak is the same. Only who
+runs several forwards before a backward holds more: one gradient of the weight for each.
+
+All sums are fp32: logits, losses, and the gradients, which are those of the sum over the tokens until the backward
+scales them and rounds them once. So loss scaling finds nothing that has underflowed, and any number of chunks is as
+good as one.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from ..base.errors import ConfigurationError, did_you_mean
+
+# What the fp32 logits of one chunk may take; with their softmax and its 16-bit copy a chunk takes 2.5 times as much.
+# Not less, because every chunk reads and writes the whole gradient of the weight: a product of at least some 500 tokens
+# hides that on a GPU, also for a vocabulary of 128k.
+CHUNK_LOGITS_BYTES = 256 * 2**20
+
+# Chunks are multiples of this many tokens, as matrix units like them.
+CHUNK_MULTIPLE = 64
+
+Reduction = Literal["mean", "sum"]
+
+
+# Compilers step over it: there is nothing to fuse around it, and they would be free to keep several chunks alive. What
+# torch's own functions do; torch.compiler.disable would import the compiler, which takes as long as torch itself.
+@_disable_dynamo
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight), targets)` in fp32, without the logits.
+
+    hidden (..., hidden), weight (vocab, hidden), targets (...). The mean is over the targets that are not
+    `ignore_index`; without any it is NaN, with gradients of zero, as in torch. With `reduction="sum"` a mean over more
+    than this batch can be taken: divide by the number of targets there.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction={reduction!r}: {did_you_mean(reduction, ['mean', 'sum'])}")
+    if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ConfigurationError(
+            f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)} and weight {tuple(weight.shape)} do not "
+            "belong together: they must be (..., hidden), (...) and (vocab, hidden)"
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+    if hidden.dtype != weight.dtype:
+        raise ConfigurationError(f"hidden is {hidden.dtype} and weight {weight.dtype}: cast one of them")
+    if chunk_tokens is None:
+        chunk_tokens = tokens_per_chunk(weight.shape[0])
+    elif chunk_tokens < 1:
+        raise ConfigurationError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    num_targets = (targets != ignore_index).sum().to(wide) if reduction == "mean" else hidden.new_ones((), dtype=wide)
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    with torch.autocast(device, enabled=False):
+        if torch.is_grad_enabled():
+            return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+                hidden, weight, targets, num_targets, chunk_tokens, ignore_index
+            )
+        total, _, _ = _sums(hidden, weight, targets, chunk_tokens, ignore_index, False, False)
+        return total / num_targets
+
+
+def tokens_per_chunk(vocab: int) -> int:
+    tokens = CHUNK_LOGITS_BYTES // (4 * vocab)
+    return max(tokens // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_targets: Tensor,
+        chunk_tokens: int,
+        ignore_index: int,
+    ) -> Tensor:
+        total, grad_hidden, grad_weight = _sums(
+            hidden, weight, targets, chunk_tokens, ignore_index, *ctx.needs_input_grad[:2]
+        )
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, num_targets)
+        return total / num_targets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, num_targets = ctx.saved_tensors
+        scale = grad / num_targets.clamp(min=1)
+        return _scaled(grad_hidden, scale, ctx.dtype), _scaled(grad_weight, scale, ctx.dtype), None, None, None, None
+
+
+def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Scaled in fp32 and rounded in one pass. Never in place: a graph that is kept needs it again."""
+    return None if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
+
+
+def _sums(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    ignore_index: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of the losses and its gradients by `hidden` and `weight`, in fp32 (in fp64 for inputs in fp64)."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.device.type != "cuda":
+        # Only there is a product of 16-bit matrices with an fp32 result.
+        hidden, weight = hidden.to(wide), weight.to(wide)
+    total = hidden.new_zeros((), dtype=wide)
+    grad_hidden = torch.empty_like(hidden, dtype=wide) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        states, is_ignored = hidden[rows], (targets[rows] == ignore_index)[:, None]
+        wanted = targets[rows, None].masked_fill(is_ignored, 0)
+        # (chunk, vocab) in fp32, twice: the logits end where their softmax begins.
+        scores = F.log_softmax(_product(states, weight.t(), wide), dim=-1)
+        chosen = scores.gather(1, wanted)
+        total -= chosen.masked_fill(is_ignored, 0).sum()
+        if grad_hidden is None and grad_weight is None:
+            continue
+        # The gradient by the logits: probabilities, less one at the target. Ignored tokens are taken out on the other
+        # side of the products, where they are narrow.
+        slopes = scores.exp_().scatter_(1, wanted, chosen.exp_().sub_(1)).to(hidden.dtype)
+        del scores
+        if grad_hidden is not None:
+            grad_hidden[rows] = _product(slopes, weight, wide).masked_fill_(is_ignored, 0)
+        if grad_weight is not None:
+            _add_product(grad_weight, slopes.t(), states.masked_fill(is_ignored, 0))
+    return total, grad_hidden, grad_weight
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a tensor of that size beside it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

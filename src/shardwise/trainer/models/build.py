@@ -1,0 +1,186 @@
+"""The model of a run, on the meta device: `sw.shard` gives it memory, one unit at a time, on every rank its share.
+
+built = build(settings, tokenizer.vocab_size, device)
+model, optimizer = sw.shard(built.model, optimizer, ..., seed=settings.seed)
+if built.weights is not None:
+    sw.load_full_state_dict(model, built.weights)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError
+from ...planner.hardware.flops import flops_per_token
+from ...planner.shapes.hf_module import hush
+from ..model import Transformer
+from ..settings import Settings
+from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
+from .headloss import LossPath, find_path, has_plain_head, set_path
+from .llama import in_tree_leaf_name
+from .lora import adapters_for, with_adapters
+from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights
+
+
+@dataclass(frozen=True)
+class Built:
+    model: nn.Module
+    facts: ModelFacts
+    max_seq: int
+    weights: Mapping[str, Tensor] | None  # None: they are drawn by sw.shard
+    num_params: int
+    num_trainable: int
+    isolates_documents: bool  # whether loss_sum takes positions
+    num_multiplying: int  # parameters that a token is multiplied by, weighted by what their backward costs
+    layers: int
+    attention_width: int
+
+    @property
+    def kind(self) -> Kind:
+        return self.facts.kind
+
+    def flops_per_token(self, seq: int) -> float:
+        """Forward and backward; a frozen weight has two thirds of it."""
+        return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
+
+
+def build(
+    settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None, facts: ModelFacts | None = None
+) -> Built:
+    """`vocab_size` is the tokenizer's; `device` is where adapters go, the only weights that are real.
+
+    `adapters` is a peft configuration to use instead of what the settings say. `facts` are those of `check(settings)`,
+    where the caller has them already.
+    """
+    facts = check(settings) if facts is None else facts
+    require_vocabulary(facts, vocab_size)
+    if facts.kind == "in-tree":
+        shape = in_tree_shape(settings, vocab_size) if facts.folder is None else shape_in(facts.config, settings.model)
+        with torch.device("meta"):
+            model: Any = Transformer(shape)
+        path = LossPath("in-tree", isolates=True)
+        weights = in_tree_weights(model, facts.folder) if facts.folder is not None and facts.has_weights else None
+        layers, width = shape.layers, shape.hidden
+    else:
+        model = _hugging_face_model(settings, facts)
+        path = find_path(model)
+        weights = hugging_face_weights(model, facts.folder) if facts.folder is not None and facts.has_weights else None
+        layers, width = _attention_of(model.config.get_text_config())
+    num_looked_up = _num_looked_up(model)
+    active = _active_share(model)
+    if settings.lora is not None and adapters is None:
+        adapters = adapters_for(settings.lora, facts.kind == "in-tree")
+    if adapters is not None:
+        if facts.kind == "in-tree":  # which is a Llama in files, and none for peft
+            if not isinstance(adapters.target_modules, str):
+                adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
+            adapters.task_type = None
+        model, weights = _adapted(model, weights, adapters, settings.seed, device)
+        adapters.base_model_name_or_path = facts.origin
+        if path.how == "chunked" and not has_plain_head(model):
+            path = LossPath("plain", path.isolates)
+    set_path(model, path)
+    params = dict(model.named_parameters())
+    # A frozen weight takes part in the forward and in the gradient of its input, but has no gradient of its own.
+    multiplying = sum(
+        param.numel() * (1.0 if param.requires_grad else 2 / 3) * (active if ".experts." in name else 1.0)
+        for name, param in params.items()
+    )
+    return Built(
+        model=model,
+        facts=facts,
+        max_seq=facts.max_seq,
+        weights=weights,
+        num_params=sum(param.numel() for param in params.values()),
+        num_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
+        isolates_documents=path.isolates,
+        num_multiplying=round(multiplying - num_looked_up * (1.0 if adapters is None else 2 / 3)),
+        layers=layers,
+        attention_width=width,
+    )
+
+
+def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
+    hush()
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigurationError(f"model {settings.model!r} needs transformers: install shardwise[hf]") from None
+    try:
+        auto: Any = transformers.AutoModelForCausalLM
+        config = transformers.AutoConfig.from_pretrained(str(facts.config_file), trust_remote_code=False)
+        config.use_cache = False
+        config.return_dict = True
+        with torch.device("meta"):
+            # In the dtype of its files, which exports and frozen weights keep. Trained weights have masters.
+            model = auto.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"model {settings.model!r}: transformers cannot build it: {reason}") from None
+    return model.train()
+
+
+def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
+    if not facts.has_weights or facts.folder is None:
+        return torch.float32
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return StoredTensors(weight_files(facts.folder)[:1]).float_dtype()
+
+
+def _adapted(
+    model: nn.Module, weights: LazyWeights | None, config: Any, seed: int, device: torch.device
+) -> tuple[nn.Module, LazyWeights | None]:
+    """The model with adapters, and its weights under the names that they have then."""
+    own = _names_by_tensor(model)
+    adapted = with_adapters(model, config, seed, device)
+    if weights is None:
+        return adapted, None
+    after = _names_by_tensor(adapted)
+    names = {old: new for key, found in own.items() for old, new in zip(found, after[key], strict=True)}
+    adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in own}
+    return adapted, weights.renamed(names).with_tensors(adapters)
+
+
+def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """Tied tensors have several names, always in the same order."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+def _num_looked_up(model: Any) -> int:
+    """Elements of embeddings, which are looked up and not multiplied; a tied one multiplies as the head."""
+    head = model.head if isinstance(model, Transformer) else model.get_output_embeddings()
+    multiplied = set() if head is None else {id(param) for param in head.parameters()}
+    tables = {
+        id(param): param.numel()
+        for part in model.modules()
+        if isinstance(part, nn.Embedding)
+        for param in part.parameters()
+        if id(param) not in multiplied
+    }
+    return sum(tables.values())
+
+
+def _active_share(model: Any) -> float:
+    """The share of a layer's experts that a token goes through."""
+    if isinstance(model, Transformer):
+        return 1.0
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = next((value for key in keys if (value := getattr(config, key, None))), None)
+    return chosen / num_experts if chosen and num_experts else 1.0
+
+
+def _attention_of(config: Any) -> tuple[int, int]:
+    """Layers, and how wide the queries of each are; zeros where an architecture does not say."""
+    layers = getattr(config, "num_hidden_layers", 0) or 0
+    hidden = getattr(config, "hidden_size", 0) or 0
+    heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    return layers, heads * head_dim if heads and head_dim else hidden

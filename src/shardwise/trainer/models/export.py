@@ -1,0 +1,212 @@
+"""Trained weights as files that others open: a Hugging Face folder, or a PEFT adapter. In-tree models become Llamas.
+
+What goes into which file follows from the shapes; then every file is written from its beginning to its end. At the end
+of a run (`export`) all ranks gather, one unit after the other, and rank 0 writes; if it fails, every rank hears of it.
+From a checkpoint (`from_checkpoint.py`) nothing is gathered, and the same is written. The folder gets its name when it
+is complete, so what is there can be used.
+"""
+
+import copy
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ShardwiseError
+from ...checkpoint.writer import MAX_FILE_BYTES, Source, Tell, new_folder, write_note, write_sources, write_weights
+from ...core.engine.full_weights import whole_parts
+from ...core.engine.guards import engine_of, own_state_dict
+from ...core.wire.collectives import exchange
+from ...version import VERSION
+from ..data.byte_files import write_byte_tokenizer
+from ..data.tokenizer import BYTES, tokenizer_for
+from ..model import Transformer
+from ..settings import Settings
+from .build import Built
+from .facts import TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
+from .forms import adapter_form, base_name, is_adapter, stored_form
+from .llama import leaf_name, llama_config
+from .lora import ADAPTER
+from .merge import merged
+
+_GENERATION = "generation_config.json"
+BASE = "base"  # the folder of drawn weights beside the adapters that were trained on them
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is exported: a model, which may be on the meta device, and its tensors, once each, under its own names."""
+
+    model: Any
+    facts: ModelFacts
+    sources: Sequence[Source]
+    names: Mapping[str, Sequence[str]]  # of the tensors that are tied
+    is_adapted: bool
+    is_merged: bool = False
+    max_bytes: int = MAX_FILE_BYTES
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the note in the folder
+
+    @property
+    def num_bytes(self) -> int:
+        """That are written; adapters that are merged are not."""
+        return sum(s.num_bytes for s in self.sources if not self.is_merged or not is_adapter(s.name))
+
+
+def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> None:
+    """Write a sharded model; what was in `folder` is replaced. Every rank calls it."""
+    engine = engine_of(model)
+    world, rank = engine.mesh.world, engine.mesh.rank
+    engine.rest()
+    is_adapted = settings.lora is not None
+    # Adapters are of no use without the weights they were trained on: if those exist nowhere else, they go along.
+    needs_base = not is_adapted or not built.facts.has_weights
+
+    def wants(name: str) -> bool:
+        return needs_base or is_adapter(name)
+
+    parts = whole_parts(model, rank0_only=True, wants=wants)
+    problem = ""
+    if rank == 0:
+        try:
+            sources, names = _gathered_sources(model, parts, wants)
+            write_export(Content(model, built.facts, sources, names, is_adapted, max_bytes=MAX_FILE_BYTES), folder)
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks are gathering and wait to hear
+            problem = f"{type(error).__name__}: {error}"
+    for _ in parts:
+        pass
+    problem = exchange(world, problem)[0]
+    if problem:
+        raise ShardwiseError(f"export to {folder} failed: {problem}")
+
+
+def _gathered_sources(
+    model: nn.Module, parts: Iterator[dict[str, Tensor]], wants: Callable[[str], bool]
+) -> tuple[list[Source], dict[str, list[str]]]:
+    """In the order in which they are gathered, so that none is held for long."""
+    engine = engine_of(model)
+    names: dict[Tensor, list[str]] = {}
+    for name, value in own_state_dict(model, engine).items():
+        if isinstance(value, Tensor) and wants(name):
+            names.setdefault(value, []).append(name)
+    held: dict[str, Tensor] = {}
+    firsts = {tied[0]: tied for tied in names.values()}
+
+    def take(name: str) -> list[Tensor]:
+        while name not in held:
+            held.update({key: value for key, value in next(parts).items() if key in firsts})
+        return [held.pop(name)]
+
+    sources = []
+    for unit in engine.units:
+        for state in unit.states:
+            for user, spec in zip(state.user_params, state.flat.params, strict=True):
+                if user in names:
+                    name = names.pop(user)[0]
+                    sources.append(Source(name, spec.dtype.torch, tuple(spec.shape), partial(take, name)))
+    for buffer, (name, *_) in names.items():
+        sources.append(Source(name, buffer.dtype, tuple(buffer.shape), partial(take, name)))
+    return sources, firsts
+
+
+def write_export(content: Content, folder: Path, tell: Tell = lambda num_bytes: None) -> None:
+    """Replaces what is there, when everything is written."""
+    model, facts = content.model, content.facts
+    inner = model.get_base_model() if content.is_adapted else model
+    if content.is_merged:
+        base = merged(model, content.sources)
+    else:
+        base = [dataclasses.replace(s, name=base_name(s.name)) for s in content.sources if not is_adapter(s.name)]
+    adapters = [] if content.is_merged else [source for source in content.sources if is_adapter(source.name)]
+    names = {base_name(first): [base_name(name) for name in tied] for first, tied in content.names.items()}
+    note = {"format": "shardwise export", "shardwise": VERSION, **content.about}
+    with new_folder(folder) as into:
+        if base:
+            place = into / BASE if adapters else into
+            place.mkdir(exist_ok=True)
+            stored = stored_form(inner, base, names)
+            write_weights(place, stored, content.max_bytes, tell)
+            _write_config(inner, facts, place, _float_dtype(stored))
+            _write_tokenizer(facts, place)
+        if adapters:
+            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), tell)
+            _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
+            _write_tokenizer(facts, into)
+            # A model has it in its config.json; that of adapters must not have what peft does not know.
+            note |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
+        write_note(into, note)
+
+
+def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
+    """That of most numbers."""
+    counts: dict[torch.dtype, int] = {torch.float32: 0}
+    for source in sources:
+        if source.dtype.is_floating_point:
+            counts[source.dtype] = counts.get(source.dtype, 0) + source.num_bytes // source.dtype.itemsize
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
+    if facts.kind == "in-tree":
+        about = llama_config(inner.shape, str(dtype).removeprefix("torch."), tokenizer_for(facts.tokenizer).end_id)
+        about |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
+        (folder / "config.json").write_text(json.dumps(about, indent=1))
+        return
+    config = copy.deepcopy(inner.config)
+    config.use_cache = facts.config.get("use_cache", True)  # a matter of training only
+    config.architectures = [type(inner).__name__]
+    config.dtype = dtype
+    vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from another time
+    _set(config, {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
+    # A tokenizer that is not the model's own has other special tokens: a document begins and ends with its end.
+    is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
+    ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
+    _set(config.get_text_config(), {**ends, "pad_token_id": None} if ends else {})
+    config.save_pretrained(folder)
+    given = facts.folder / _GENERATION if facts.folder is not None else None
+    if given is not None and given.is_file():
+        about = read_json(given)
+        (folder / _GENERATION).write_text(json.dumps({**about, **ends}, indent=2) + "\n")
+    elif inner.can_generate():
+        generation = copy.deepcopy(inner.generation_config)
+        _set(generation, ends)
+        generation.save_pretrained(folder)
+
+
+def _set(target: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(target, name, value)
+
+
+def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config.inference_mode = True
+    if isinstance(model.get_base_model(), Transformer):
+        if not isinstance(config.target_modules, str):
+            config.target_modules = {leaf_name(name) for name in config.target_modules}
+        config.task_type = "CAUSAL_LM"
+    if base is not None:
+        config.base_model_name_or_path = base
+    config.save_pretrained(folder)
+
+
+def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
+    name = facts.tokenizer
+    if name == BYTES.name:
+        write_byte_tokenizer(folder, facts.max_seq)
+        return
+    source = Path(name).expanduser()
+    if not source.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
+        return
+    for path in tokenizer_files(source):
+        copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy_one(path, folder / path.name)

@@ -1,0 +1,217 @@
+"""What can be said about a run's model without building it. No torch: a launcher asks before any rank exists.
+
+A model is a shape of the in-tree transformer by name, a folder (a Hugging Face one, or an export of the in-tree
+transformer), a config.json (whose weights are drawn), or the id of a Hugging Face repository, which is fetched into its
+cache here, once per machine. Code that a repository carries is never run, and pickled weights are never opened.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...base.errors import ConfigurationError, did_you_mean
+from ...base.json_file import read_object
+from ..data.tokenizer import BYTES
+from ..settings import Settings
+from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
+from .llama import SHAPE_KEY
+
+Kind = Literal["in-tree", "hf"]
+
+TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: bytes, which are known without the files beside it
+NO_LIMIT = 2**31 - 1  # of a sequence, for models that name none
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Few stars: beside a config.json by itself may lie anything.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates", "spiece.model",
+    "sentencepiece*.model", "tekken.json",
+)  # fmt: skip
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FETCHED = ["*.json", "*.model", "*.txt", "*.jinja"]
+_NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights again, in other libraries' forms
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    kind: Kind
+    max_seq: int
+    vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
+    tokenizer: str  # what the settings say, else the model's own, else, where weights are drawn, bytes
+    origin: str  # what others find it by: its name, its id, or the folder that was given; never a cache's
+    folder: Path | None  # where its files lie; None: an in-tree shape by name
+    config_file: Path | None
+    has_weights: bool  # whether they come from the folder; else they are drawn
+    config: Mapping[str, Any]  # what is in the file
+
+
+def check(settings: Settings) -> ModelFacts:
+    """Facts about the model, or a refusal in one sentence."""
+    if settings.model in PRESETS:
+        shape = in_tree_shape(settings, 1)
+        facts = ModelFacts(
+            kind="in-tree",
+            max_seq=shape.max_seq,
+            vocab_size=settings.shape.get("vocab"),
+            tokenizer=settings.tokenizer or BYTES.name,
+            origin=settings.model,
+            folder=None,
+            config_file=None,
+            has_weights=False,
+            config={},
+        )
+    else:
+        facts = _facts_of_folder(settings)
+    if facts.tokenizer == BYTES.name:
+        require_vocabulary(facts, BYTES.vocab_size)
+    return facts
+
+
+def require_vocabulary(facts: ModelFacts, tokenizer_vocab: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for. Fewer are fine: vocabularies are padded."""
+    if facts.vocab_size is not None and tokenizer_vocab > facts.vocab_size:
+        raise ConfigurationError(
+            f"tokenizer {facts.tokenizer!r} has {tokenizer_vocab} tokens, but the model's vocabulary is "
+            f"{facts.vocab_size}: use the tokenizer that belongs to the model"
+        )
+
+
+def in_tree_shape(settings: Settings, tokenizer_vocab: int) -> TransformerShape:
+    """The named shape with what the settings change in it; its vocabulary is the tokenizer's unless they say."""
+    unknown = sorted(set(settings.shape) - set(SHAPE_KEYS))
+    if unknown:
+        raise ConfigurationError(f"shape: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], SHAPE_KEYS)}")
+    values: dict[str, Any] = {**PRESETS[settings.model].shape, "vocab": tokenizer_vocab, **settings.shape}
+    return TransformerShape(**values)
+
+
+def _facts_of_folder(settings: Settings) -> ModelFacts:
+    place = find_model(settings.model, with_weights=not settings.random_weights)
+    is_config = place.is_file()
+    folder, config_file = (place.parent, place) if is_config else (place, place / "config.json")
+    config = read_json(config_file)
+    if settings.shape:
+        raise ConfigurationError(
+            f"shape.{next(iter(settings.shape))} is for in-tree shapes by name ({', '.join(PRESETS)}); "
+            f"model {settings.model!r} has its own config.json"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigurationError(f"model {settings.model!r}: its config.json has no model_type")
+    if "quantization_config" in config:
+        raise ConfigurationError(
+            f"model {settings.model!r}: its weights are quantised, which cannot be trained: use the unquantised ones"
+        )
+    has_weights = not (is_config or settings.random_weights)
+    if has_weights:
+        weight_files(folder)
+    if SHAPE_KEY in config:
+        shape = shape_in(config, settings.model)
+        kind: Kind = "in-tree"
+        max_seq: int = shape.max_seq
+        vocab: int | None = shape.vocab
+    else:
+        kind = "hf"
+        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        max_seq = next((text[key] for key in _LENGTH_KEYS if isinstance(text.get(key), int)), NO_LIMIT)
+        vocab = text.get("vocab_size")
+    tokenizer = settings.tokenizer or own_tokenizer(folder, config)
+    if tokenizer is None and has_weights:
+        raise ConfigurationError(
+            f"model {settings.model!r} has weights but no tokenizer files, so which tokens they know is not told: "
+            f"give the one they were trained with (--tokenizer, a folder or an id), or --tokenizer {BYTES.name}"
+        )
+    return ModelFacts(
+        kind=kind,
+        max_seq=max_seq,
+        vocab_size=vocab,
+        tokenizer=tokenizer or BYTES.name,
+        origin=str(folder) if Path(settings.model).expanduser().exists() else settings.model,
+        folder=folder,
+        config_file=config_file,
+        has_weights=has_weights,
+        config=config,
+    )
+
+
+def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
+    """The shape in the config.json of an in-tree export."""
+    try:
+        return TransformerShape(**config[SHAPE_KEY])
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(f"model {name!r}: its config.json has no complete shape: {error}") from None
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """All that belongs to the tokenizer of a model's folder; a few of them are folders."""
+    return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
+
+
+def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """What the files of a folder tell, or what was noted in `config`; None: nothing is told."""
+    return config.get(TOKENIZER_KEY) or (str(folder) if tokenizer_files(folder) else None)
+
+
+def find_model(name: str, *, with_weights: bool) -> Path:
+    """The folder of a model, or its config file; what has the form of a repository's id is fetched."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"model {name!r}: the folder has no config.json")
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ConfigurationError(f"model {name!r} is a file, but no config.json: give the model's folder")
+        return path.resolve()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith(".json"):
+        raise ConfigurationError(f"model {name!r}: there is no such folder")
+    return _fetched(name, with_weights)
+
+
+def _fetched(name: str, with_weights: bool) -> Path:
+    """The snapshot of a repository in Hugging Face's cache."""
+    hint = "" if "/" in name else f"; {did_you_mean(name, PRESETS)}"
+    known = f"it is no in-tree shape and no folder here{hint}"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigurationError(f"model {name!r}: {known}; ids of Hugging Face need shardwise[hf]") from None
+    patterns = [*_FETCHED, "*.safetensors"] if with_weights else _FETCHED
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
+    except Exception as error:  # noqa: BLE001  a network, a repository that is not there or wants a login
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"model {name!r}: {known}; and it could not be fetched: {reason}") from None
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"model {name!r}: the repository has no config.json")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, in order; refuses what is missing, or pickled."""
+    if (folder / _INDEX).is_file():
+        weight_map = read_json(folder / _INDEX).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} leads to no names of files")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ConfigurationError(f"model {str(folder)!r}: {_INDEX} names {name!r}, which is not in the folder")
+        if names:
+            return [folder / name for name in names]
+    elif (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    pickled = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
+    if pickled is not None:
+        raise ConfigurationError(
+            f"model {str(folder)!r} has pickled weights only ({pickled}), which are never opened: save it again as "
+            "safetensors with save_pretrained"
+        )
+    raise ConfigurationError(f"model {str(folder)!r} has no model.safetensors; for fresh weights use --random-weights")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return read_object(path, str(path))

@@ -1,0 +1,163 @@
+"""The summed loss of a batch, for the in-tree transformer and for any causal language model of Hugging Face.
+
+The in-tree head computes its loss itself. For the others the forward of the output projection is replaced while the
+loss is computed: it returns the chunked cross-entropy in place of logits, which then never exist as a whole, and the
+model hands it on as its logits. That is right only where nothing happens to logits after the projection (no soft
+capping, no scale, no bias). Whether this is so is not looked up but tried, on the meta device, where it costs
+nothing: the model's body is stood in for, the projection returns a mark, and the mark must come out as it is. All other
+models take the plain path, through their logits.
+
+Documents of a row are kept apart by position ids that restart, from which most architectures make their attention mask.
+Which ones do is tried in the same way; the others are refused instead of attending across.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...base.errors import ConfigurationError, StateError
+from ..data.samples import Batch
+from ..loss import chunked_cross_entropy
+
+_KEY = "_shardwise_loss_path"
+
+
+@dataclass(frozen=True, slots=True)
+class LossPath:
+    how: Literal["in-tree", "chunked", "plain"]
+    isolates: bool  # whether documents of a row can be kept apart
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum over the batch's targets of the cross-entropy, in fp32; sharded or not, the model is called once."""
+    path = path_of(model)
+    if path.how == "in-tree":
+        return model(batch.tokens, batch.targets, batch.positions, "sum")
+    inputs = {"input_ids": batch.tokens}
+    if batch.positions is not None:
+        if not path.isolates:
+            raise ConfigurationError(
+                f"isolate_documents: the attention of {_name(model)} cannot be stopped at the ends of documents: use "
+                "packing 'padded', or isolate_documents false"
+            )
+        inputs["position_ids"] = batch.positions
+    if path.how == "chunked":
+        head = _head_of(model)
+
+        def loss_of(hidden: Tensor) -> Tensor:
+            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum")
+
+        with _forward_replaced(head, loss_of):
+            return model(**inputs).logits
+    logits = model(**inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+
+
+def path_of(model: nn.Module) -> LossPath:
+    path = model.__dict__.get(_KEY)
+    if path is None:
+        raise StateError(f"this {type(model).__name__} was not made by build(): its loss is not known")
+    return path
+
+
+def set_path(model: nn.Module, path: LossPath) -> None:
+    model.__dict__[_KEY] = path
+
+
+def find_path(model: Any) -> LossPath:
+    """Try out a Hugging Face model that is on the meta device."""
+    return LossPath("chunked" if _hands_on_what_its_head_returns(model) else "plain", _isolates_documents(model))
+
+
+def has_plain_head(model: Any) -> bool:
+    head = _head_of(model)
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
+
+
+def _head_of(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+def _name(model: Any) -> str:
+    return str(model.config.model_type)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Hooks stay, and with them the engine's gathers. The engine may have put a forward of its own there before."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
+
+
+class _Body(tuple[Tensor, ...]):
+    """What the body of any architecture returns, as far as the head is concerned: hidden states, and nothing else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _hands_on_what_its_head_returns(model: Any) -> bool:
+    body = model.base_model
+    if body is model or not has_plain_head(model):
+        return False
+    head = _head_of(model)
+    hidden = torch.empty(2, 3, head.in_features, dtype=head.weight.dtype, device="meta")
+    mark = torch.empty((), dtype=torch.float32, device="meta")
+    shapes = []
+
+    def projection(states: Tensor) -> Tensor:
+        shapes.append(states.shape)
+        return mark
+
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    with _forward_replaced(body, lambda *_, **__: _Body((hidden,))), _forward_replaced(head, projection):
+        try:
+            output = model(input_ids=tokens)
+        except Exception:  # noqa: BLE001  whatever an architecture does with what it got: then it is none for this path
+            return False
+    return output.logits is mark and shapes == [hidden.shape]
+
+
+class _MaskIsMade(BaseException):
+    """No error: it ends a trial."""
+
+
+def _isolates_documents(model: Any) -> bool:
+    """Whether restarting position ids reach the function that finds documents in them, and no state passes by it."""
+    from transformers import masking_utils
+
+    if getattr(model, "_is_stateful", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    finder = masking_utils.find_packed_sequence_indices
+
+    def found(*_: Any, **__: Any) -> None:
+        raise _MaskIsMade
+
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    masking_utils.find_packed_sequence_indices = found
+    try:
+        model(input_ids=tokens, position_ids=tokens)
+    except _MaskIsMade:
+        return True
+    except Exception:  # noqa: BLE001  an architecture that cannot run on the meta device as far as its mask
+        return False
+    finally:
+        masking_utils.find_packed_sequence_indices = finder
+    return False

@@ -1,0 +1,141 @@
+"""`--offload` and `--wire`: what of a strategy rests on the host or on disk, and what it travels as. Pure.
+
+    optimizer=host        all of it; optimizer=host:0.6 is a part, and the rest stays on the device
+    params=disk:/nvme     on disk, in this folder
+    disk:/nvme            the folder alone: for a strategy that uses a disk itself, and for `auto`, which then may
+
+    params=int8           of the wire: a codec
+    params=int8:forward   for forwards alone; backwards compute with what is exact
+    grads=int4:feedback
+
+Both may stand behind a preset's name, so a strategy with them is a strategy again.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.layout import AUTO, ENCODABLE, MOST_SPLIT, Layout, layout_of
+from .settings import Settings
+
+Named = str | dict[str, str]
+A_PART = re.compile(r"[\d.]+(e-?\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """`moves` as `layout.changed` takes them, codecs among them, and the folder for what rests on disk."""
+
+    moves: tuple[str, ...]
+    folder: Path | None
+
+    def applied_to(self, strategy: Named) -> Named:
+        """Behind every name; what a name moves already is not moved twice, which `layout_of` refuses."""
+        if isinstance(strategy, dict):
+            return {pattern: "+".join([name, *self.moves]) for pattern, name in strategy.items()}
+        return "+".join([strategy, *self.moves])
+
+
+def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
+    found = [_read(word) for word in words]
+    folders = list(dict.fromkeys(folder for _, folder in found if folder))
+    if len(folders) > 1:
+        raise ConfigurationError(
+            f"offload: folders {folders[0]!r} and {folders[1]!r}: all that rests on disk is in one; name one of them"
+        )
+    moves = (*(move for move, _ in found if move), *map(_codec, wire))
+    return Offload(moves, Path(folders[0]).expanduser() if folders else None)
+
+
+def _read(word: str) -> tuple[str, str]:
+    """A move and a folder; either may be empty."""
+    what, equals, where = word.partition("=")
+    place, _, rest = (where if equals else word).partition(":")
+    place = place.lower()
+    if not equals:
+        if place != "disk" or not rest:
+            raise ConfigurationError(
+                f"offload {word!r} does not say what goes where; write optimizer=host or params=disk:/nvme, and "
+                "disk:/nvme for the folder alone"
+            )
+        return "", rest
+    part, _, folder = rest.partition(":")
+    if not A_PART.fullmatch(part):
+        part, folder = "", rest
+    if folder and place != "disk":
+        raise ConfigurationError(
+            f"offload {word!r}: {folder!r} is no part, as in optimizer=host:0.6, and only a disk has a folder, as in "
+            "params=disk:/nvme"
+        )
+    return f"{what}={place}" + (f":{part}" if part else ""), folder
+
+
+def _codec(word: str) -> str:
+    what, equals, codec = word.partition("=")
+    if not equals or not codec:
+        raise ConfigurationError(
+            f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
+        )
+    if what not in ENCODABLE:
+        raise ConfigurationError(f"wire {word!r}: {what!r} does not travel; {did_you_mean(what, ENCODABLE)}")
+    return f"{what}_as={codec}"
+
+
+def is_auto(strategy: Named) -> bool:
+    return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
+
+
+def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
+    """Refuse what cannot be, whatever the model and the ranks are."""
+    offload = offload_of(words, wire)
+    for name in strategy.values() if isinstance(strategy, dict) else ():
+        layout_of(name)
+    asked = offload.applied_to(strategy)
+    layouts = _layouts(asked)
+    on_disk = [name for name, layout in layouts.items() if layout.uses_disk]
+    if on_disk and offload.folder is None:
+        raise ConfigurationError(
+            f"strategy {on_disk[0]!r} puts state on disk, and no folder is named for it: --offload disk:/nvme names "
+            "one, on a local disk"
+        )
+    if offload.folder is not None and not on_disk and not is_auto(asked):
+        raise ConfigurationError(
+            f"offload names the folder {str(offload.folder)!r}, but strategy {next(iter(layouts))!r} puts nothing on "
+            "disk: say what goes there, as in params=disk, or leave it out (--offload none)"
+        )
+
+
+def without_unused_folder(settings: Settings) -> Settings:
+    """Without a folder for the disk, where the strategy puts nothing there."""
+    words = tuple(word for word in settings.offload if "=" in word)
+    asked = offload_of(words, settings.wire).applied_to(settings.strategy)
+    if is_auto(asked) or any(layout.uses_disk for layout in _layouts(asked).values()):
+        return settings
+    return replace(settings, offload=words)
+
+
+def updates_early(settings: Settings) -> bool:
+    """Whether units are updated inside the backward: where the host or a disk is what updates wait for, and nothing has
+    to be known of all gradients before. What `auto` will choose by itself is not known here."""
+    if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
+        return False
+    layouts = _layouts(offload_of(settings.offload, settings.wire).applied_to(settings.strategy))
+    return any(layout.optimizer_on != "device" for layout in layouts.values())
+
+
+def _layouts(asked: Named) -> dict[str, Layout]:
+    names = list(asked.values()) if isinstance(asked, dict) else [asked]
+    return {name: _layout(name, is_auto(asked)) for name in names}
+
+
+def _layout(name: str, is_open: bool) -> Layout:
+    # Whatever can be moved under any preset can be under the one that splits most.
+    row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_open else name
+    try:
+        return layout_of(row)
+    except ConfigurationError as error:
+        if "=" not in name or not str(error).startswith("layout: "):
+            raise
+        raise ConfigurationError(f"strategy {name!r}, with what was changed (offload, wire): {error}") from None

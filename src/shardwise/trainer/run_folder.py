@@ -1,0 +1,271 @@
+"""The run folder: which one a run gets, what is in it, and which checkpoint it goes on from.
+
+config.json     the settings, resolved; a file to train with again
+plan.json       what was planned for it, of memory and time
+traffic.json    what a step moved, beside what was planned
+metrics.jsonl   a row every so many steps
+oom-rank0.json  why a rank ran out of memory
+checkpoints/    step-000100, ...
+data/           token stores
+export/         the trained weights
+logs/           what ranks other than the first have said
+"""
+
+import dataclasses
+import errno
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..base.documents import read_text
+from ..base.errors import CheckpointError, ConfigurationError, SaveError
+from ..base.json_file import parse, read_object
+from ..checkpoint.folder import INDEX, find, read_index
+from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
+from .settings import Settings
+
+RUNS = Path("runs")
+CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
+PLAN, TRAFFIC, METRICS, OOM_FILES = "plan.json", "traffic.json", "metrics.jsonl", "oom-rank*.json"
+LATEST, AUTO = "latest", "auto"
+
+
+def choose(settings: Settings, num_restarts: int = 0) -> Settings:
+    """The same settings with the run folder and the checkpoint to go on from. Nothing is written."""
+    folder = Path(settings.output_dir).expanduser() if settings.output_dir is not None else None
+    resume = settings.resume_from_checkpoint
+    if num_restarts and folder is not None:
+        # Ranks that are started again go on with their own run, whatever it went on from.
+        own = _own(folder)
+        return _with(settings, folder, own if own is not None or resume in (None, LATEST, AUTO) else resume)
+    if resume == AUTO:
+        # A job that is started again and again with the same words: the first start has nothing to go on from.
+        if folder is None:
+            raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
+        return _with(settings, folder, _own(folder))
+    if resume == LATEST:
+        folder = folder or _newest_run()
+        checkpoint = latest(folder / CHECKPOINTS)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint latest: {folder / CHECKPOINTS} holds no complete checkpoint; name a "
+                "checkpoint's folder, or use auto, which begins where there is none"
+            )
+        return _with(settings, folder, str(checkpoint))
+    if resume is not None:
+        checkpoint = _checkpoint_in(Path(resume).expanduser())
+        belongs_to = _run_of(checkpoint)
+        if belongs_to is None:
+            _require_readable(resume, checkpoint)
+        folder = folder or belongs_to or new_folder(settings)
+        if (folder / CONFIG).is_file() and (belongs_to is None or folder.resolve() != belongs_to.resolve()):
+            raise _taken(folder)
+        return _with(settings, folder, str(checkpoint))
+    folder = folder or new_folder(settings)
+    if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
+        raise _taken(folder)
+    return _with(settings, folder, None)
+
+
+def to_try(asked: Settings, chosen: Settings) -> list[str]:
+    """The checkpoint to go on from. If it was not named itself, all those of its run, the newest first.
+
+    One may turn out to be damaged; what did not finish is among them so that it can be told of.
+    """
+    checkpoint, named = chosen.resume_from_checkpoint, asked.resume_from_checkpoint
+    if checkpoint is None:
+        return []
+    if named not in (None, LATEST, AUTO) and Path(named).expanduser() == Path(checkpoint):
+        return [checkpoint]
+    root = Path(checkpoint).parent
+    return [str(step_folder(root, step)) for step in reversed(all_steps(root))]
+
+
+def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
+    """The settings of the run that `settings` ask to go on with: where they lie, and as text. They count before
+    defaults. A checkpoint that has left its run has them too."""
+    resume, folder = settings.resume_from_checkpoint, settings.output_dir
+    if resume is None:
+        return None
+    if resume in (LATEST, AUTO):
+        runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
+    else:
+        checkpoint = _checkpoint_in(Path(resume).expanduser())
+        named = _run_of(checkpoint)
+        if named is None:
+            return _config_in(checkpoint)
+        runs = [named]
+    file = next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
+    return None if file is None else (str(file), read_text(file))
+
+
+def _config_in(checkpoint: Path) -> tuple[str, str] | None:
+    """What the trainer noted in a checkpoint, but for where it was."""
+    if find(checkpoint) is None:
+        return None
+    try:
+        place, text = read_index(checkpoint)
+        noted = parse(text)["extra"]["configuration"]
+        told = {key: value for key, value in noted.items() if key not in ("output_dir", "resume_from_checkpoint")}
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not the trainer's; what is wrong with it is told where it is opened
+    return str(place / INDEX), json.dumps(told)
+
+
+def claim(settings: Settings) -> Path:
+    """Make the chosen folder this run's; one rank calls it, when everything that could be refused was accepted.
+
+    What is written down is a file to train with again: without the folder, which is taken, and where it went on from.
+    """
+    folder = run_folder(settings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f"{CONFIG}.draft"
+        draft.write_text(dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None).to_json() + "\n")
+        draft.replace(folder / CONFIG)
+    except OSError as error:
+        raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+def oom_file(folder: Path, rank: int) -> Path:
+    return folder / f"oom-rank{rank}.json"
+
+
+def forget_oom(folder: Path) -> None:
+    """Of an earlier start of this run."""
+    for file in folder.glob(OOM_FILES):
+        file.unlink(missing_ok=True)
+
+
+def oom_reports(folder: Path) -> list[dict[str, Any]]:
+    """Of every rank that ran out of memory in the last start of this run, the first to do so first."""
+    found = []
+    for file in folder.glob(OOM_FILES):
+        try:
+            report = read_object(file, "it")
+            found.append((float(report["time"]), int(report["rank"]), str(report["text"]), report))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file} is no report of a rank: {error}") from None
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ConfigurationError(f"{file} is no report of a rank: {error!r}") from None
+    return [report for *_, report in sorted(found, key=lambda entry: entry[:3])]
+
+
+def run_folder(settings: Settings) -> Path:
+    assert settings.output_dir is not None, "choose() comes first"
+    return Path(settings.output_dir)
+
+
+def new_folder(settings: Settings) -> Path:
+    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
+    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
+    """What to say, and to do, when a file of this run cannot be written; None: it is no file of this run."""
+    text = str(error)
+    if isinstance(error, OSError):
+        if isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(folder):
+            text = f"cannot write {error.filename}: {error.strerror}"
+        elif error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # write() names no file
+            text = f"cannot write a file of this run: {error.strerror}"
+        else:
+            return None
+    fix = f"then go on with --output-dir {folder} --resume-from-checkpoint auto"
+    if not folder.is_dir():
+        return SaveError(f"{text}; the run folder {folder} was moved or removed under the run: move it back, {fix}")
+    return SaveError(f"{text}; see to it that {folder} can be written, {fix}")
+
+
+def require_still_there(folder: Path) -> None:
+    """Of ranks that are started again: where their folder is gone, they would begin anew."""
+    if not (folder / LOGS).is_dir():
+        raise ConfigurationError(
+            f"the run folder {folder} was moved or removed under the run, so it is not started again: move it back, "
+            "then go on with --resume-from-checkpoint auto"
+        )
+
+
+def _require_kinds(folder: Path) -> None:
+    """Refuse a folder in which something else has a name that the run will write to."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
+    for name in (CHECKPOINTS, DATA, EXPORT, LOGS):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ConfigurationError(
+                f"output_dir {folder}: its {name} is a file, where the run needs a folder; move it away, or name "
+                "another output_dir"
+            )
+    for name in (CONFIG, PLAN, TRAFFIC, METRICS):
+        if (folder / name).is_dir():
+            raise ConfigurationError(
+                f"output_dir {folder}: its {name} is a folder, where the run needs a file; move it away, or name "
+                "another output_dir"
+            )
+
+
+def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
+    _require_kinds(folder)
+    return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
+
+
+def _own(folder: Path) -> str | None:
+    """The newest complete checkpoint of this run; None where no save has ever finished."""
+    root = folder / CHECKPOINTS
+    own = latest(root)
+    broken = [path.name for path in (step_folder(root, step) for step in all_steps(root)) if path.is_dir()]
+    if own is None and broken:
+        raise CheckpointError(
+            f"{root} holds no complete checkpoint, but what is left of {', '.join(broken)}: name a checkpoint to go on "
+            "from, or move that folder away to begin anew"
+        )
+    return None if own is None else str(own)
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The run that a checkpoint of ours lies in, if it does."""
+    run = checkpoint.absolute().parent.parent  # checkpoints/ itself may be a link
+    return run if find(checkpoint) is not None and (run / CONFIG).is_file() else None
+
+
+def _require_readable(resume: str, checkpoint: Path) -> None:
+    """A checkpoint of anybody's: ours outside of a run, or one that another program wrote."""
+    from ..checkpoint.opened import open_checkpoint  # with torch
+
+    try:
+        open_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint {resume}: {error}; give a folder like runs/NAME/checkpoints/step-000100, or "
+            "'latest'"
+        ) from error
+
+
+def _checkpoint_in(path: Path) -> Path:
+    """A run's folder stands for its newest checkpoint."""
+    return latest(path / CHECKPOINTS) or path
+
+
+def _runs() -> list[Path]:
+    """Runs that have a complete checkpoint, the newest last."""
+    runs = [path.parent for path in RUNS.glob(f"*/{CHECKPOINTS}") if latest(path) is not None]
+    return sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
+
+
+def _newest_run() -> Path:
+    runs = _runs()
+    if not runs:
+        raise CheckpointError(
+            f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
+            "--output-dir"
+        )
+    return runs[-1]
+
+
+def _taken(folder: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest, or auto if it has no "
+        "checkpoint yet), or name another folder"
+    )

@@ -1,0 +1,276 @@
+"""The plan of a run: the module is probed before it is sharded, and what then runs is costed as the engine runs it.
+
+`plan.json` in the run folder has it, the strategy that runs first; with `auto`, all that were considered come after it.
+`traffic.json` sets what a step moved beside what was planned. A plan never ends a run: what cannot be probed is planned
+without its activations, and says so.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import nn
+
+from ..api import chosen_plan, num_cores, traffic
+from ..core.engine.guards import engine_of
+from ..core.engine.memory_report import memory
+from ..core.engine.runtime import Engine
+from ..core.layout import layouts_for
+from ..core.optim.moments import num_moments
+from ..core.precision import precision_of
+from ..core.schedule.events import Way, step_events
+from ..core.schedule.state_bytes import state_bytes
+from ..core.schedule.units import find_units
+from ..core.wire.ledger import Traffic, add_up
+from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
+from ..planner.plan_json import plan_as_json
+from ..planner.planning import Plan
+from ..planner.search import Choice
+from ..planner.shapes.shape import ModelShape
+from ..planner.training import Training
+from ..planner.work.activations import works_of
+from ..planner.work.probe import on_meta, probe_works
+from ..planner.work.work import Work
+from .batching import Batching
+from .checkpointing import checkpoint_blocks
+from .model import Transformer
+from .models.build import Built
+from .models.headloss import path_of
+from .offload import offload_of, updates_early
+from .run_folder import PLAN, TRAFFIC
+from .settings import Settings, units_asked
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """`entry` is what runs, `assess` costs others. `note` says why there are no activations in it."""
+
+    entry: Assessment
+    assess: Assessor
+    others: tuple[Assessment, ...] = ()  # that `auto` has considered
+    why: str = ""  # it was chosen, by `auto`
+    note: str = ""
+    rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step, of what runs
+    # On the host and on disk: bytes of a rank, and how.
+    off_device: Mapping[str, object] = field(default_factory=dict)
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by class at the instant of the peak."""
+        return self.by_class(self.entry.memory.peak.name)
+
+    def left_at_peak(self) -> int:
+        """What the peak has beside what rests: activations, and what comes and goes."""
+        return max(self.entry.memory.peak.total - sum(self.rests.values()), 0)
+
+    def by_class(self, name: str) -> dict[str, int]:
+        """At the instant of this name, in the classes that `sw.memory` counts; of several, the one with the most."""
+        found = [instant for instant in self.entry.memory.instants if instant.name == name]
+        held = max(found, key=lambda instant: instant.total).by_class()
+        return {
+            **{name: held[name] for name in ("params", "grads", "optimizer")},
+            "buffers": held["gathered"] + held["reduce"],
+            "activations": held["activations"] + held["loss"],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is planned with, before there is anything on the device."""
+
+    subject: Subject
+    machine: Machine | None  # None: `auto` will look at it
+    training: Training
+    note: str
+    clips: bool  # or takes the norm of its gradients at least, to tell it
+
+    def assessor(self, machine: Machine) -> Assessor:
+        return Assessor(self.subject, machine, clips=self.clips)
+
+
+def draft(
+    built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
+) -> Draft:
+    """Of a model that is neither sharded nor checkpointed nor compiled yet."""
+    training = Training(
+        seq=seq,
+        micro_batch=batching.micro_size,
+        num_micro_batches=batching.num_micro,
+        precision=settings.precision or "bf16",
+        reduce=settings.reduce_dtype,
+        optimizer=settings.optimizer,
+        checkpointing=settings.gradient_checkpointing,
+        compile=settings.compile,
+        loss="plain" if path_of(built.model).how == "plain" else "chunked",
+    )
+    training = replace(training, moments=num_moments(optimizer, training.formats))
+    found = tuple(find_units(built.model, units_asked(settings.units)))
+    facts = {"name": settings.model, "num_params": built.num_params}
+    works, note = _known_or_nothing(built, settings, training, [unit.name for unit in found])
+    subject = Subject(settings.model, found, works, built.flops_per_token(seq), facts)
+    return Draft(subject, machine, training, note, clips=not updates_early(settings))
+
+
+def _known_or_nothing(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
+    try:
+        works = _works_of(built, settings)
+        left_out = [name for name in names if name not in works(training)]
+        if not left_out:
+            return works, ""
+        reason = f"{left_out[0]} was not run"
+    except Exception as error:  # noqa: BLE001  any model's own code runs there
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    nothing = {name: Work(0, 0, 0, 0) for name in names}
+    return lambda _: nothing, f"no plan of activations: where the model was tried out, {reason[:200]}"
+
+
+def _works_of(built: Built, settings: Settings) -> Works:
+    """Compiled blocks cannot be probed: those of the in-tree transformer are known, others count as they are."""
+    model = built.model
+    if settings.compile and isinstance(model, Transformer):
+        shape = model.shape
+        sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")}
+        known = ModelShape(name=settings.model, vocab=shape.vocab, tied=shape.tied, code="in-tree", **sizes)
+        return lambda asked: works_of(known, asked)
+    bare = on_meta(model, precision_of(settings.precision or "bf16", None).compute.torch)
+    probed: dict[tuple[object, ...], Mapping[str, Work]] = {}
+
+    def works(asked: Training) -> Mapping[str, Work]:
+        key = (asked.micro_batch, asked.seq, asked.checkpointing)
+        if key not in probed:
+            compute = asked.formats.compute.torch
+            checkpoint_blocks(bare, asked.checkpointing)
+            probed[key] = probe_works(bare, batch=asked.micro_batch, seq=asked.seq, compute=compute, loss=asked.loss)
+        return probed[key]
+
+    return works
+
+
+def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
+    """Of a strategy that was named, before the model is sharded so."""
+    if draft.machine is None:
+        return None
+    assess = draft.assessor(draft.machine)
+    layouts = layouts_for(offload_of(settings.offload, settings.wire).applied_to(settings.strategy), assess.unit_names)
+    return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
+
+
+def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
+    """Of what runs."""
+    engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
+    off_device = _off_device(engine)
+    layouts = [unit.layout for unit in engine.schedule.units]
+    if draft.machine is not None:
+        assess = draft.assessor(draft.machine)
+        entry = _as_it_runs(assess(_name(settings), layouts, training), engine, draft.clips)
+        return RunPlan(entry, assess, note=draft.note, rests=rests, off_device=off_device)
+    chosen = chosen_plan(model)
+    assert chosen is not None
+    assert chosen.recommended is not None
+    assess, name = draft.assessor(chosen.machine), chosen.recommended.name
+    others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
+    entry = _as_it_runs(assess(name, layouts, training), engine, draft.clips)
+    return RunPlan(entry, assess, others, chosen.why, draft.note, rests, off_device)
+
+
+def _rests(model: nn.Module, training: Training) -> dict[str, int]:
+    """State as `sw.memory` plans it, and all buffers."""
+    schedule = engine_of(model).schedule
+    state = state_bytes([flat for unit in schedule.units for flat in unit.flats], training.num_moments)
+    return {**asdict(state), "buffers": memory(model).planned_buffers}
+
+
+def _off_device(engine: Engine) -> dict[str, object]:
+    """What of a rank rests elsewhere, and how; nothing where nothing does."""
+    host = engine.host
+    found: dict[str, object] = {}
+    if host.size.host:
+        found |= {"host_bytes": host.size.host, "pinned": host.arena.is_pinned, "cores": num_cores()}
+    if host.disk is not None:
+        found |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
+    return found
+
+
+def _name(settings: Settings) -> str:
+    """What was asked for, with what was moved."""
+    strategy = offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
+    return strategy if isinstance(strategy, str) else "mixed"
+
+
+def _as_it_runs(entry: Assessment, engine: Engine, clips: bool) -> Assessment:
+    """With the engine's own schedule, which may follow another order after the first step."""
+    num_played = entry.training.num_micro_batches - entry.num_left_out
+    events = step_events(engine.schedule, num_played, clips=clips, num_moments=entry.training.num_moments)
+    return replace(entry, schedule=engine.schedule, events=events)
+
+
+# What is not known without activations, of a strategy's figures.
+_UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
+_UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
+
+
+def as_json(planned: RunPlan) -> dict[str, Any]:
+    entry, assess = planned.entry, planned.assess
+    choice = Choice(((entry.training,),))
+    why = planned.why or "it was asked for"
+    found = (entry, *planned.others)
+    plan = Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice)
+    text = plan_as_json(plan)
+    text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
+    if planned.note:
+        text["why"] = planned.note
+        for row in text["strategies"]:
+            row["per_gpu_bytes"] |= dict.fromkeys(_UNKNOWN)
+            row |= dict.fromkeys(_UNKNOWN_TIMES) | {"peak": {}, "instants": [], "timeline": []}
+    return text
+
+
+def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
+    """`starts` has what ran from which step on, the newest last: this plan is of the steps after its `first_step`."""
+    text = as_json(planned)
+    runs = text["strategies"][0]
+    what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}
+    num_ranks = planned.assess.machine.cluster.world_size
+    now = json.loads(json.dumps({"first_step": first_step, "num_ranks": num_ranks, **what}))
+    starts = [start for start in _starts(folder / PLAN) if start["first_step"] < first_step]
+    if not starts or {**starts[-1], "first_step": first_step} != now:
+        starts.append(now)
+    _write(folder / PLAN, {**text, "starts": starts})
+    (folder / TRAFFIC).unlink(missing_ok=True)  # of what ran before
+
+
+def _starts(file: Path) -> list[dict[str, Any]]:
+    """Of the plan that an earlier start of this run wrote; plans of older versions have none."""
+    try:
+        found: list[dict[str, Any]] = json.loads(file.read_text())["starts"]
+        return [start for start in found if isinstance(start["first_step"], int)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
+    """Of the last step, which was like those before and after it: between ranks, and between a rank's memories."""
+    engine, entry = engine_of(model), run_plan.entry
+    clips = any(event.verb == "norm" for event in entry.events)
+    events = step_events(engine.schedule, entry.training.num_micro_batches, clips=clips)
+    planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
+    told: dict[str, Any] = {"seen": _rows(seen), "planned": _rows(planned)}
+    if seen.moves:
+        moved = _as_it_runs(entry, engine, clips).moved
+        ways = {way: getattr(moved, way) for way in sorted(get_args(Way))}
+        told["moves"] = {
+            "seen": dict(seen.moves),
+            "planned": {way: num_bytes for way, num_bytes in ways.items() if num_bytes},
+        }
+    _write(folder / TRAFFIC, told)
+
+
+def _rows(moved: Traffic) -> list[dict[str, Any]]:
+    return [asdict(row) for row in moved.rows]
+
+
+def _write(file: Path, value: Any) -> None:
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(file)

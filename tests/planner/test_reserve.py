@@ -1,0 +1,34 @@
+"""What the allocator takes: an interval around an estimate, and both above what is lent out."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.layout import FSDP2_HAS
+from tests.planner.planning import EVERY, MANY, assessed, machine
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_micro_batches": 2}, {"checkpointing": "full"}, {"engine": "fsdp2"}], ids=str
+)
+def test_the_estimate_lies_in_its_interval(strategy: str, sizes: dict[str, Any]) -> None:
+    if sizes.get("engine") == "fsdp2" and strategy not in FSDP2_HAS:
+        pytest.skip("FSDP2 has no such thing")
+    found = assessed(strategy, machine(nodes=2), **sizes)
+    assert found.memory.peak.total < found.reserved.low < found.reserved.expected < found.reserved.high
+
+
+def test_units_that_are_given_back_leave_holes() -> None:
+    kept, dropped = (assessed(name, checkpointing="full", shape=MANY) for name in ("shard_grad_op", "zero3"))
+    assert holes(kept) > 2 * holes(dropped)
+
+
+def holes(found: Any) -> int:
+    wasted: int = found.reserved.expected - found.memory.peak.total
+    return wasted
+
+
+def test_others_waste_more() -> None:
+    """What a stream has freed, another cannot use."""
+    assert holes(assessed("zero3", engine="fsdp2", shape=MANY)) > 2 * holes(assessed("zero3", shape=MANY))

@@ -1,0 +1,119 @@
+"""Loss is on the answers of a chat and on nothing else, whatever its template does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigurationError
+from shardwise.trainer.data.tokenizer import BYTES, Tokenizer, tokenizer_for
+from tests.trainer.data.conftest import CHATML
+
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+# Earlier answers lose their thoughts, and the last one has an empty one if none is given.
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and loop.last and '<think>' not in message.content %}<think>\n\n</think>\n\n"
+    "{{ message.content }}{% elif message.role == 'assistant' and not loop.last %}"
+    "{{ message.content.split('</think>')[-1].strip() }}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# What asks for an answer has a word that finished answers lack.
+OPENED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def said(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    from transformers import AutoTokenizer
+
+    if tokenizer.name == "bytes":
+        return [
+            (tokenizer.decode(ids) + "<end>" * ids.count(tokenizer.end_id), trained)
+            for ids, trained in tokenizer.render(messages)
+        ]
+    raw = AutoTokenizer.from_pretrained(tokenizer.name)
+    return [(raw.decode(ids, skip_special_tokens=False), trained) for ids, trained in tokenizer.render(messages)]
+
+
+def test_the_plain_template() -> None:
+    assert said(tokenizer_for("bytes"), CHAT) == [
+        ("system:\nBe short.\n\nuser:\nWhat is 2 + 2?\n\nassistant:\n", False),
+        ("It is 4.<end>", True),
+        ("\n\nuser:\nAnd 3 + 3?\n\nassistant:\n", False),
+        ("6<end>", True),
+    ]
+
+
+def test_a_question_at_the_end_is_kept_without_loss() -> None:
+    assert said(tokenizer_for("bytes"), CHAT[:4])[-1] == ("\n\nuser:\nAnd 3 + 3?\n\n", False)
+
+
+def test_a_tokenizer_without_a_template_uses_the_plain_one(bpe_folder: Callable[..., Path]) -> None:
+    assert said(tokenizer_for(str(bpe_folder())), CHAT)[1] == ("It is 4.<|endoftext|>", True)
+
+
+def test_answers_in_a_template(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(CHATML, eos_token="<|im_end|>")))
+    assert said(tokenizer, CHAT) == [
+        (
+            "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            False,
+        ),
+        ("It is 4.<|im_end|>\n", True),
+        ("<|im_start|>user\nAnd 3 + 3?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("6<|im_end|>\n", True),
+    ]
+
+
+def test_content_that_the_template_strips(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(CHATML)))
+    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "  b \n"}]
+    assert said(tokenizer, messages)[1] == ("b<|im_end|>\n", True)
+
+
+def test_a_template_that_writes_earlier_answers_otherwise(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(THINKING)))
+    answers = [text for text, trained in said(tokenizer, CHAT) if trained]
+    assert answers == ["It is 4.<|im_end|>\n", "<think>\n\n</think>\n\n6<|im_end|>\n"]
+    thoughtful = [*CHAT[:2], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt is 4."}, *CHAT[3:]]
+    assert [text for text, trained in said(tokenizer, thoughtful) if trained] == answers
+
+
+def test_a_template_that_opens_the_answer_when_it_asks(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(OPENED)))
+    assert [text for text, trained in said(tokenizer, CHAT) if trained] == ["It is 4.<|im_end|>\n", "6<|im_end|>\n"]
+
+
+def test_a_template_in_which_answers_cannot_be_found(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(
+        str(bpe_folder("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"))
+    )
+    with pytest.raises(ConfigurationError, match="writes message 3 otherwise when more messages follow"):
+        tokenizer.render(CHAT)
+
+
+def test_what_a_template_refuses(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder("{{ raise_exception('roles must alternate') }}")))
+    with pytest.raises(ConfigurationError, match="refuses it: roles must alternate"):
+        tokenizer.render(CHAT)
+
+
+def test_a_question_is_asked_as_chats_are_trained(bpe_folder: Callable[..., Path]) -> None:
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    for tokenizer in (BYTES, tokenizer_for(str(bpe_folder(CHATML)))):
+        text, stop_id = tokenizer.question("2 + 2?")
+        (asked, is_answer), (answer, _), *_ = tokenizer.render(messages)
+        assert (tokenizer.encode(text), is_answer) == (asked, False)
+        assert answer[len(tokenizer.encode("4"))] == stop_id
+    assert stop_id != tokenizer.end_id

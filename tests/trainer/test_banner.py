@@ -1,0 +1,259 @@
+"""What a run says first and last, to the letter: it is what users see."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.core.schedule.state_bytes import StateBytes
+from shardwise.trainer.banner import WIDTH, End, Start, banner, summary
+from shardwise.trainer.figures import count, duration, plural, size
+from shardwise.version import VERSION
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+
+
+START = Start(
+    folder="runs/tiny",
+    model="tiny",
+    num_params=1_712_345,
+    num_trainable=1_712_345,
+    strategy_asked="auto",
+    strategy_runs="ddp",
+    world_size=2,
+    node_size=2,
+    device="cpu",
+    precision="fp32",
+    num_micro=1,
+    micro_size=8,
+    seq_length=128,
+    data="Python's manual",
+    num_tokens=465_321,
+    num_samples=3_561,
+    num_eval_samples=74,
+    num_steps=200,
+    num_epochs=0.8985,
+    optimizer="adamw, lr 3e-03 (cosine, 10 warm-up steps)",
+    planned=StateBytes(6_849_380, 6_849_380, 13_698_760),
+    planned_buffers=0,
+)
+END = End(
+    step=200,
+    num_steps=200,
+    seconds=42.1,
+    num_tokens=409_600,
+    first_loss=5.54711,
+    last_loss=2.1034,
+    eval_loss=2.1512,
+    unigram_entropy=3.0921,
+    tokens_per_s=9752.4,
+    planned=START.planned,
+    seen=START.planned,
+    planned_buffers=0,
+    seen_buffers=1_234,
+    peak_bytes=512_000_000,
+    checkpoint="runs/tiny/checkpoints/step-000200",
+    export="runs/tiny/export",
+    prompt="The ",
+    sample="value of the object.\nThe end",
+)
+
+
+def test_banner() -> None:
+    assert (
+        banner(START)
+        == f"""\
+shardwise {VERSION}  runs/tiny
+
+  model       tiny, 1.71M parameters, all trained
+  strategy    auto -> ddp on 2 ranks, cpu, fp32
+  batch       16 samples = 2 ranks x 1 micro-batch x 8, 2,048 tokens a step
+  data        Python's manual, 465k tokens, 3,561 samples of 128, 74 more for evaluation
+  training    200 steps = 0.898 epochs, adamw, lr 3e-03 (cosine, 10 warm-up steps)
+  memory      27.4 MB + activations a rank: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB
+  checkpoint  at the end"""
+    )
+
+
+def test_banner_with_a_planned_peak_and_why_it_was_chosen() -> None:
+    planned = replace(
+        START,
+        why="the fastest that fits, 0.2 s a step",
+        planned_activations=36_400_000,
+        peak_is="the backward of blocks.3",
+        free_bytes=6_590_000_000,
+    )
+    text = " ".join(banner(planned).split())
+    assert "auto -> ddp on 2 ranks, cpu, fp32: the fastest that fits, 0.2 s a step batch" in text
+    assert (
+        "memory planned peak 63.8 MB a rank, of 6.59 GB free: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB, "
+        "activations 36.4 MB at the backward of blocks.3 checkpoint"
+    ) in text
+    unknown = replace(START, plan_note="no plan of activations: it cannot be tried out")
+    assert "optimizer 13.7 MB; no plan of activations: it cannot be tried out" in " ".join(banner(unknown).split())
+
+
+def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
+    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000, seen_activations=35_000_000)
+    rows = [line.split() for line in summary(planned).splitlines()]
+    assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
+    seen = next(row for row in rows if row[:1] == ["planned"])
+    assert seen[-4:] == ["36.4", "MB", "63.8", "MB"]
+
+
+def test_a_process_is_not_set_beside_a_planned_peak() -> None:
+    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000)
+    lines = summary(planned).splitlines()
+    (at,) = (at for at, line in enumerate(lines) if line.startswith("  memory"))
+    assert lines[at].split()[-3:] == ["activations", "peak", "process"]
+    assert lines[at + 1].split()[-5:] == ["36.4", "MB", "63.8", "MB", "-"]
+    assert lines[at + 2].split()[-4:] == ["-", "-", "512", "MB"]
+
+
+def test_banner_of_a_large_run() -> None:
+    large = replace(
+        START,
+        num_params=8_030_000_000,
+        num_trainable=41_943_040,
+        strategy_asked="zero3",
+        strategy_runs="zero3",
+        world_size=64,
+        node_size=8,
+        device="NVIDIA H200",
+        num_micro=4,
+        micro_size=1,
+        planned_buffers=1_234_567_890,
+        free_bytes=139_000_000_000,
+        checkpoint_bytes=96_000_000_000,
+        expected_save_s=23.4,
+        tokenizer="models/llama",
+        save_steps=500,
+        first_step=1000,
+        resumed_from="runs/my " + "x" * 120,
+    )
+    lines = banner(large).splitlines()
+    assert "  model       tiny, 8.03B parameters, 41.9M trained (0.52%)" in lines
+    assert "  strategy    zero3 on 64 ranks = 8 nodes x 8, NVIDIA H200, fp32" in lines
+    assert "  batch       256 samples = 64 ranks x 4 micro-batches x 1, 32,768 tokens a step" in lines
+    assert "  memory      1.26 GB + activations a rank, of 139 GB free: params 6.85 MB, grads 6.85 MB," in lines
+    assert "              optimizer 13.7 MB, buffers 1.23 GB" in lines
+    assert "  checkpoint  every 500 steps, 96.0 GB, about 23 s each" in lines
+    assert "              tokenizer models/llama" in lines
+    assert any("from step 1,000 on" in line for line in lines)
+    # A path stays whole; nothing else is longer than a line.
+    assert [line.strip() for line in lines if len(line) > WIDTH] == [f"resumes     runs/my {'x' * 120}"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.004, "under 0.1 s"), (0.06, "under 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23 s"), (725, "about 12:05")],
+)
+def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
+    shown = banner(replace(START, expected_save_s=seconds))
+    assert shown.endswith(f"checkpoint  at the end, {text} each")
+
+
+def test_saves_in_the_background_are_told() -> None:
+    shown = banner(replace(START, checkpoint_bytes=20_100_000, save_steps=10, async_save=True))
+    assert shown.endswith("every 10 steps, 20.1 MB, in the background from a copy of 10.1 MB a rank on the host")
+
+
+def test_what_rests_on_host_and_disk_is_told() -> None:
+    there = replace(
+        START, planned_host=96_000_000_000, free_host_bytes=230_000_000_000, is_pinned=True, num_cores=8,
+        planned_disk=48_000_000_000, disk_folder="/nvme/state", strategy_asked="zero3 with params=host,optimizer=host",
+    )  # fmt: skip
+    lines = banner(there).splitlines()
+    assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, cpu, fp32" in lines
+    assert "  host        96.0 GB a rank, pinned, of 230 GB free; updates by 8 cores a rank" in lines
+    assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
+    pageable = " ".join(banner(replace(there, is_pinned=False, updates_early=True)).split())
+    assert "96.0 GB a rank, not pinned, of 230 GB free; updates by 8 cores a rank inside the backward, so" in pageable
+    activations = replace(START, planned_host=5_000_000, free_host_bytes=10_000_000)
+    assert "  host        5.00 MB a rank, of 10.0 MB free" in banner(activations).splitlines()
+    assert "host" not in banner(START)
+
+
+def test_why_a_save_is_not_in_the_background_is_told() -> None:
+    shown = " ".join(banner(replace(START, save_steps=10, why_not_async="it rests on disk")).split())
+    assert shown.endswith("checkpoint every 10 steps, not in the background: it rests on disk")
+
+
+def test_the_summary_has_host_and_disk() -> None:
+    there = replace(END, planned_host=96_000_000, seen_host=95_000_000, planned_disk=48_000_000, seen_disk=48_000_000)
+    rows = [line.split() for line in summary(there).splitlines()]
+    assert next(row for row in rows if row[:1] == ["memory"])[-2:] == ["host", "disk"]
+    assert next(row for row in rows if row[:1] == ["planned"])[-4:] == ["96.0", "MB", "48.0", "MB"]
+    assert next(row for row in rows if row[:1] == ["seen"])[-4:] == ["95.0", "MB", "48.0", "MB"]
+
+
+def test_summary() -> None:
+    assert (
+        summary(END)
+        == """\
+done: 200 steps of 200, 410k tokens in 0:42
+
+  loss        5.5471 -> 2.1034, evaluation 2.1512 (perplexity 8.60), unigram entropy 3.0921
+  speed       9,752 tokens/s
+  checkpoint  runs/tiny/checkpoints/step-000200
+  export      runs/tiny/export
+  memory       params    grads  optimizer  buffers  process
+    planned   6.85 MB  6.85 MB    13.7 MB      0 B        -
+    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB   512 MB
+
+  | The value of the object.
+  | The end"""
+    )
+
+
+def test_summary_of_a_run_that_was_stopped() -> None:
+    stopped = replace(
+        END, why="terminated", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
+        seen_activations=7_000_000_000, export="", sample="",
+    )  # fmt: skip
+    lines = summary(stopped).splitlines()
+    assert lines[0] == "stopped (terminated): step 120 of 200, 410k tokens in 0:42"
+    assert "  loss        5.5471 -> nan" in lines
+    assert "  speed       9,752 tokens/s, MFU 42.1%" in lines
+    assert "  memory       params    grads  optimizer  buffers  activations    peak" in lines
+    assert "    planned   6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
+    assert "    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB      7.00 GB  512 MB" in lines
+    assert not any("export" in line for line in lines)
+
+
+def test_a_sample_can_not_play_with_the_terminal_and_stays_short() -> None:
+    wild = summary(replace(END, sample="\x1b[2J\r\x07\u202e" + "word " * 400))
+    assert not {"\x1b", "\r", "\x07", "\u202e"} & {*wild}
+    assert wild.splitlines()[-1] == "  | ..."
+    assert len(wild.splitlines()) < 24
+    assert all(len(line) <= WIDTH for line in wild.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (123_456, "123 kB"), (999_600, "1.00 MB"),
+     (9_996_000, "10.0 MB"), (1.35e9, "1.35 GB"), (2e12, "2.00 TB"), (1.29e16, "12.9 PB"), (4e18, "4,000 PB")],
+)  # fmt: skip
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_other_figures() -> None:
+    assert [count(number) for number in (12, 1_712_345, 8.03e9)] == ["12", "1.71M", "8.03B"]
+    assert [duration(s) for s in (0.2, 59.7, 725, 11_525, 184_325)] == [
+        "0:00", "1:00", "12:05", "3:12:05", "2 d 3:12:05"
+    ]  # fmt: skip
+    assert [plural(1, "rank"), plural(1200, "step"), plural(2, "batch")] == ["1 rank", "1,200 steps", "2 batches"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = replace(END, planned_activations=9**9, seen_activations=9**9, planned_peak=9**9, planned_host=9**9)
+    whole = "\n".join([banner(START), summary(end)])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = "\n".join([banner(START), summary(end)])
+    assert max(len(line) for line in shown.splitlines() if "/" not in line) <= columns
+    assert set(shown.split()) == set(whole.split())
+    assert shown.count("  planned ") == (2 if columns == 60 else 1)
