@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base.text import WIDTH, count, duration, plural, size
 from shardwise.core.schedule.state_bytes import StateBytes
-from shardwise.trainer.banner import WIDTH, End, Start, banner, summary
-from shardwise.trainer.figures import count, duration, plural, size
+from shardwise.trainer.banner import End, Start, banner, summary
 from shardwise.version import VERSION
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..trainer.figures import count
+from ..base.text import count
 from .machine import commit, processor
 from .wire import Asked, Findings
 from .wire_run import Seen

@@ -150,7 +150,7 @@ def _in_parts(name: str, width: int) -> str:
 
 def _memory(memory: "Beside", width: int) -> Iterator[str]:
     """Columns that have nothing in them are left out."""
-    from ..trainer.figures import size
+    from ..base.text import size
 
     columns = {"states": "states", "extra": "buffers", "peak": "peak", "host": "host of a node", "disk": "its disk"}
     shown = [name for name in columns if any(getattr(need, name) for need in memory.needs)]

@@ -70,10 +70,10 @@ def convert(
         raise ConfigurationError(f"--whole is a form of our own checkpoints, and --to {form} is not: leave it out")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(source)
+    from ..base.text import size
     from ..checkpoint import conversion as converting
     from ..checkpoint.opened import open_checkpoint
     from ..checkpoint.writer import require_free
-    from ..trainer.figures import size
 
     opened = open_checkpoint(source)
     if model_only or form == "hugging-face":

@@ -64,9 +64,9 @@ def export(
         raise ConfigurationError(f"--dtype: unknown {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(path)
+    from ..base.text import size
     from ..checkpoint.steps import newest_in
     from ..checkpoint.writer import require_free
-    from ..trainer.figures import size
     from ..trainer.models.export import write_export
     from ..trainer.models.from_checkpoint import Wish, content_of
 

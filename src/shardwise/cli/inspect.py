@@ -86,8 +86,8 @@ def _show(folder: str, facts: list[tuple[str, str]], lines: list[tuple[str, ...]
 
 
 def _facts(index: "Index") -> Iterator[tuple[str, str]]:
+    from ..base.text import count, plural, size
     from ..checkpoint.tree import totals_of
-    from ..trainer.figures import count, plural, size
 
     totals = totals_of(index)
     if index.origin:
@@ -148,7 +148,7 @@ def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
 
 
 def _line(level: int, node: "Node") -> tuple[str, ...]:
-    from ..trainer.figures import count, size
+    from ..base.text import count, size
 
     times = node.times
     words = [f"{times} alike"] if times > 1 else []

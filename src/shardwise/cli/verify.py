@@ -80,7 +80,7 @@ def _as_json(report: "Report") -> dict[str, Any]:
 
 
 def _tell(report: "Report") -> None:
-    from ..trainer.figures import plural, size
+    from ..base.text import plural, size
 
     if not report.problems:
         checked = (

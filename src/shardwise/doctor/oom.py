@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigurationError
-from ..trainer.figures import plural
+from ..base.text import plural
 from ..trainer.run_folder import CONFIG, oom_reports
 
 

@@ -6,7 +6,7 @@ A bar is a drawing of its own, so that names and numbers stay text of the page a
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..trainer.figures import size
+from ..base.text import size
 from .plan_facts import CLASSES, RESERVE, Json, at_peak, interval, needed, reserve, text_of
 from .svg import STRETCHED, element, rect, rect_about, stretched, text, ticks, title, unit_for
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from ..trainer.banner import width_here
-from ..trainer.figures import count, plural, size
+from ..base.text import count, plural, size, terminal_width
 from .bars import plain_bar
 from .curve import draw
 from .figures import seconds
@@ -52,7 +51,7 @@ def text(run: Json) -> str:
     for note in run["notes"]:
         lines += textwrap.wrap(
             note,
-            width_here(),
+            terminal_width(),
             initial_indent="  ",
             subsequent_indent="  ",
             break_long_words=False,

@@ -1,6 +1,6 @@
 """What a plan was made for, in names and words: model, training, cluster, GPU."""
 
-from ..trainer.figures import size
+from ..base.text import size
 from .plan_facts import Json, amount, mapping, number, text_of
 
 OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # each has its own

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..trainer.figures import count, size
+from ..base.text import count, size
 from ..version import VERSION
 from . import bars, plan_facts, step
 from .comparison import page_parts

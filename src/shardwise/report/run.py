@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..base.errors import ConfigurationError
 from ..base.json_file import MOST_BYTES, parse
 from ..base.regular_file import read_regular
-from ..trainer.figures import plural, size
+from ..base.text import plural, size
 from .curve import Curve, Point
 from .descriptions import cluster_words
 from .memory_table import memory_beside

@@ -7,7 +7,7 @@ narrower than a line is drawn together, so that steps of many micro-batches stay
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..trainer.figures import size
+from ..base.text import size
 from .bars import is_far
 from .figures import seconds
 from .plan_facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of

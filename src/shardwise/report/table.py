@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..trainer.figures import size
+from ..base.text import size
 from .descriptions import (
     batch_words,
     cluster_words,

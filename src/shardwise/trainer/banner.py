@@ -4,23 +4,15 @@ Plain ASCII and at most 100 columns, so that a log file reads like the terminal;
 """
 
 import math
-import shutil
 import textwrap
 from dataclasses import dataclass
 
+from ..base.text import LABEL_WIDTH, count, duration, labelled_lines, plural, size, terminal_width, unbroken
 from ..core.schedule.state_bytes import StateBytes
 from ..version import VERSION
-from .figures import count, duration, plural, size
 
-WIDTH = 100
-_LABEL_WIDTH = 12
 # Lines of the sample: the rest of the summary should stay on the screen.
 _SAMPLE_LINES = 6
-
-
-def width_here() -> int:
-    """Columns of the terminal, or what COLUMNS says."""
-    return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +109,7 @@ def banner(facts: Start) -> str:
         world += f" = {plural(facts.world_size // facts.node_size, 'node')} x {facts.node_size}"
     batch = facts.world_size * facts.num_micro * facts.micro_size
     evaluation = f", {facts.num_eval_samples:,} more for evaluation" if facts.num_eval_samples else ""
-    tokenizer = ", " + together(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
+    tokenizer = ", " + unbroken(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
     steps = f"{plural(facts.num_steps, 'step')} = {facts.num_epochs:.3g} epochs"
     if facts.first_step:
         steps += f", from step {facts.first_step:,} on"
@@ -134,9 +126,9 @@ def banner(facts: Start) -> str:
         "host": _on_host(facts),
         "disk": _on_disk(facts),
         "checkpoint": _saving(facts),
-        "resumes": together(facts.resumed_from),
+        "resumes": unbroken(facts.resumed_from),
     }
-    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *table(lines)])
+    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *labelled_lines(lines)])
 
 
 def summary(facts: End) -> str:
@@ -147,10 +139,10 @@ def summary(facts: End) -> str:
     lines = {
         "loss": _losses(facts),
         "speed": ", ".join(speed),
-        "checkpoint": together(facts.checkpoint),
-        "export": together(facts.export),
+        "checkpoint": unbroken(facts.checkpoint),
+        "export": unbroken(facts.export),
     }
-    text = [head, "", *table(lines), *_memory_table(facts, width_here())]
+    text = [head, "", *labelled_lines(lines), *_memory_table(facts, terminal_width())]
     if facts.sample:
         text += ["", *_sample(facts.prompt, facts.sample)]
     return "\n".join(text)
@@ -172,13 +164,13 @@ def _losses(facts: End) -> str:
 def _planned(facts: Start) -> str:
     planned, buffers = facts.planned, facts.planned_buffers
     state = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer, "buffers": buffers}
-    shown = ", ".join(together(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
+    shown = ", ".join(unbroken(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
     free = "" if facts.free_bytes is None else f", of {size(facts.free_bytes)} free"
     note = f"; {facts.plan_note}" if facts.plan_note else ""
     if facts.planned_activations is None:
         return f"{size(sum(state.values()))} + activations a rank{free}: {shown}{note}"
     peak = sum(state.values()) + facts.planned_activations
-    activations = together(f"activations {size(facts.planned_activations)}")
+    activations = unbroken(f"activations {size(facts.planned_activations)}")
     return f"planned peak {size(peak)} a rank{free}: {shown}, {activations} at {facts.peak_is}{note}"
 
 
@@ -196,12 +188,7 @@ def _on_host(facts: Start) -> str:
 def _on_disk(facts: Start) -> str:
     if not facts.planned_disk:
         return ""
-    return f"{size(facts.planned_disk)} a rank in {together(facts.disk_folder)}, gone when the run ends"
-
-
-def together(text: str) -> str:
-    """On one line, however long: paths are copied from there."""
-    return text.replace(" ", "\xa0")
+    return f"{size(facts.planned_disk)} a rank in {unbroken(facts.disk_folder)}, gone when the run ends"
 
 
 def _saving(facts: Start) -> str:
@@ -250,38 +237,19 @@ def _memory_table(facts: End, limit: int) -> list[str]:
     lines, first = [], 0
     while first < len(widths):  # what a line has no room for goes on below
         num = 1
-        while first + num < len(widths) and _LABEL_WIDTH + 2 * num + sum(widths[first : first + num + 1]) + 2 <= limit:
+        while first + num < len(widths) and LABEL_WIDTH + 2 * num + sum(widths[first : first + num + 1]) + 2 <= limit:
             num += 1
         here = slice(first, first + num)
         for label, cells in rows:
             numbers = (f"{cell:>{width}}" for cell, width in zip(cells[here], widths[here], strict=True))
-            lines.append(f"  {label:{_LABEL_WIDTH}}" + "  ".join(numbers))
+            lines.append(f"  {label:{LABEL_WIDTH}}" + "  ".join(numbers))
         first += num
     return lines
-
-
-def table(lines: dict[str, str]) -> list[str]:
-    """A label and its text on each line; what is empty is left out, what is long goes on below itself."""
-    begin = " " * (_LABEL_WIDTH + 2)
-    found = []
-    width = width_here()
-    for label, text in lines.items():
-        if text:
-            first = f"  {label:{_LABEL_WIDTH}}"
-            found += textwrap.wrap(
-                text,
-                width,
-                initial_indent=first,
-                subsequent_indent=begin,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return [line.replace("\xa0", " ") for line in found]
 
 
 def _sample(prompt: str, sample: str) -> list[str]:
     """As it was generated, but for what would move the cursor."""
     visible = "".join(char if char.isprintable() or char == "\n" else "?" for char in f"{prompt}{sample}")
-    wrapped = [part for line in visible.splitlines() for part in textwrap.wrap(line, width_here() - 4) or [""]]
+    wrapped = [part for line in visible.splitlines() for part in textwrap.wrap(line, terminal_width() - 4) or [""]]
     more = ["  | ..."] if len(wrapped) > _SAMPLE_LINES else []
     return [f"  | {line}".rstrip() for line in wrapped[:_SAMPLE_LINES]] + more

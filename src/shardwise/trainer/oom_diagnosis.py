@@ -3,10 +3,9 @@
 from textwrap import wrap
 from typing import Any
 
+from ..base.text import labelled_lines, plural, size, terminal_width, unbroken
 from ..core.engine.memory_report import Memory
 from ..planner.explain import at
-from .banner import table, together, width_here
-from .figures import plural, size
 from .largest_blocks import Pool
 from .oom_remedies import Fix
 from .run_plan import RunPlan
@@ -68,14 +67,14 @@ def text_of(report: dict[str, Any], planned: RunPlan | None, helps: list[Fix]) -
         most, limit = at(planned.entry.memory.peak.name), size(planned.entry.machine.memory_bytes)
         where += f"; planned at most {size(report['planned_peak'])} of {limit}, at {most}"
     shown = ", ".join(
-        together(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
+        unbroken(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
         for block in report["largest"]
     )
     lines = [
         f"does not fit: {error}{more}",
-        *table({"where": where}),
+        *labelled_lines({"where": where}),
         *_memory(report),
-        *table({"largest": shown, "to blame": report["blame"]}),
+        *labelled_lines({"largest": shown, "to blame": report["blame"]}),
     ]
     if not helps:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
@@ -83,7 +82,7 @@ def text_of(report: dict[str, Any], planned: RunPlan | None, helps: list[Fix]) -
         line
         for fix in helps
         for line in wrap(
-            str(fix), width_here(), initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False
+            str(fix), terminal_width(), initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False
         )
     ]
     return "\n".join([*lines, "  what would help, as planned:", *told])

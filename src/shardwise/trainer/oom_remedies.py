@@ -7,6 +7,7 @@ has to fit there, too.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..base.text import size
 from ..core.layout import Layout
 from ..planner.assess import Assessment, Assessor, Machine
 from ..planner.planning import plan_for
@@ -20,7 +21,6 @@ from ..planner.remedies import (
 )
 from ..planner.search import MODES, Choice
 from ..planner.training import Training
-from .figures import size
 from .run_plan import RunPlan
 
 # What `shardwise train` calls the fields of a training.

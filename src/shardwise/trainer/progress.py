@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import printable_lines
-from . import figures
+from ..base.text import duration, size
 from .metrics import Row
 
 REFRESHES_PER_S = 4
@@ -34,11 +34,11 @@ _EVALUATION: dict[str, Callable[[float], str]] = {
     "eval_perplexity": lambda value: f"perplexity {value:.2f}",
 }
 _MEMORY: dict[str, Callable[[float], str]] = {
-    "memory_now": lambda value: f"now {figures.size(value)}",
-    "memory_peak": lambda value: f"peak {figures.size(value)}",
-    "memory_planned": lambda value: f"planned {figures.size(value)}",
-    "memory_host": lambda value: f"host {figures.size(value)}",
-    "memory_disk": lambda value: f"disk {figures.size(value)}",
+    "memory_now": lambda value: f"now {size(value)}",
+    "memory_peak": lambda value: f"peak {size(value)}",
+    "memory_planned": lambda value: f"planned {size(value)}",
+    "memory_host": lambda value: f"host {size(value)}",
+    "memory_disk": lambda value: f"disk {size(value)}",
 }
 
 
@@ -106,7 +106,7 @@ class Progress:
             return []
         passed_s = time.monotonic() - self._clock[0]
         left = (self._total - self._step) * passed_s / (self._step - self._clock[1])
-        return [f"{figures.duration(left)} left"]
+        return [f"{duration(left)} left"]
 
     def _block(self) -> Group:
         row = dict(self._row)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import ConfigurationError
+from ..base.text import size
 from ..checkpoint.steps import CHECKPOINTS, all_steps
 from ..core.engine.runtime import Engine
 from ..core.wire.collectives import Channel, exchange
 from ..planner.auto import free_bytes_on
-from .figures import size
 from .settings import Settings, interval_of
 
 PROBE_BYTES = 8 << 20  # written once, to know how long a checkpoint will take

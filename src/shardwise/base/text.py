@@ -1,0 +1,67 @@
+"""Numbers and lines as people read them: three digits with a fitting unit, and labelled lines that wrap.
+
+All text is plain ASCII and at most 100 columns wide, so that a log file reads like the terminal.
+"""
+
+import shutil
+import textwrap
+
+WIDTH = 100
+LABEL_WIDTH = 12
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in powers of ten, as data sheets count: 1.35 GB."""
+    return _scaled(num_bytes, [("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)], "B")
+
+
+def count(number: float) -> str:
+    """Return a short count: 8.03B, 1.71M, 512."""
+    return _scaled(number, [("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)], "").replace(" ", "")
+
+
+def _scaled(number: float, units: list[tuple[str, float]], smallest: str) -> str:
+    for unit, factor in units:
+        # A number that rounds to 1000 of a unit is written as 1 of the next one.
+        if number >= 0.9995 * factor:
+            scaled = number / factor
+            return f"{scaled:,.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
+    return f"{number:.0f} {smallest}".strip()
+
+
+def duration(seconds: float) -> str:
+    """Return a time as 0:42, 12:05, 3:12:05 or 2 d 3:12:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if not (hours or days):
+        return f"{minutes}:{rest:02}"
+    return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
+
+
+def plural(number: int, word: str) -> str:
+    """Return a number and its noun: 1 rank, 1,200 steps, 2 batches."""
+    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
+    return f"{number:,} {word}{ending}"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of the variable COLUMNS; 100 at most."""
+    return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
+
+
+def unbroken(text: str) -> str:
+    """Mark a text that must stay on one line, such as a path that users copy."""
+    return text.replace(" ", "\xa0")
+
+
+def labelled_lines(lines: dict[str, str]) -> list[str]:
+    """Return one label and its text per line. Empty texts are left out; long ones continue below themselves."""
+    wrapper = textwrap.TextWrapper(terminal_width(), break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * (LABEL_WIDTH + 2)
+    found = []
+    for label, text in lines.items():
+        if text:
+            wrapper.initial_indent = f"  {label:{LABEL_WIDTH}}"
+            found += wrapper.wrap(text)
+    return [line.replace("\xa0", " ") for line in found]
