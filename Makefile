@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.stamp
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=10
 CODE   := src tests examples $(wildcard benchmarks)
 
-.PHONY: train test slow check format clean
+.PHONY: train test slow check package format clean
 
 train: $(STAMP)
 	$(BIN)/shardwise train $(ARGS)
@@ -26,6 +26,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# The wheel, as somebody else installs it.
+package: $(STAMP)
+	PYTHON=$(abspath $(BIN)/python) .ci/package
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)

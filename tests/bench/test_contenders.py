@@ -44,6 +44,7 @@ def losses(contender: str, precision: str, reduce: str, shape: str) -> list[floa
     return (seen / dist.get_world_size()).tolist()
 
 
+@pytest.mark.quick("bf16-bf16-smoke")
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # FSDP1's
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_all_contenders_compute_the_same(run_ranks: Pool, precision: str, reduce
         assert seen == pytest.approx(expected, rel=TOLERANCES[precision]), contender
 
 
+@pytest.mark.quick("bf16-fp32")
 @pytest.mark.peers
 @pytest.mark.parametrize(("precision", "reduce"), [("fp32", "fp32"), ("bf16", "fp32")])
 def test_hsdp_computes_the_same_on_two_nodes(run_ranks: Pool, precision: str, reduce: str) -> None:

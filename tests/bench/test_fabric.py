@@ -274,6 +274,7 @@ def moved_since(before: dict[str, float]) -> dict[str, float]:
     return {wire: moved - before[wire] for wire, moved in fabric.moved_bytes().items()}
 
 
+@pytest.mark.quick("bf16-*")
 @pytest.mark.parametrize("strategy", PRESETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_moves_what_the_ledger_says(

@@ -32,6 +32,7 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
     case = smoke("shardwise:zero3_nvme", shape=SHAPES["blocks-smoke"], world_size=1, node_size=1)
     seen = launch(replace(case, disk_path=str(tmp_path)), timeout_s=60)
@@ -39,6 +40,7 @@ def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_trace_lies_beside_what_it_says(tmp_path: Path) -> None:
     seen = launch(
         smoke("shardwise:zero2+optimizer=host:0.6", world_size=1, node_size=1, trace=str(tmp_path)), timeout_s=60
@@ -115,6 +117,7 @@ def hook(grad: torch.Tensor) -> None:
     pass
 
 
+@pytest.mark.quick("2-130")
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_ends_the_workers(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "shardwise", "bench", "--shape", "50m", "--steps", "1000", "--json"]

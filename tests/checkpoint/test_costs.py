@@ -78,6 +78,7 @@ def in_status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.quick("zero3-True-zero1-2")
 @pytest.mark.parametrize(
     ("saving", "whole", "loading", "world"), [("ddp", False, "zero3", 3), ("zero3", True, "zero1", 2)]
 )

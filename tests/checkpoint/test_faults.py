@@ -100,6 +100,7 @@ def save_on_a_full_disk(disk: Path, write: Write) -> None:
     loads_as(path, 3, sw.full_state_dict(model))
 
 
+@pytest.mark.quick("save_beside")
 @pytest.mark.parametrize("write", WAYS)
 def test_a_full_disk(run_ranks: Pool, small_disk: Path, write: Write) -> None:
     run_ranks(2, save_on_a_full_disk, small_disk, write)

@@ -98,6 +98,7 @@ def require_refused(run: Limited, path: Path, *commands: str) -> None:
         assert len(ending.text) < 2000
 
 
+@pytest.mark.quick("own-index.json", "of_dcp-.metadata", "of_hugging_face-model-1.safetensors")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("make", "name"), PLACES, ids=[f"{make.__name__}-{name}" for make, name in PLACES])
 def test_something_else_in_the_place_of_a_file(

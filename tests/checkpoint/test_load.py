@@ -51,6 +51,7 @@ def test_groups_may_stay_as_they_are(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, load_into_other_groups, tmp_path / "here")
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_missing_optimizer_is_told(run_ranks: Pool, tmp_path: Path, world: int) -> None:
     run_ranks(world, load_weights_alone, tmp_path / "here")

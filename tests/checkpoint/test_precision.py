@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ def convert_each(root: Path) -> None:
             assert step(model, optimizer, 2) < 1.0
 
 
+@pytest.mark.slow
 def test_from_every_precision_into_every_other(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, convert_each, tmp_path)
     for given in MASTERS:

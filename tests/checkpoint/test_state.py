@@ -132,6 +132,7 @@ def go_on_each(names: list[str], saving: str, loading: str, path: Path) -> None:
         go_on(name, saving, loading, path / name)
 
 
+@pytest.mark.quick("zero3-ddp")
 @pytest.mark.parametrize(("saving", "loading"), [("zero3", "ddp"), ("ddp", "zero2")])
 def test_every_kind_of_optimizer_goes_on(run_ranks: Pool, tmp_path: Path, saving: str, loading: str) -> None:
     run_ranks(2, go_on_each, list(OPTIMIZERS), saving, loading, tmp_path)

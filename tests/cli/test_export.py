@@ -130,6 +130,7 @@ print(highest - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_less_than_a_file(run: Path, tmp_path: Path) -> None:
     """200 MB in files of 50 MB; resident memory is looked at every 2 ms."""
     shape = {**SHAPE, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 4096, "layers": 6, "vocab": 8000}

@@ -31,6 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_export_is_continued(tmp_path: Path) -> None:
     torch.manual_seed(0)
     export = tmp_path / "run" / "export"

@@ -1,4 +1,4 @@
-"""Every scenario under every strategy: equal to one process, or refused in one sentence; never a hang."""
+"""Every scenario under every kind of strategy: equal to one process, or refused in one sentence; never a hang."""
 
 import pytest
 
@@ -6,15 +6,31 @@ from tests.harness import Pool
 from tests.loops import catalogue  # noqa: F401  registers all scenarios
 from tests.loops.frame import SCENARIOS, SETTINGS, Frame
 
-QUICK = ("zero3",)
-# Their units behave as those of zero2, zero3 and ddp do: every third scenario, others under each.
-THINNED = ("shard_grad_op", "mapping")
+QUICK = "zero3"
+ALWAYS = ("zero3", "ddp")
+# Strategies that share most of their code take turns: a scenario runs under one of the two, and under both where one
+# of them may refuse what the other must do.
+TURNS = (("zero1", "zero2"), ("shard_grad_op", "mapping"), ("hsdp", "zero3_offload"))
+
+
+def settings_of(number: int, name: str) -> list[str]:
+    must_equal = SCENARIOS[name].must_equal
+    chosen = list(ALWAYS)
+    for pair in TURNS:
+        chosen += pair if len(must_equal & set(pair)) == 1 else [pair[number % 2]]
+    return chosen
+
+
 RUNS = [
-    pytest.param(setting, name, marks=() if setting in QUICK else pytest.mark.slow)
+    pytest.param(setting, name, marks=() if setting == QUICK else pytest.mark.slow)
     for setting in SETTINGS
     for number, name in enumerate(SCENARIOS)
-    if setting not in THINNED or (number + THINNED.index(setting)) % 3 == 0
+    if setting in settings_of(number, name)
 ]
+
+
+def test_every_strategy_has_its_turn() -> None:
+    assert {*ALWAYS, *(setting for pair in TURNS for setting in pair)} == set(SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,12 @@ from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.core.layout import Strategy
 from tests.harness import Pool
-from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for, slow_but
+from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
 from tests.support.trainee import features
 from tests.support.training import weight_error
 
 TOLERANCE = 1e-5
 WORLDS = {1: 1, 2: 1, 3: 1, 4: 2}  # ranks, and ranks of a node: what is split over nodes differs from what is not
-SOME_ALWAYS = slow_but((1, 2), (1, 2, 3, 4))
 HALF, END, BATCH = 2, 4, 12
 WIDTH = 32
 LAYOUTS: dict[str, Strategy] = {
@@ -226,15 +225,36 @@ def compare(seen: Outcome, expected: Outcome, exactly: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of every strategy in every world."""
+def saved_by_two(run_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of every strategy in a world of two."""
     root = tmp_path_factory.mktemp("saved")
-    for world in WORLDS:
-        run_ranks(world, save_each, root / f"{world}", [*LAYOUTS, *OFFLOADS])
+    run_ranks(2, save_each, root / "2", [*LAYOUTS, *OFFLOADS])
     return root
 
 
-@pytest.mark.parametrize("world", SOME_ALWAYS)
+@pytest.fixture(scope="module")
+def saved(run_ranks: Pool, saved_by_two: Path) -> Path:
+    """Checkpoints of every strategy in every world."""
+    for world in WORLDS:
+        if world != 2:
+            run_ranks(world, save_each, saved_by_two / f"{world}", [*LAYOUTS, *OFFLOADS])
+    return saved_by_two
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_strategy_saves_and_loads(run_ranks: Pool, saved_by_two: Path, world: int) -> None:
+    """Each loads another one's checkpoint, and each one's checkpoint is loaded: on as many ranks, and on more."""
+    loading = [*LAYOUTS, *OFFLOADS]
+    saving = [*loading[5:], *loading[:5]] if world == 2 else [*loading[9:], *loading[:9]]
+    if world == 4:
+        ways = [f"{strategy} {way}" for strategy in SEVERAL_WAYS for way in OTHER_WAYS]
+        loading, saving = [*loading[::3], *loading[: len(ways)]], [*saving[::3], *ways]
+    jobs = [(name, 2, saved_by_two / "2" / other) for name, other in zip(loading, saving, strict=True)]
+    run_ranks(world, load_each, jobs, {2: alone(2, world)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_preset_goes_on_under_every_preset(run_ranks: Pool, saved: Path, world: int) -> None:
     """Worlds of one and two load all that they saved, where not a bit may differ, and one rank loads everybody's. The
     others take turns in whose save of a preset they load: every preset under every preset, and every world's."""
@@ -248,7 +268,8 @@ def test_every_preset_goes_on_under_every_preset(run_ranks: Pool, saved: Path, w
     run_ranks(world, load_each, jobs, {first: alone(first, world) for first in WORLDS})
 
 
-@pytest.mark.parametrize("world", SOME_ALWAYS)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 def test_from_the_device_to_host_and_disk_and_back(run_ranks: Pool, saved: Path, world: int) -> None:
     """Each that rests elsewhere loads from another such one and from the device, and the device from it; worlds of one
     and two each other's, where not a bit may differ, the others everybody's in turns."""
@@ -298,6 +319,7 @@ def values(path: Path) -> dict[str, Any]:
     return found | {"optimizer": index.optimizer, "extra": index.extra}
 
 
+@pytest.mark.slow
 def test_not_a_bit_changes_on_the_way(run_ranks: Pool, saved: Path, tmp_path: Path) -> None:
     """Through every layout in every world: weights, buffers, moments, settings, all of it."""
     first = path = saved / "3" / "zero3"

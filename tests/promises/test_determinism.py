@@ -10,7 +10,7 @@ from tests.support.training import Outcome, assert_same, train_sharded
 OPTIONS = {"precision": "bf16", "node_size": 2, "num_micro": 3, "num_steps": 3}
 
 
-@pytest.mark.parametrize("strategy", slow_but(("zero3", "mapping"), [*SOME, "hpz", "zero3_nvme", "mapping"]))
+@pytest.mark.parametrize("strategy", slow_but(("mapping",), [*SOME, "hpz", "zero3_nvme", "mapping"]))
 def test_twice_in_the_same_processes(run_ranks: Pool, strategy: str) -> None:
     """Four ranks in two nodes: here sums have an order, and it must be the same one every time."""
     first, again = (run_ranks(4, train_sharded, IN_TREE, STRATEGIES[strategy], **OPTIONS) for _ in range(2))

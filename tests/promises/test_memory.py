@@ -26,7 +26,7 @@ from shardwise.core.schedule.state_bytes import StateBytes, state_bytes
 from shardwise.core.schedule.step_schedule import NUM_REDUCTIONS
 from shardwise.core.unit.stand_ins import OnDisk
 from tests.harness import Pool
-from tests.support.strategies import ALL, ENCODED, NAMED, STRATEGIES, disk_for
+from tests.support.strategies import ALL, CORNERS, ENCODED, ENCODED_ALWAYS, NAMED, STRATEGIES, disk_for, slow_but
 
 NUM_BLOCKS = 6
 HIDDEN = 128
@@ -217,7 +217,13 @@ def test_bytes_per_parameter_off_the_device(run_ranks: Pool, preset: str) -> Non
         assert state.memory.disk == round(on_disk(4, 2) * PSI)
 
 
-@pytest.mark.parametrize("strategy", [*(name for name in ALL if name not in NAMED), *ENCODED])
+@pytest.mark.parametrize(
+    "strategy",
+    slow_but(
+        [*(name for name in CORNERS if name not in NAMED), *ENCODED_ALWAYS],
+        [*(name for name in ALL if name not in NAMED), *ENCODED],
+    ),
+)
 def test_what_is_held_is_what_was_planned(run_ranks: Pool, strategy: str) -> None:
     chosen = (STRATEGIES | ENCODED)[strategy]
     for state in run_ranks(4, state_after_step, chosen, node_size=2, precision="bf16"):
@@ -274,7 +280,11 @@ def memory_beside(strategy: Strategy, **options: object) -> tuple[StateBytes, Be
 
 
 @pytest.mark.parametrize(
-    "strategy", [*NAMED, "whole-node-world", "node-world-world", "zero1, gradients and optimizer on host"]
+    "strategy",
+    slow_but(
+        ("ddp", "zero2", "zero3", "hpz", "zero3_nvme", "zero1, gradients and optimizer on host"),
+        [*NAMED, "whole-node-world", "node-world-world", "zero1, gradients and optimizer on host"],
+    ),
 )
 def test_slots_are_all_there_is_beside_the_state(run_ranks: Pool, strategy: str) -> None:
     chosen = STRATEGIES[strategy]
@@ -358,7 +368,11 @@ def addresses(strategy: Strategy) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [name for name in [*NAMED, "mapping"] if "backward" not in gathered_until(STRATEGIES[name])]
+    "strategy",
+    slow_but(
+        ("ddp", "zero3", "hpz", "zero3_nvme", "mapping"),
+        [name for name in [*NAMED, "mapping"] if "backward" not in gathered_until(STRATEGIES[name])],
+    ),
 )
 def test_addresses_never_change(run_ranks: Pool, strategy: str) -> None:
     for first, *later in run_ranks(4, addresses, STRATEGIES[strategy]):

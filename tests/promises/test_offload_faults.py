@@ -41,6 +41,7 @@ from tests.core.offload.conftest import Mount, mount  # noqa: F401  a fixture
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.running import settings_for
+from tests.support.strategies import slow_but
 from tests.support.training import CLIP, adamw
 
 NUM_RANKS = 2
@@ -296,7 +297,7 @@ def require_going_on(pool: Pool, run: Run, undisturbed: list[list[float]]) -> No
     assert resumed == [losses[SAVED_AFTER:] for losses in undisturbed]
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=slow_but(STRATEGIES[:1], STRATEGIES))
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

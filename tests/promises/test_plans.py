@@ -25,7 +25,7 @@ from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, SEQ, VOCAB, tokens
-from tests.support.strategies import ENCODED, NAMED, OFFLOADED, STRATEGIES, disk_for
+from tests.support.strategies import CORNERS, ENCODED, NAMED, OFFLOADED, STRATEGIES, disk_for, slow_but
 from tests.support.training import adamw
 
 WORLD, NODE = 4, 2
@@ -112,9 +112,11 @@ ON_DEVICE = [name for name in [*NAMED, "mapping"] if name not in OFFLOADED]
 
 
 @pytest.mark.parametrize(
-    "strategies", [ON_DEVICE[:5], ON_DEVICE[5:], OFFLOADED], ids=["one axis", "two axes", "host and disk"]
+    "strategies",
+    slow_but([CORNERS], [CORNERS, ON_DEVICE[:5], ON_DEVICE[5:], OFFLOADED]),
+    ids=["corners", "one axis", "two axes", "host and disk"],
 )
-def test_layouts(run_ranks: Pool, strategies: list[str]) -> None:
+def test_layouts(run_ranks: Pool, strategies: Sequence[str]) -> None:
     assert_as_planned(run_ranks, IN_TREE, [STRATEGIES[name] for name in strategies], "bf16", 1)
 
 
@@ -127,12 +129,12 @@ def test_what_travels_encoded(run_ranks: Pool) -> None:
 
 
 def test_several_micro_batches(run_ranks: Pool) -> None:
-    on_device: list[Strategy] = ["ddp", "zero1", "zero3", "hfsdp", "hybrid_shard_zero2"]
+    on_device: list[Strategy] = ["zero1", "zero3", "hfsdp", "hybrid_shard_zero2"]
     moved: list[Strategy] = ["zero3_offload", "zero2+optimizer=disk", "zero1+grads=host+optimizer=host"]
     assert_as_planned(run_ranks, IN_TREE, [*on_device, *moved], "bf16", 3)
 
 
-@pytest.mark.parametrize("precision", ["pure-bf16", "fp32"])
+@pytest.mark.parametrize("precision", slow_but(("fp32",), ["pure-bf16", "fp32"]))
 def test_precisions(run_ranks: Pool, precision: str) -> None:
     assert_as_planned(run_ranks, TIED, ["ddp", "zero2", "hpz", "zero3_offload", "zero3_nvme"], precision, 1)
 

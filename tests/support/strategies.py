@@ -43,6 +43,18 @@ ALL = list(STRATEGIES)
 NAMED = [name for name in STRATEGIES if name in PRESETS]
 # For tests that multiply with models or precisions: each kind of gradient and parameter handling once.
 SOME = ["ddp", "zero2", "zero3", "hsdp"]
+# With every change: the ends of each axis (whole and split, one level and two, on the device, the host and disk,
+# several in one model). The slow tests run all of them.
+CORNERS = (
+    "ddp",
+    "zero2",
+    "zero3",
+    "hpz",
+    "zero3_nvme",
+    "world-node-world",
+    "zero3, parameters on disk, a part of the optimizer on host",
+    "mapping",
+)
 
 
 # What travels as something else, so that training is not the same to the last bit; all other promises hold.
@@ -86,12 +98,20 @@ ENCODED_ALWAYS = (
 )
 
 
-def slow_but(always: Collection[Any], names: Iterable[Any]) -> list[Any]:
-    """Parameters of a test, of which only some are asked with every change."""
-    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_but(always: Collection[Any], rows: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the rows in `always` run with every change, the others are marked slow.
 
+    A row is one value, or a tuple with a value for each of several names.
+    """
+    rows = list(rows)
+    unknown = [row for row in always if row not in rows]
+    assert not unknown, f"no such rows: {unknown}"
 
-SOME_ENCODED = slow_but(ENCODED_ALWAYS, ENCODED)
+    def slow(row: Any) -> Any:
+        return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow)
+
+    return [row if row in always else slow(row) for row in rows]
+
 
 OFFLOADED = [
     name for name, strategy in STRATEGIES.items() if any(word in str(strategy) for word in ("=", "_off", "nvme"))

@@ -266,12 +266,14 @@ class Train:
         return told
 
 
+@pytest.mark.quick("in-tree-full", "llama-selective")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["in-tree", "llama"])
 def test_every_layout_equals_one_process(run_ranks: Pool, name: str, mode: str) -> None:
     check(run_ranks, Train(name), Checkpointed(name, mode), LAYOUTS)
 
 
+@pytest.mark.quick("selective")
 @pytest.mark.parametrize("mode", MODES)
 def test_nodes_equal_one_process(run_ranks: Pool, mode: str) -> None:
     check(run_ranks, Train("in-tree"), Checkpointed("in-tree", mode), NODES, world=4, node_size=2)
@@ -301,6 +303,7 @@ def train_each(name: str, cases: list[tuple[str, str, str, str]]) -> list[Any]:
     return [train(name, *case) for case in cases]
 
 
+@pytest.mark.quick("in-tree-bf16")
 @pytest.mark.parametrize(
     ("name", "precision"), [("in-tree", "fp32"), ("in-tree", "bf16"), ("in-tree tied", "fp32"), ("llama", "bf16")]
 )
@@ -377,6 +380,7 @@ def test_blocks_compiled_with_inductor(run_ranks: Pool, mode: str) -> None:
         assert seen == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_what_its_mode_says() -> None:
     held: dict[str, int] = {}
     with warnings.catch_warnings():

@@ -52,6 +52,7 @@ def plant(host: str, port: int, run_id: str, file: Path) -> None:
     store.set(f"torch.rendezvous.{run_id}", base64.b64encode(pickle.dumps(Bomb(file))).decode())
 
 
+@pytest.mark.slow
 def test_a_run_of_one_machine_is_out_of_reach_and_reads_no_pickle(tmp_path: Path) -> None:
     with launcher("meet", tmp_path) as process:
         ranks = [json.loads(said(tmp_path, rank)) for rank in (0, 1)]
@@ -89,6 +90,7 @@ def test_several_machines_read_nothing_that_is_not_signed(tmp_path: Path) -> Non
     assert not bomb.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["hung", "stopped"])
 def test_a_rank_that_does_not_end_after_the_others(tmp_path: Path, is_stopped: bool) -> None:
     """The training is over."""
@@ -108,6 +110,7 @@ def test_a_rank_that_does_not_end_after_the_others(tmp_path: Path, is_stopped: b
     wait_until_gone([pid])
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join_is_named_with_its_place(tmp_path: Path) -> None:
     code, _, err = run("come_late", tmp_path)
     assert code == 1
@@ -115,6 +118,7 @@ def test_a_rank_that_does_not_join_is_named_with_its_place(tmp_path: Path) -> No
     assert "in come_late: time.sleep(600)" in err
 
 
+@pytest.mark.slow
 def test_what_a_killed_launcher_leaves_the_next_run_removes(tmp_path: Path) -> None:
     with launcher("never_stop", tmp_path) as process:
         pids = [int(said(tmp_path, rank)) for rank in (0, 1)]

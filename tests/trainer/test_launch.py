@@ -161,6 +161,7 @@ def test_a_crash_is_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank-00001.log").read_text().count("--- rank 1") == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
     code, _, err = run("be_killed", tmp_path)
     assert code == 1
@@ -169,6 +170,7 @@ def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
     assert "the last that was heard of it" in err
 
 
+@pytest.mark.slow
 def test_a_refusal_on_one_rank_ends_all(tmp_path: Path) -> None:
     code, _, err = run("refuse_alone", tmp_path, "max_restarts=1")
     assert code == 2
@@ -232,6 +234,7 @@ def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: p
     assert told == ["OSError('nobody listens')", "OSError('stale')", "ValueError('half a note')"], "each once"
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_terminal_counts_once_and_also_while_ranks_start(tmp_path: Path) -> None:
     """It goes to every process of the group, whether it can hear it yet or not."""
     with launcher("stop_when_asked", tmp_path) as process:
@@ -255,6 +258,7 @@ def test_ctrl_c_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}, look=interrupted) == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_for_another_machine(tmp_path: Path) -> None:
     port = free_port()
     words = ("nproc_per_node=1", 'nnodes="2"', f'rdzv_endpoint="localhost:{port}"')
@@ -277,6 +281,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     with launcher("never_stop", tmp_path, "nproc_per_node=1") as process:
         pid = int(said(tmp_path, 0))
@@ -284,6 +289,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
         wait_until_gone([pid])
 
 
+@pytest.mark.slow
 def test_what_to_go_on_from_is_the_first_rank_s_to_choose(tmp_path: Path) -> None:
     assert run("tell", tmp_path, 'resume_from_checkpoint="auto"', "nproc_per_node=1")[0] == 0
     assert json.loads(said(tmp_path, 0))["settings"]["resume_from_checkpoint"] == "auto"

@@ -95,6 +95,7 @@ def test_without_clipping_the_host_updates_inside_the_backward(run_ranks: Pool, 
         assert all("grad_norm" in row for row in rows(folder) if "loss" in row)
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_model_with_weights_is_fine_tuned_from_disk_and_exported(run_ranks: Pool, tmp_path: Path, kind: str) -> None:
     llama = save_llama(tmp_path / "llama")

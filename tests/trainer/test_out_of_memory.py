@@ -97,6 +97,7 @@ def small(folder: Path, **changes: Any) -> Settings:
     return settings_for(folder, shape=SHAPE, seq_length=256, precision="bf16", **changes)
 
 
+@pytest.mark.quick("backward", "update", "set-up")
 @pytest.mark.parametrize("place", PLACES)
 def test_the_instant_is_named_and_every_rank_leaves_a_report(run_ranks: Pool, tmp_path: Path, place: str) -> None:
     settings = small(tmp_path, strategy="zero2")

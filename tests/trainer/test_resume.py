@@ -63,6 +63,7 @@ def go_on(run_ranks: Pool, run: Path, **changes: Any) -> tuple[int, str]:
     return told[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("asked", ["latest", "auto", "the run's folder"])
 def test_damaged_checkpoints_are_skipped_with_a_word(run_ranks: Pool, whole: Path, run: Path, asked: str) -> None:
     for step, (damage, _) in zip(range(9, 2, -1), DAMAGE.values(), strict=True):

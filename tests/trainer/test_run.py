@@ -96,6 +96,7 @@ def run_without_compiler(settings: str) -> int:
         return run_rank(settings)
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_go_on_too(run_ranks: Pool, tmp_path: Path) -> None:
     """The shape is large enough for 8 bits. Blocks of another layout begin elsewhere, so moments are rounded anew."""
     changes: dict[str, Any] = {"optimizer": "adamw8bit", "shape": {**TINY, "hidden": 128}, "save_steps": 3}
@@ -220,6 +221,7 @@ def test_a_row_tells_of_speed_and_memory(run_ranks: Pool, tmp_path: Path) -> Non
     assert row["tokens"] == 4 * 8 * 32
 
 
+@pytest.mark.quick("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_other_precisions_learn_too(run_ranks: Pool, tmp_path: Path, precision: str) -> None:
     folder = tmp_path / "run"
@@ -234,6 +236,7 @@ def test_other_ways_to_train(run_ranks: Pool, tmp_path: Path, changes: dict[str,
     assert losses(folder)[-1] < losses(folder)[0] - 0.1
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_no_loss(run_ranks: Pool, tmp_path: Path) -> None:
     found = []
     for mode in ("none", "selective", "full"):

@@ -255,16 +255,19 @@ def train_compiled(run: Run) -> list[float]:
 BUILDS = [Stack, full, selective, CheckpointedOutside, fused]
 
 
+@pytest.mark.quick("full", "CheckpointedOutside")
 @pytest.mark.parametrize("build", BUILDS)
 def test_training_is_the_same_to_the_last_bit(run_ranks: Pool, build: Any) -> None:
     run_ranks(2, told, train, build, LAYOUTS, {})
 
 
+@pytest.mark.quick("Stack", "selective")
 @pytest.mark.parametrize("build", BUILDS)
 def test_micro_batches(run_ranks: Pool, build: Any) -> None:
     run_ranks(2, told, train_with_micro_batches, build, ["shard_grad_op", "zero3"], {})
 
 
+@pytest.mark.quick("Stack")
 @pytest.mark.parametrize("build", [Stack, full])
 def test_one_backward_through_two_forwards(run_ranks: Pool, build: Any) -> None:
     run_ranks(2, told, train_on_a_sum, build, ["ddp", "zero3"], {})
@@ -287,6 +290,7 @@ def test_sixteen_bits(run_ranks: Pool) -> None:
     run_ranks(1, told, train, full, ["zero3"], {"precision": "bf16"})
 
 
+@pytest.mark.slow
 def test_compiled_blocks(run_ranks: Pool) -> None:
     run_ranks(1, told, train_compiled, compiled, ["zero3"], {})
 

@@ -136,6 +136,7 @@ def moved(moves: str, disk_path: str | None = None) -> Any:
     return losses(model, optimizer), layouts, [entry.name for entry in chosen.found], chosen.why
 
 
+@pytest.mark.slow
 def test_what_was_moved_is_moved_under_whatever_is_chosen(run_ranks: Pool) -> None:
     (seen, layouts, names, why), (_, others, *_) = run_ranks(2, moved, "+optimizer=host:0.5")
     assert layouts == others
@@ -148,6 +149,7 @@ def test_what_was_moved_is_moved_under_whatever_is_chosen(run_ranks: Pool) -> No
     assert seen == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_presets_that_cannot_be_moved_so_are_left_out(run_ranks: Pool) -> None:
     _, layouts, names, _ = run_ranks(2, moved, "+params=host+optimizer=host")[0]
     assert names

@@ -125,16 +125,19 @@ def plain_loop(trainee: Trainee) -> list[float]:
     return values
 
 
+@pytest.mark.quick("all_inside", "evaluated", "whole_loop")
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_around_the_model(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Stack, EVERYWHERE, tolerance=TOLERANCE)
 
 
+@pytest.mark.quick("accumulated", "whole_loop")
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_around_checkpointed_blocks(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Checkpointed, ["ddp", "zero2", "zero3"], tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_on_nodes_and_in_mixed_layouts(run_ranks: Pool) -> None:
     check(run_ranks, all_inside, Stack, ["hsdp", "hpz"], world=4, node_size=2, tolerance=TOLERANCE)
     check(run_ranks, all_inside, Stack, {"layers.0": "ddp", "layers.1": "zero3", "*": "zero2"}, tolerance=TOLERANCE)
@@ -149,6 +152,7 @@ def test_around_a_model_in_bf16(run_ranks: Pool) -> None:
     check(run_ranks, all_inside, Stack, EVERYWHERE, tolerance=5e-2, precision="bf16")
 
 
+@pytest.mark.quick("Checkpointed")
 @pytest.mark.parametrize("build", [Stack, Checkpointed])
 def test_as_a_precision(run_ranks: Pool, build: Any) -> None:
     """The user's autocast in one process, and none of his on the ranks."""

@@ -67,6 +67,7 @@ def train(strategy: Any, averages: bool, accumulates: bool, node_size: int) -> d
         return sw.full_state_dict(model)
 
 
+@pytest.mark.quick("ddp-True", "zero2-True", "zero3-True", "hpz-True", "zero3_nvme-True", "zeropp-True")
 @pytest.mark.parametrize("accumulates", slow_but([True], [True, False]))
 @pytest.mark.parametrize("strategy", [*NAMED, "zeropp", "ddp+grads_as=int8", "hsdp+grads_as=int8"])
 def test_a_mean_on_the_wire_is_the_mean(run_ranks: Pool, strategy: str, accumulates: bool) -> None:

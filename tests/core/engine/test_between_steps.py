@@ -145,6 +145,7 @@ def true_weights(world: int) -> list[tuple[str, Weights]]:
     return models[0].found
 
 
+@pytest.mark.quick("ddp-2-None-1", "zero2-2-None-2", "zero3-3-None-3", "hpz-4-2-4")
 @pytest.mark.parametrize(
     ("strategy", "world", "node_size", "num_shares"),
     [
@@ -357,6 +358,7 @@ def test_touching_does_not_disturb(run_ranks: Pool) -> None:
     check(run_ranks, touched, Stack, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_touching_does_not_disturb_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, touched, Stack, NODES, world=4, node_size=2)
 
@@ -410,6 +412,7 @@ def read_whole(strategy: str, precision: str, node_size: int | None) -> dict[str
     return found
 
 
+@pytest.mark.quick("ddp-*", "zero2-*", "zero3-*", "hpz-*")
 @pytest.mark.parametrize(
     ("strategy", "world", "node_size"),
     [*((name, 2, None) for name in LAYOUTS), *((name, 4, 2) for name in NODES)],
@@ -480,6 +483,7 @@ def _with_forward(trainee: Trainee, expected: Weights) -> tuple[Weights, Weights
     return found, expected, seen_loss, loss
 
 
+@pytest.mark.quick("ddp-*", "zero2-*", "zero3-*", "hpz-*")
 @pytest.mark.parametrize(
     ("strategy", "world", "node_size"),
     [*((name, 2, None) for name in LAYOUTS), *((name, 4, 2) for name in NODES)],
@@ -694,6 +698,7 @@ def described(state: Weights) -> list[Any]:
     return [(key, value.shape, value.dtype, value.device.type, value.requires_grad) for key, value in state.items()]
 
 
+@pytest.mark.quick("bf16-*", "*-in-tree tied")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 def test_the_state_dict_has_the_models_own_keys_shapes_and_dtypes(run_ranks: Pool, name: str, precision: str) -> None:

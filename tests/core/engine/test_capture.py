@@ -137,6 +137,7 @@ def train(
     return seen
 
 
+@pytest.mark.quick("ddp-None", "zero3-1048576", "hpz-None", "mixed-1048576")
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replay_is_a_step_whatever_ran_in_between(run_ranks: Pool, strategy: str, budget: int | None) -> None:

@@ -128,12 +128,14 @@ def train_with_micro_batches(trainee: Trainee) -> list[float]:
 # checkpointing
 
 
+@pytest.mark.quick("CheckpointedInside", "NestedCheckpoints")
 @pytest.mark.parametrize("build", [Checkpointed, CheckpointedInside, EveryOther, NestedCheckpoints])
 def test_checkpointed_blocks_equal_one_process(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, train, build, LAYOUTS)
     check(run_ranks, train_with_micro_batches, build, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_equal_one_process_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, train, Checkpointed, NODES, world=4, node_size=2)
 
@@ -178,6 +180,7 @@ def traffic_rows(build: Callable[[], nn.Module], strategy: str, node_size: int |
     return [*rows, add_up(calls).rows]
 
 
+@pytest.mark.quick("Checkpointed-*", "*-zero3")
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("build", [Checkpointed, CheckpointedInside, EveryOther, NestedCheckpoints])
 def test_checkpointing_gathers_nothing_twice(run_ranks: Pool, build: Any, strategy: str) -> None:
@@ -216,6 +219,7 @@ class HuggingFace:
         return model
 
 
+@pytest.mark.quick("t5")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_gradient_checkpointing_of_hugging_face(run_ranks: Pool, name: str) -> None:
     check(run_ranks, HuggingFaceStory(name, 3), HuggingFace(name, True), ["shard_grad_op", "zero3"])
@@ -234,6 +238,7 @@ def hugging_face_calls(name: str, checkpointed: bool) -> list[int]:
     return calls
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_gradient_checkpointing_of_hugging_face_gathers_nothing_twice(run_ranks: Pool, name: str) -> None:
     assert run_ranks(2, hugging_face_calls, name, True) == run_ranks(2, hugging_face_calls, name, False)
@@ -324,12 +329,14 @@ def test_compiled_blocks(run_ranks: Pool, way: str, strategy: str) -> None:
     check_compiled(run_ranks, way, "eager", strategy)
 
 
+@pytest.mark.quick("shard_grad_op-block.compile before", "zero3-torch.compile of each block")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "zero3"])
 def test_compiled_blocks_with_compiled_backward(run_ranks: Pool, way: str, strategy: str) -> None:
     check_compiled(run_ranks, way, "aot_eager", strategy)
 
 
+@pytest.mark.quick("block.compile after")
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_and_checkpointed_blocks(run_ranks: Pool, way: str) -> None:
     check_compiled(run_ranks, way, "aot_eager", "zero3", checkpointed=True)

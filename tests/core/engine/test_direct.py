@@ -107,6 +107,7 @@ def train_alone() -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.quick("ddp-1", "zero2-2", "zero3-2")
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_direct_gradients_are_the_gradients(run_ranks: Pool, strategy: str, num_micro: int) -> None:

@@ -136,6 +136,7 @@ def told(story: Story, kind: str, strategies: list[str], options: dict[str, Any]
         return [tell_sharded(story, BUILDS[kind], strategy, **options) for strategy in strategies]
 
 
+@pytest.mark.quick("listed")
 @pytest.mark.parametrize("kind", BUILDS)
 def test_experts_that_are_units(run_ranks: Pool, kind: str) -> None:
     expected = tell_alone(train, BUILDS[kind], 2)

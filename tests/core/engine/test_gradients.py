@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.harness import Pool
-from tests.support.strategies import disk_for
+from tests.support.strategies import disk_for, slow_but
 from tests.support.trainee import LAYOUTS, Trainee, check, check_refused, features
 
 OFFLOADED = ["zero2_offload", "zero3_offload", "zero3+optimizer=host", "ddp+optimizer=host"]
 MAPPING = {"layers.0": "ddp", "layers.1": "zero3_offload", "layers.*": "zero3", "*": "zero2"}
 HERE = [*LAYOUTS, *OFFLOADED, MAPPING]
+QUICK = ["zero1", "zero3", "zero2_offload", MAPPING]
+EACH = slow_but([QUICK], [QUICK, LAYOUTS, OFFLOADED])
 ON_NODES = ["hsdp", "hfsdp", "hpz", {"layers.0": "hsdp", "layers.*": "zero3", "*": "hsdp+optimizer=host"}]
 
 
@@ -146,11 +148,12 @@ def clipped_by(orders: tuple[float, ...], trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, OFFLOADED, [MAPPING]], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_norms_of_any_order(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, partial(clipped_by, (2.0, math.inf, 1.0, 3.0)), Net, strategies)
 
 
+@pytest.mark.slow
 def test_norms_of_any_order_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, partial(clipped_by, (math.inf, 1.5)), Net, ON_NODES, world=4, node_size=2)
 
@@ -171,11 +174,12 @@ def changed_in_turn(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, OFFLOADED, [MAPPING]], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_gradients_are_changed_in_turn(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, changed_in_turn, Net, strategies)
 
 
+@pytest.mark.slow
 def test_gradients_are_changed_in_turn_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, changed_in_turn, Net, ON_NODES, world=4, node_size=2)
 
@@ -244,11 +248,12 @@ def read_at_every_point(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, OFFLOADED, [MAPPING]], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_whole_gradients_at_every_point(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, read_at_every_point, Net, strategies, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_whole_gradients_at_every_point_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, read_at_every_point, Net, ON_NODES, world=4, node_size=2, tolerance=1e-4)
 
@@ -284,11 +289,12 @@ def change_wholes(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, OFFLOADED, [MAPPING]], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_whole_gradients_are_changed(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, change_wholes, Net, strategies, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_whole_gradients_are_changed_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, change_wholes, Net, ON_NODES, world=4, node_size=2, tolerance=1e-4)
 
@@ -337,6 +343,7 @@ def values_in(precision: str) -> list[tuple[list[float], float]]:
     return found
 
 
+@pytest.mark.quick("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_gradients_in_other_precisions(run_ranks: Pool, precision: str) -> None:
     """In fp16 they are not scaled."""
@@ -420,11 +427,12 @@ def sharpness_aware(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, OFFLOADED, [MAPPING]], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_sharpness_aware_updates(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, sharpness_aware, Net, strategies)
 
 
+@pytest.mark.slow
 def test_sharpness_aware_updates_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, sharpness_aware, Net, ON_NODES, world=4, node_size=2)
 

@@ -87,6 +87,7 @@ def test_plain(run_ranks: Pool) -> None:
     check(run_ranks, train, Stack, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_plain_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, train, Stack, NODES, world=4, node_size=2)
 
@@ -171,11 +172,13 @@ def nested() -> nn.Module:
     return model
 
 
+@pytest.mark.quick("units1", "300")
 @pytest.mark.parametrize("units", [("Nested", "Block"), ("Nested",), ("Block",), ("Linear", "LayerNorm"), 300, 1])
 def test_nested_units_and_other_cuts(run_ranks: Pool, units: Any) -> None:
     check(run_ranks, train, nested, LAYOUTS, units=units if isinstance(units, int) else list(units))
 
 
+@pytest.mark.slow
 def test_nested_units_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, train, nested, NODES, world=4, node_size=2, units=["Nested", "Block"])
 
@@ -398,6 +401,7 @@ def never_zeroed(trainee: Trainee) -> list[float]:
     return values
 
 
+@pytest.mark.quick("several_forwards_one_backward", "reversed_accumulated", "never_zeroed")
 @pytest.mark.parametrize(
     "story",
     [
@@ -413,6 +417,7 @@ def test_several_forwards_and_backwards(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Stack, LAYOUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("story", [in_order, interleaved])
 def test_several_forwards_and_backwards_on_nodes(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Stack, NODES, world=4, node_size=2)
@@ -467,6 +472,7 @@ def retained_crosswise(trainee: Trainee) -> list[float]:
     return values
 
 
+@pytest.mark.quick("Stack")
 @pytest.mark.parametrize("build", [Stack, Backwards])
 def test_retained_graphs_of_several_forwards(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, retained_crosswise, build, ["zero2", "shard_grad_op", "zero3"])
@@ -615,6 +621,7 @@ def unused_in_accumulation(trainee: Trainee) -> list[float]:
     return losses
 
 
+@pytest.mark.quick("unused_on_some_ranks", "unused_in_accumulation")
 @pytest.mark.parametrize(
     "story", [unused_on_some_ranks, unused_on_all_ranks, unused_now_and_then, unused_in_accumulation]
 )
@@ -622,6 +629,7 @@ def test_unused_parameters(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Chooses, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_unused_parameters_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, unused_now_and_then, Chooses, NODES, world=4, node_size=2)
 
@@ -651,6 +659,7 @@ def test_units_skipped_on_all_ranks(run_ranks: Pool) -> None:
     check(run_ranks, skipped_on_all_ranks, Skips, LAYOUTS)
 
 
+@pytest.mark.quick("run_of_units_skipped_on_one_rank")
 @pytest.mark.parametrize("story", [skipped_on_one_rank, run_of_units_skipped_on_one_rank])
 def test_units_skipped_on_one_rank(run_ranks: Pool, story: Any) -> None:
     check(run_ranks, story, Skips, LAYOUTS)
@@ -765,6 +774,7 @@ class Wrapping:
         return model
 
 
+@pytest.mark.quick("tuple", "nested", "dict", "dataclass")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_outputs(run_ranks: Pool, kind: str) -> None:
     check(run_ranks, train, Wrapping(kind), ["zero2", "shard_grad_op", "zero3"])
@@ -821,6 +831,7 @@ def test_an_auxiliary_loss_left_on_the_module_is_right_or_refused(run_ranks: Poo
         check(run_ranks, train, WithAuxiliaryLoss, ["zero3"], may_refuse=["zero3"], memory_budget=memory_budget)
 
 
+@pytest.mark.quick("Stack-13000", "CalledTwice-25000", "Backwards-13000", "Crossed-1000000")
 @pytest.mark.parametrize("memory_budget", [ONE_SLOT, 25_000, 10**6])
 @pytest.mark.parametrize("build", [Stack, CalledTwice, Discards, Backwards, Branches, Crossed])
 def test_other_numbers_of_gather_slots(run_ranks: Pool, build: Any, memory_budget: int) -> None:
@@ -928,6 +939,7 @@ def one_sibling_of_all() -> nn.Module:
     return Siblings(((0, 4), (1, 4), (2, 4), (3, 4)))
 
 
+@pytest.mark.quick("siblings_of_one_slot")
 @pytest.mark.parametrize("build", [siblings_of_other_slots, siblings_of_one_slot, one_sibling_of_all])
 def test_units_that_call_other_units(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, train, build, LAYOUTS, may_refuse=["zero3"] if build is one_sibling_of_all else [])
@@ -1098,6 +1110,7 @@ def play_sharded(strategies: tuple[str, str]) -> tuple[list[float], dict[str, Te
     return losses, sw.full_state_dict(models[0])
 
 
+@pytest.mark.quick("strategies0", "strategies3")
 @pytest.mark.parametrize(
     "strategies", [("zero3", "zero3"), ("zero2", "zero3"), ("shard_grad_op", "ddp"), ("zero3", "zero1")]
 )
@@ -1141,11 +1154,13 @@ def evaluated_in_between(trainee: Trainee) -> list[float]:
     return values + train(trainee, 2, first=4)
 
 
+@pytest.mark.quick("Backwards")
 @pytest.mark.parametrize("build", [Stack, Backwards])
 def test_evaluation_in_the_middle_of_training(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, evaluated_in_between, build, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_evaluation_in_the_middle_of_training_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, evaluated_in_between, Stack, NODES, world=4, node_size=2)
 
@@ -1157,6 +1172,7 @@ def evaluated_first(trainee: Trainee) -> list[float]:
     return values + train(trainee)
 
 
+@pytest.mark.quick("nested")
 @pytest.mark.parametrize("build", [Stack, Backwards, nested])
 def test_inference_mode_before_training(run_ranks: Pool, build: Any) -> None:
     check(
@@ -1205,6 +1221,7 @@ def evaluate_only(precision: str, num_rounds: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_without_an_optimizer(run_ranks: Pool, precision: str) -> None:
     torch.manual_seed(0)
@@ -1296,6 +1313,7 @@ class Surviving:
         return survives_trap(trainee, *self.case)
 
 
+@pytest.mark.quick("False-forward", "True-backward")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_training_goes_on_after_an_error(run_ranks: Pool, direction: str, inside: bool) -> None:

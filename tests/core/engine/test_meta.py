@@ -97,6 +97,7 @@ def drawn_alike(build: Callable[[], nn.Module], cases: list[Case], seed: int, ex
     return True
 
 
+@pytest.mark.quick("TiedHead")
 @pytest.mark.parametrize("build", [in_tree, tied, TiedHead, Attending])
 def test_weights_do_not_depend_on_world_or_layout(run_ranks: Pool, build: Callable[[], nn.Module]) -> None:
     expected = run_ranks(1, drawn, build, "ddp", 5)[0]
@@ -142,6 +143,7 @@ class HuggingFace:
         return MODELS[self.name].build()
 
 
+@pytest.mark.quick("t5")
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_hugging_face_models(run_ranks: Pool, name: str) -> None:
     build = HuggingFace(name)
@@ -479,6 +481,7 @@ def test_loading_whole_weights(run_ranks: Pool, strategy: str, how: str) -> None
         assert same, "the next forward does not compute with the weights that were loaded"
 
 
+@pytest.mark.quick("hpz")
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hpz"])
 def test_loading_whole_weights_on_nodes(run_ranks: Pool, strategy: str) -> None:
     for how in ("all ranks", "rank 0"):

@@ -111,6 +111,7 @@ def test_tied_weights_of_units_of_their_own(run_ranks: Pool, units: Any) -> None
     check(run_ranks, train, tied_blocks, "shard_grad_op", units=units)
 
 
+@pytest.mark.slow
 def test_tied_weights_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, train, tied_blocks, NODES, world=4, node_size=2)
 
@@ -151,6 +152,7 @@ def test_frozen_parameters_may_be_given_to_the_optimizer(run_ranks: Pool) -> Non
     check(run_ranks, train, frozen_blocks, ["ddp", "zero3"])
 
 
+@pytest.mark.slow
 def test_frozen_parameters_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, train, frozen_blocks, NODES, world=4, node_size=2)
 
@@ -220,6 +222,7 @@ def test_adapters_equal_one_process(run_ranks: Pool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_adapters_equal_one_process_on_nodes(run_ranks: Pool) -> None:
     check(
         run_ranks,
@@ -250,6 +253,7 @@ def bytes_at_rest(strategy: str, precision: str, node_size: int | None) -> tuple
     return sum(param.nbytes for param in base), sum(storages.values()), 2 * largest
 
 
+@pytest.mark.quick("zero3-*")
 @pytest.mark.parametrize(
     ("strategy", "world", "node_size", "share"),
     [
@@ -287,6 +291,7 @@ def adapter_weights(strategy: str) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model, state_dict=sw.full_state_dict(model))
 
 
+@pytest.mark.slow
 def test_peft_saves_adapters_of_a_whole_state_dict(run_ranks: Pool) -> None:
     from peft import get_peft_model_state_dict
 
@@ -558,11 +563,13 @@ def scalars() -> nn.Module:
     return nn.Sequential(*(OnlyScalars() for _ in range(4)))
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_odd_shapes(run_ranks: Pool, world: int) -> None:
     check(run_ranks, train, OddStack, LAYOUTS, world=world)
 
 
+@pytest.mark.quick("scalars")
 @pytest.mark.parametrize("build", [OddStack, scalars])
 def test_odd_shapes_on_four_ranks(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, train, build, ["zero3", *NODES], world=4, node_size=2)
@@ -641,6 +648,7 @@ def generate_alone(name: str, rank: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.quick("zero3-gpt2", "hpz-t5")
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "zero3", "hpz"])
 def test_generation(run_ranks: Pool, name: str, strategy: str) -> None:

@@ -209,6 +209,7 @@ def accumulated(model: nn.Module, optimizer: Any, which: str = "all but the last
     return values
 
 
+@pytest.mark.quick("all but the last")
 @pytest.mark.parametrize("which", ["all but the last", "all", "none"])
 def test_accumulation(run_ranks: Pool, which: str) -> None:
     strategies = [*DDP, "zero1+grads=host+optimizer=host", *ZERO2, *ZERO3]
@@ -268,6 +269,7 @@ def test_an_overflow_skips_the_step(run_ranks: Pool) -> None:
     assert_same(run_ranks, overflowing, [*MOVED, "zero2+optimizer=disk"], precision="fp16")
 
 
+@pytest.mark.quick("options1")
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": "bf16"}, {"precision": "pure-bf16"}]
 )
@@ -275,6 +277,7 @@ def test_sixteen_bits(run_ranks: Pool, options: dict[str, str]) -> None:
     assert_same(run_ranks, clipped_in_turns, [*MOVED, "zero3_offload"], **options)
 
 
+@pytest.mark.slow
 def test_sixteen_bits_of_another_optimizer(run_ranks: Pool) -> None:
     options = {"precision": "bf16", "reduce_dtype": "bf16"}
     assert_same(run_ranks, clipped_in_turns, MOVED, make=OPTIMIZERS["SGD momentum"], **options)
@@ -346,11 +349,13 @@ def given_up(model: nn.Module, optimizer: Any) -> list[Any]:
     return steps(model, optimizer, 2, first=3, clip=0.5)
 
 
+@pytest.mark.quick("twice", "added_to")
 @pytest.mark.parametrize("story", [zeros, twice, added_to, given_up])
 def test_gradients_used_otherwise(run_ranks: Pool, story: Story) -> None:
     assert_same(run_ranks, story, [*DDP, "zero1+grads=host+optimizer=host", *ZERO2, *ZERO3])
 
 
+@pytest.mark.quick("zeros")
 @pytest.mark.parametrize("story", [twice, zeros])
 def test_gradients_used_otherwise_by_another_optimizer(run_ranks: Pool, story: Story) -> None:
     """One that counts its steps in the update itself."""
@@ -390,6 +395,7 @@ def decaying(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize(("build", "units"), [(Branches, ["ModuleList"]), (Whole, ["Whole"])], ids=["blocks", "one"])
 def test_parameters_that_are_left_out(run_ranks: Pool, build: type[nn.Module], units: list[str]) -> None:
     assert_same(run_ranks, with_unused, [*MOVED, "zero3_offload"], build=build, make=decaying, units=units)
@@ -406,12 +412,9 @@ def test_parameters_that_the_optimizer_does_not_have(run_ranks: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------
 # optimizers
 
-SLOW_TO_TELL = ["AdamW foreach", "AdamW one by one", "SGD fused", "Adagrad foreach", "Adamax", "ASGD", "Adadelta"]
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_TELL else ()) for name in OPTIMIZERS]
-)
+@pytest.mark.quick("AdamW", "Adam fused", "SGD momentum", "RMSprop", "Lion")
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers(run_ranks: Pool, name: str) -> None:
     """With everything that torch's optimizers keep in rows, on disk too; a user's own on the host."""
     strategies = ["ddp+optimizer=host", "zero3+optimizer=host"] if name == "Lion" else MOVED
@@ -442,6 +445,7 @@ def differences_in_small_chunks(*arguments: Any) -> list[str]:
         offload.CHUNK_ELEMS = before
 
 
+@pytest.mark.quick("SGD")
 @pytest.mark.parametrize("make", [decaying, in_groups, OPTIMIZERS["RMSprop"]], ids=["AdamW", "SGD", "RMSprop"])
 def test_chunk_by_chunk(run_ranks: Pool, make: Make) -> None:
     strategies = ["zero2+optimizer=disk", "zero3_nvme"]
@@ -494,6 +498,7 @@ def by_closure(model: nn.Module, optimizer: Any) -> list[Any]:
     return losses + steps(model, optimizer, 1, first=3)
 
 
+@pytest.mark.quick("by_closure")
 @pytest.mark.parametrize("story", [with_hooks, by_closure])
 def test_steps_of_other_kinds(run_ranks: Pool, story: Story) -> None:
     assert_same(run_ranks, story, [*ON_HOST, "zero3+params=disk+optimizer=host"])
@@ -518,6 +523,7 @@ def rate_in_a_tensor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=torch.tensor(1e-2), momentum=0.9, foreach=False)
 
 
+@pytest.mark.quick("rate_in_a_tensor")
 @pytest.mark.parametrize("make", [adamw, rate_in_a_tensor])
 def test_the_learning_rate_is_that_of_the_step(run_ranks: Pool, make: Make) -> None:
     for found in run_ranks(2, differences_while_updates_wait, scheduled, MOVED, Stack, make, {}):
@@ -564,6 +570,7 @@ class HasStepped:
         return optimizer
 
 
+@pytest.mark.quick("AdamW fused")
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum", "Adagrad"])
 def test_an_optimizer_that_has_stepped(run_ranks: Pool, name: str) -> None:
     assert_same(run_ranks, steps, [*MOVED, "zero3_offload"], make=HasStepped(OPTIMIZERS[name]))
@@ -660,11 +667,13 @@ def evaluated(model: nn.Module, optimizer: Any) -> list[Any]:
     return values
 
 
+@pytest.mark.quick("rewritten")
 @pytest.mark.parametrize("story", [rewritten, evaluated])
 def test_between_steps(run_ranks: Pool, story: Story) -> None:
     assert_same(run_ranks, story, [*DDP, *ZERO2, *ZERO3])
 
 
+@pytest.mark.slow
 def test_between_steps_with_frozen_parameters(run_ranks: Pool) -> None:
     assert_same(run_ranks, evaluated, ["zero3_offload", "zero3_nvme"], build=lora)
 
@@ -728,6 +737,7 @@ def differences_between_hosts(*arguments: Any) -> list[str]:
         return differences(*arguments)
 
 
+@pytest.mark.slow
 def test_hosts_that_are_not_equally_fast(run_ranks: Pool) -> None:
     """Whether an update is through may not decide about a collective."""
     arguments = (whatever_comes_next, [*MOVED, "zero3_offload"], Stack, adamw, {})
@@ -764,6 +774,7 @@ def test_a_part_is_whole_parameters_and_not_less(run_ranks: Pool, part: float) -
             assert block[0] > 0
 
 
+@pytest.mark.quick("0.5")
 @pytest.mark.parametrize("part", [0.999, 0.75, 0.5, 0.25, 0.001])
 def test_any_part_trains(run_ranks: Pool, part: float) -> None:
     strategies = [f"ddp+optimizer=host:{part}", f"zero3+params=host+optimizer=disk:{part}"]

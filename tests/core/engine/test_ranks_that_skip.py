@@ -118,6 +118,7 @@ STORIES = [skip_on_first, skip_by_rank, skip_in_micro_batches, skip_around_a_loo
 MODELS = [Tower, FrozenTower, CheckpointedTower]
 
 
+@pytest.mark.quick("two ranks")
 @pytest.mark.parametrize(("world", "options", "layouts"), WORLDS, ids=IDS)
 def test_units_skipped_by_rank(run_ranks: Pool, world: int, options: Any, layouts: list[str]) -> None:
     check(run_ranks, skip_around_a_look, Tower, layouts, world=world, **options)

@@ -37,6 +37,7 @@ def ranges(strategy: str) -> dict[str, int]:
 UNITS = ["root", "embed", "head", *(f"blocks.{index}" for index in range(5))]
 
 
+@pytest.mark.quick("zero3")
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "shard_grad_op"])
 def test_gathers_and_reductions_are_named(run_ranks: Pool, strategy: str) -> None:
     for seen in run_ranks(2, ranges, strategy):

@@ -294,6 +294,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.quick("with an error")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends_while_requests_are_under_way(tmp_path: Path, ending: str) -> None:
     program = f"""

@@ -338,6 +338,7 @@ def test_a_bug_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # a process that is killed
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("has_nameless_files", [True, False])
 def test_a_killed_process_leaves_nothing(mount: Mount, has_nameless_files: bool) -> None:
     place = mount("tmpfs", "size=64m")

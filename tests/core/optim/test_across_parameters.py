@@ -177,6 +177,7 @@ def refusals(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> lis
     return said
 
 
+@pytest.mark.quick("Prodigious", "ClipsLateInStep", "ClipsItsOwnList", "Centred", "Around")
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_parameters_is_refused_where_they_are_split(run_ranks: Pool, name: str) -> None:
     for rank in run_ranks(2, refusals, MIXING[name]):

@@ -99,16 +99,19 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.quick("AdamW foreach", "AdamW fused", "Adam", "SGD momentum", "Adagrad", "RMSprop", "Lion")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equal_to_one_process(run_ranks: Pool, name: str) -> None:
     check(run_ranks, train, Model, ["ddp", "zero1", "zero3"], make_optimizer=OPTIMIZERS[name])
 
 
+@pytest.mark.quick("AdamW fused")
 @pytest.mark.parametrize("name", ["AdamW fused", "Adagrad", "Lion"])
 def test_equal_to_one_process_on_nodes(run_ranks: Pool, name: str) -> None:
     check(run_ranks, train, Model, NODES, make_optimizer=OPTIMIZERS[name], world=4, node_size=2)
 
 
+@pytest.mark.quick("Adagrad")
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
 def test_equal_to_one_process_on_three_ranks(run_ranks: Pool, name: str) -> None:
     check(run_ranks, train, Model, "zero3", make_optimizer=OPTIMIZERS[name], world=3)
@@ -535,6 +538,7 @@ def accumulate_every_split(strategy: str) -> list[Tensor]:
     ]
 
 
+@pytest.mark.quick("ddp", "zero1", "zero3", "hpz")
 @pytest.mark.parametrize("strategy", [*LAYOUTS, *NODES])
 def test_accumulation_is_exact_for_any_split(run_ranks: Pool, strategy: str) -> None:
     model = Exact()

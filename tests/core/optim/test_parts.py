@@ -25,6 +25,7 @@ def train_in_parts(part_elems: int, strategy: Any, **options: Any) -> Outcome:
         sharded.PART_ELEMS = before
 
 
+@pytest.mark.quick("zero2_offload")
 @pytest.mark.parametrize(
     "strategy", slow_but(("zero3", "zero2_offload"), [*SOME, "hpz", "zero2_offload", "zero3_nvme", "mapping"])
 )

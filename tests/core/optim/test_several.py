@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.harness import Pool
+from tests.support.strategies import slow_but
 from tests.support.trainee import LAYOUTS, TOLERANCE, Trainee, check, check_refused, features
 from tests.support.training import weight_error
 
 ELSEWHERE = ["zero2_offload", "zero3_offload", "zero3+optimizer=host:0.5", {"*.0": "ddp", "*.1": "zero3", "*": "zero2"}]
 ON_NODES = ["hsdp", "hfsdp", "hpz"]
+QUICK = ["ddp", "zero3", "zero2_offload", ELSEWHERE[-1]]
+EACH = slow_but([QUICK], [QUICK, LAYOUTS, ELSEWHERE])
 
 
 class Block(nn.Module):
@@ -91,12 +94,13 @@ def both_at_once(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, ELSEWHERE], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 @pytest.mark.parametrize("make", [matrices_and_rest, maker_and_judge])
 def test_two_optimizers(run_ranks: Pool, strategies: list[Any], make: Any) -> None:
     check(run_ranks, both_at_once, Pair, strategies, make_optimizer=make)
 
 
+@pytest.mark.slow
 def test_two_optimizers_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, both_at_once, Pair, ON_NODES, make_optimizer=matrices_and_rest, world=4, node_size=2)
 
@@ -126,11 +130,12 @@ def adversarial(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, ELSEWHERE], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_a_generator_goes_on_after_the_discriminators_step(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, adversarial, Pair, strategies, make_optimizer=maker_and_judge)
 
 
+@pytest.mark.slow
 def test_a_generator_goes_on_after_the_discriminators_step_on_nodes(run_ranks: Pool) -> None:
     check(run_ranks, adversarial, Pair, ON_NODES, make_optimizer=maker_and_judge, world=4, node_size=2)
 
@@ -173,6 +178,7 @@ def save_and_load(folder: Path, others: str) -> None:
     assert weight_error(told["loaded"], told["straight"]) <= TOLERANCE
 
 
+@pytest.mark.quick("zero2_offload")
 @pytest.mark.parametrize("others", ["zero3", "ddp", "zero2_offload"])
 def test_a_checkpoint_holds_both(run_ranks: Pool, tmp_path: Path, others: str) -> None:
     run_ranks(2, save_and_load, tmp_path / "both", others)
@@ -305,7 +311,7 @@ def join(trainee: Trainee) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategies", [LAYOUTS, ELSEWHERE], ids=str)
+@pytest.mark.parametrize("strategies", EACH, ids=str)
 def test_parameters_join_an_optimizer(run_ranks: Pool, strategies: list[Any]) -> None:
     check(run_ranks, join, Pair, strategies, make_optimizer=few)
 

@@ -25,6 +25,7 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(host, "LEAST_ELEMS", 256)
 
 
+@pytest.mark.quick("one thread-int8:256-*", "two threads-int4:64-*", "two threads-int8:2048-dtype0")
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CODECS)

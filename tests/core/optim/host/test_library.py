@@ -122,6 +122,7 @@ def test_a_cache_that_cannot_be_written(
     assert "XDG_CACHE_HOME" in caplog.records[0].getMessage()
 
 
+@pytest.mark.quick("flags0")
 @pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=x86-64-v3",)])
 @pytest.mark.usefixtures("_unloaded")
 def test_older_processors_get_the_same_results(
