@@ -33,9 +33,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.planner_memory_published import schedule_of
 from benchmarks.titan import Titan
-from shardwise.planner.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.planner.cost.fsdp2_groups import Wrapping
-from shardwise.planner.cost.peak import WORKSPACE_BYTES
+from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
+from shardwise.planner.cost.peak import WORKSPACE_BYTES, Memory
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Training
 from shardwise.planner.work.activations import works_of
@@ -87,7 +86,7 @@ def cases() -> Iterator[Case]:
         yield Case(shape, world_size, mode, strategy, wrapping)
 
 
-def planned(case: Case) -> Fsdp2Memory:
+def planned(case: Case) -> Memory:
     schedule = schedule_of(case.shape, case.training, case.strategy, 1, case.world_size)
     return fsdp2_memory_of(schedule, works_of(case.shape, case.training), case.training, case.wrapping)
 

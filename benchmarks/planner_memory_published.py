@@ -29,9 +29,8 @@ from shardwise.core.layout import layout_of
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.planner.assess import NCCL_BYTES
-from shardwise.planner.cost.fsdp2 import Fsdp2Memory, fsdp2_memory_of
-from shardwise.planner.cost.fsdp2_groups import Wrapping
-from shardwise.planner.cost.reserve import HOLES, Reserved, reserved_of
+from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
+from shardwise.planner.cost.peak import HOLES, Memory, Reserved, reserved_of
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.shapes.families import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
@@ -141,7 +140,7 @@ class Row:
 @dataclass(frozen=True)
 class Finding:
     row: Row
-    memory: Fsdp2Memory
+    memory: Memory
     reserved: Reserved
 
     @property

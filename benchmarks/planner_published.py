@@ -16,9 +16,8 @@ from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.planner.cost.compute import UnitSeconds, seconds_of, speed_of
 from shardwise.planner.cost.step_time import step_time
-from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import Efficiency, Wear
-from shardwise.planner.hardware.values import Cluster
 from shardwise.planner.shapes.families import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Checkpointing, Lora, Training

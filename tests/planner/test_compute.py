@@ -19,11 +19,10 @@ from shardwise.planner.cost.compute import (
     work_seconds,
 )
 from shardwise.planner.cost.step_time import step_time
-from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import EMULATED, REAL, Efficiency, Wear, efficiency_of
 from shardwise.planner.hardware.gpus import GPUS, gpu_named
 from shardwise.planner.hardware.links import Link
-from shardwise.planner.hardware.values import Cluster
 from shardwise.planner.shapes.families import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Training

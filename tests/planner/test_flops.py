@@ -5,7 +5,7 @@ import pytest
 from shardwise.base.dtypes import BF16, FP16, FP32
 from shardwise.bench.case import SHAPES
 from shardwise.bench.model import flops_of, num_params
-from shardwise.planner.hardware.flops import flops_per_token, peak_flops
+from shardwise.planner.hardware.gpus import flops_per_token, peak_flops
 
 
 @pytest.mark.parametrize(

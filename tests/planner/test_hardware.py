@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.planner.hardware.cluster import NETWORKS, make_cluster, parse_gpus
-from shardwise.planner.hardware.gpus import GPUS, gpu_of_device
+from shardwise.planner.hardware.cluster import NETWORKS, bytes_of, make_cluster, parse_gpus
+from shardwise.planner.hardware.gpus import GIB, GPUS, gpu_of_device
 from shardwise.planner.hardware.links import Link
-from shardwise.planner.hardware.values import GIB, bytes_of
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_quantities() -> None:
 def test_shapes_and_hardware_do_without_torch() -> None:
     code = (
         "import sys\n"
-        "from shardwise.planner.hardware import cluster, flops, measured\n"
+        "from shardwise.planner.hardware import cluster, gpus, measured\n"
         "from shardwise.planner.shapes import families, hf_config, text\n"
         "from shardwise.planner.shapes.shape import units_of\n"
         "units_of(families.shape_of('llama-3-70b')), cluster.make_cluster('8xH100', 128)\n"

@@ -12,13 +12,11 @@ from benchmarks.titan import Block as TitanBlock
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import LOSS, works_of
-from shardwise.planner.work.measure import measure
-from shardwise.planner.work.operations import Habits
+from shardwise.planner.work.blocks import titan_block
+from shardwise.planner.work.operations import Habits, Setting
 from shardwise.planner.work.probe import probe_works
-from shardwise.planner.work.probe_meter import measure_call
-from shardwise.planner.work.probe_stand_ins import StandIns
-from shardwise.planner.work.published import titan_block
-from shardwise.planner.work.setting import Setting
+from shardwise.planner.work.probe_meter import StandIns, measure_call
+from shardwise.planner.work.tape import measure
 from shardwise.planner.work.work import Work
 from shardwise.trainer.checkpointing import _checkpointed, checkpoint_blocks
 from shardwise.trainer.model import Transformer

@@ -1,9 +1,7 @@
 """The small autograd of byte counts: what lives when."""
 
-from shardwise.planner.work.measure import chain, measure
 from shardwise.planner.work.operations import Habits, activation, add, linear, multiply, scale
-from shardwise.planner.work.storages import Tensor
-from shardwise.planner.work.tape import Tape
+from shardwise.planner.work.tape import Tape, Tensor, chain, measure
 
 N = 1 << 20  # elements of 2 bytes
 EAGER = Habits(writes_directly=False)

@@ -14,14 +14,13 @@ from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.model import FoundUnit, Param, Site
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.core.wire.codec import encoded_bytes
-from shardwise.planner.cost.activation_offload import with_stowing
 from shardwise.planner.cost.compute import UnitSeconds
 from shardwise.planner.cost.lanes import BOTH_WAYS, COLLECTIVES, Lanes
+from shardwise.planner.cost.peak import with_stowing
 from shardwise.planner.cost.step_time import Timing, days_for, mfu, step_time
-from shardwise.planner.hardware.cluster import make_cluster
+from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import CODING, IDEAL, Wear
 from shardwise.planner.hardware.links import Link
-from shardwise.planner.hardware.values import Cluster
 
 ELEMS = 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..planner.hardware.flops import flops_per_token
+from ..planner.hardware.gpus import flops_per_token
 from ..trainer.model import Transformer
 from ..trainer.shapes import TransformerShape
 from .case import Case, Shape

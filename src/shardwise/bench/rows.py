@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.precision import precision_of
-from ..planner.hardware.flops import peak_flops
+from ..planner.hardware.gpus import peak_flops
 from ..planner.hardware.links import parse
 from .case import Case
 from .compare import Findings, losses_of

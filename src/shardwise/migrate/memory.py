@@ -19,8 +19,7 @@ from ..core.schedule.flat import flats_of
 from ..core.schedule.model import ROOT, FoundUnit, Param, Site
 from ..core.schedule.offload import off_device
 from ..core.schedule.state_bytes import state_bytes
-from ..planner.hardware.cluster import make_cluster
-from ..planner.hardware.values import Cluster
+from ..planner.hardware.cluster import Cluster, make_cluster
 from ..planner.planning import Plan, plan
 from ..planner.training import Lora, Training
 from ..trainer.settings import num_nodes

@@ -14,14 +14,12 @@ from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import FoundUnit, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from ..core.schedule.traffic import Moved, traffic_of
-from .cost.activation_offload import stowed_bytes, with_stowing
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
-from .cost.peak import WORKSPACE_BYTES, Memory, memory_of
-from .cost.reserve import Reserved, reserved_of
+from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of, stowed_bytes, with_stowing
 from .cost.step_time import Timing, step_time
+from .hardware.cluster import Cluster
 from .hardware.efficiency import Efficiency, Wear
-from .hardware.values import Cluster
 from .training import Training
 from .work.work import Work
 

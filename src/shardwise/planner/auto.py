@@ -27,10 +27,10 @@ from ..core.schedule.model import FoundUnit
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange, gather_seconds
 from .assess import Machine, Subject
+from .hardware.cluster import Cluster
 from .hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
-from .hardware.gpus import gpu_named, gpu_of_device
+from .hardware.gpus import Gpu, gpu_named, gpu_of_device
 from .hardware.links import Link
-from .hardware.values import Cluster, Gpu
 from .module import subject_of_module
 from .planning import Plan, plan_for
 from .search import TIE, choices, moved_presets

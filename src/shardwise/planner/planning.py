@@ -8,12 +8,22 @@ from typing import Any
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
-from .hardware.cluster import make_cluster
+from .hardware.cluster import Cluster, make_cluster
 from .hardware.efficiency import REAL, efficiency_of
-from .hardware.values import Cluster
-from .offload_search import offloads
 from .remedies import nearest_change
-from .search import MODES, TIE, Choice, asked, changed_presets, choices, fastest, mixtures, moves_behind_auto, presets
+from .search import (
+    MODES,
+    TIE,
+    Choice,
+    asked,
+    changed_presets,
+    choices,
+    fastest,
+    mixtures,
+    moves_behind_auto,
+    offloads,
+    presets,
+)
 from .shapes.families import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of

@@ -1,7 +1,7 @@
 """What a plan says, in words: model, machine, training, and what a strategy is made of."""
 
 from ..base.text import count, plural, size
-from ..planner.explain import at
+from ..planner.plan_json import at
 from .plan_facts import CLASSES, PLACES, Json, amount, device_word, gpu_bytes, mapping, number, stacked, text_of, uses
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..base.text import labelled_lines, plural, size, terminal_width, unbroken
 from ..core.engine.memory_report import Memory
-from ..planner.explain import at
+from ..planner.plan_json import at
 from .largest_blocks import Pool
 from .oom_remedies import Fix
 from .run_plan import RunPlan

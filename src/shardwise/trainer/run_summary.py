@@ -9,7 +9,7 @@ from ..checkpoint.steps import CHECKPOINTS, step_folder
 from ..core.engine.guards import engine_of
 from ..core.engine.memory_report import memory
 from ..core.wire.collectives import exchange
-from ..planner.explain import at
+from ..planner.plan_json import at
 from .banner import End, Start
 from .data.samples import unigram_entropy
 from .learning_rate import num_warmup_steps

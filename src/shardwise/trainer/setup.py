@@ -25,7 +25,7 @@ from ..core.schedule.units import find_blocks
 from ..core.wire.collectives import exchange
 from ..planner.assess import Machine
 from ..planner.auto import host_bytes_here, machine_here
-from ..planner.hardware.flops import peak_flops
+from ..planner.hardware.gpus import peak_flops
 from .batching import Batching
 from .checkpointing import checkpoint_blocks
 from .checks import Checked, check_all, require_targets

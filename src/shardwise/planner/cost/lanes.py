@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from ...core.schedule.events import Move
 from ...core.wire.ledger import Call
+from ..hardware.cluster import Cluster
 from ..hardware.efficiency import IDEAL, Wear
 from ..hardware.links import plan_transfer
-from ..hardware.values import Cluster
 
 Queue = tuple[str, str]
 # Seconds on wires by name, and the latency at the end.

@@ -1,4 +1,11 @@
-"""What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
+"""Activations that rest on the host: when they go there and when they come back, among the events of a step.
+
+What a unit saves goes to the host while the next unit computes, so what the last one saves never goes. In the backward
+it comes back one unit ahead. The last two units of a forward are still on the device when the backward begins: what the
+first of them saved went to the host for nothing. Of a checkpointed unit its input goes; what selective checkpointing
+keeps besides is the checkpoint's own and stays on the device.
+
+What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
 
 The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
 at rest, the ring of gather slots and that of encoded rows, what encoding lost of gradients. Some comes and goes: units
@@ -9,21 +16,63 @@ backward needs while it runs. The peak is the largest sum at one instant, never 
 What the host reads leaves. Gradients that rest on the host never have a place on the device beside a slot; those that
 rest on the device lose it in the last micro-batch, while the backward goes on. Activations that rest on the host are on
 the device for two units at a time.
+
+What an allocator takes from the driver beyond what it lends out: an estimate with an interval.
+
+Blocks that were freed may not have the sizes that are asked for next. Our engine keeps what it reuses, so little is
+lost: on one H200 the median of 119 runs was 0.3 GB (`benchmarks/planner_against_measured.py`), of which the estimate
+misses 1 % of the whole. In one run of ten the largest block (a reduction slot, a unit's whole gradients, logits) found
+no hole and came on top: the interval has room for most of one. Units that are gathered until the backward and then
+given back leave holes among the activations of checkpointed blocks, up to 0.45 of what they hold; gradients of an
+earlier micro-batch lie between activations. FSDP2, to compare with, allocates in three streams.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...core.schedule.events import Event
+from ...core.schedule.events import Event, Move
 from ...core.schedule.flat import Flat
-from ...core.schedule.offload import OffDevice, off_device
+from ...core.schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES, OffDevice, off_device
 from ...core.schedule.state_bytes import device_state, kept_losses, resting_grads
 from ...core.schedule.step_schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, PART_ELEMS, Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
-from .activation_offload import NUM_THERE, stowed_bytes
+
+# Units whose activations are on the device at once: the one that runs, and one on its way.
+NUM_THERE = 2
+
+
+def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
+    """By name of the unit, in the order of the forward: what may go. The last one's stays."""
+    leaves = [schedule.units[unit] for unit in schedule.leaves]
+    saved = {unit.name: _leaving(works[unit.name]) for unit in leaves if unit.layout.activations_on == "host"}
+    return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= MIN_OFFLOADED_ACTIVATION_BYTES}
+
+
+def _leaving(work: Work) -> int:
+    """A block's input has the size of its output."""
+    return min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
+
+
+def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Sequence[Event]:
+    """The step's events, and those of activations among them."""
+    return list(_told(events, stowed)) if stowed else events
+
+
+def _told(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
+    names = list(stowed)
+    # Begun ahead of a unit's backward: the fetch for the one before it, unless that is still there.
+    before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_THERE}
+    for event in events:
+        ahead = before.get(event.unit) if event.verb == "backward" else None
+        if ahead is not None:
+            yield Event("fetch", ahead, moves=(Move("to_device", stowed[ahead]),))
+        yield event
+        if event.verb == "forward" and event.unit in names[:-1]:
+            yield Event("stow", event.unit, moves=(Move("to_host", stowed[event.unit]),))
+
 
 LOSS_NAME = "loss"
 CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
@@ -52,12 +101,17 @@ class Instant:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank: what its allocator lends out, and what rests on its host and its disk. `stowed` are activations."""
+    """Memory of one rank: of its allocator at every instant, of its host and of its disk.
+
+    `stowed`: bytes of activations on the host. `pools`: the most that each stream of FSDP2 holds, each at its own time;
+    our engine allocates on one stream, and has none.
+    """
 
     instants: tuple[Instant, ...]
     units: tuple[tuple[Flat, ...], ...]
     num_moments: float
     stowed: int
+    pools: tuple[int, ...] = ()
 
     @cached_property
     def away(self) -> OffDevice:
@@ -262,3 +316,41 @@ def _cast_for_norm(schedule: Schedule) -> int:
 
 def _updated_here(schedule: Schedule) -> list[Flat]:
     return [flat for flat in schedule.trainable_flats if not flat.host_updates]
+
+
+MB, GIB = 10**6, 1 << 30
+# Of the memory of FSDP2's computing stream, in torchtitan's logs (`benchmarks/planner_memory_published.py`).
+HOLES = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    low: int
+    expected: int
+    high: int
+
+
+def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recomputed: bool) -> Reserved:
+    active = memory.peak.total
+    if memory.pools:
+        return _of_streams(memory)
+    returned = sum(unit.gathered_bytes for unit in schedule.units if unit.layout.gathered_until == "backward")
+    kept = schedule.reduction_slot_bytes // 2 if training.num_micro_batches > 1 else 0
+    holes = returned // (5 if is_recomputed else 30)
+    expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept
+    more = 150 * MB + active // 100 + returned // 4 + largest_bytes(schedule, memory) * 2 // 3
+    return Reserved(active + 20 * MB, expected, expected + more)
+
+
+def largest_bytes(schedule: Schedule, memory: Memory) -> int:
+    """Of the blocks of memory that come and go within a step."""
+    whole = [resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
+    loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
+    return max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
+
+
+def _of_streams(memory: Memory) -> Reserved:
+    """Of FSDP2: what a stream has freed, another cannot use, so that their peaks add up; and the computing one leaves
+    holes. Before it gives up, the allocator hands back what is free: little more than it lends out has to fit."""
+    active, computing, together = memory.peak.total, memory.pools[0], sum(memory.pools)
+    return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)

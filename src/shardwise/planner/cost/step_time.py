@@ -1,18 +1,213 @@
-"""How long a step takes: what the engine's lanes come to, played through on the list of events that it executes.
+"""The engine's lanes, played through on the list of events that the engine executes.
+
+The computation runs forwards and backwards in the order of the list. A gather begins when everything before it in the
+list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; two have a place
+to travel in, so the backward after the next one waits for it. Gradients that the host reads leave right after it, and
+their place is free when they have left. Updates wait for the gradients of their unit (with clipping: of all), and the
+next step's first gathers for all updates on the device. The host updates one unit after the other, of those whose
+gradients have arrived the one that the next forward needs first; its weights come to the device with the gather of the
+unit, which waits for no other. The host queues everything, in order, and the computation cannot overtake it. What lies
+beside the computation is in `lanes.py`.
+
+What travels encoded is encoded before it is sent and decoded when it has come, on the device and on the lane of its
+gather or reduction; the computation beside that is the longer by as much. (Of the hops of a reduction all but the first
+encoding is counted at the end.)
+
+How long a step takes: what the engine's lanes come to, played through on the list of events that it executes.
 
 Two steps are played (`player.py`), and the second one counts: it begins where steps in the middle of a run begin.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.schedule.events import Event
-from ...core.schedule.step_schedule import Schedule
+from ...core.schedule.step_schedule import NUM_REDUCTIONS, Schedule
+from ..hardware.cluster import Cluster
 from ..hardware.efficiency import IDEAL, Wear
-from ..hardware.values import Cluster
 from .compute import UnitSeconds
-from .lanes import Lanes, Span
-from .player import Player
+from .lanes import Lanes, Op, Span
+from .peak import NUM_LEAVING, NUM_THERE
+
+# Where the engine encodes and decodes: gathers one after the other; reductions start on one lane and end on another.
+GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
+
+
+class Player:
+    """The computation and the host that queues it."""
+
+    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Wear) -> None:
+        self.lanes, self._wear = lanes, wear
+        self._seconds = seconds
+        units = {unit.name: unit for unit in schedule.units}
+        self._has_slot = {name: unit.reduced_bytes > 0 for name, unit in units.items()}
+        self._leaves_its_place = {
+            name: any(flat.host_updates and not flat.grads_on_host for flat in unit.flats)
+            for name, unit in units.items()
+        }
+        self._position_of = {schedule.units[unit].name: position for position, unit in enumerate(schedule.order)}
+        self._compute_s = self._host_s = self._stolen_s = 0.0
+        self._host_updates: dict[str, Op] = {}
+        self._updating_until_s = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """What was noted of the step before."""
+        self.spans: list[Span] = []
+        self.lanes.spans.clear()
+        self.lanes.busy_s.clear()
+        self.work_s = self.updates_s = 0.0
+
+    def play(self, events: Sequence[Event]) -> float:
+        """One step; returns the instant at which the computation is through with it."""
+        self._gathers: dict[str, Op] = {}
+        self._updates_before: dict[str, Op] = {}
+        # Of every unit, its collectives, and what else its gradients do until the host can read them.
+        self._reductions: dict[str, Op | None] = {}
+        self._arrivals: dict[str, Op | None] = {}
+        self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
+        self._places: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
+        self._stowed: dict[str, Op] = {}
+        self._stowing: deque[Op | None] = deque([None] * NUM_THERE, NUM_THERE)
+        self._fetched: dict[str, Op] = {}
+        self._normed_s = self._updated_s = 0.0
+        last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
+        for index, event in enumerate(events):
+            if event.verb == "gather":
+                self._gather(event)
+            elif event.verb == "forward":
+                unit = self._seconds[event.unit]
+                # Beside what the unit saves, there is room for what one other has.
+                self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._stowing[0]))
+            elif event.verb == "stow":
+                self._stow(event)
+            elif event.verb == "fetch":
+                self._fetch(event)
+            elif event.verb == "backward":
+                unit = self._seconds[event.unit]
+                self._compute(event, unit.backward, unit.backward_kernels, self._place_for(event.unit))
+            elif event.verb == "reduce":
+                self._reduce(event, is_last=index > last_forward)
+            elif event.verb == "update":
+                self._update(event)
+            else:
+                self._meet(event)
+        self._update_on_host([event for event in events if event.host_elems])
+        arrived_s = max(map(self.lanes.end_of, self._arrivals.values()), default=0.0)
+        self._compute_s = max(self._compute_s, self._updated_s, self._host_s, arrived_s)
+        self.lanes.run_until(self._compute_s)
+        return self._compute_s
+
+    def _gather(self, event: Event) -> None:
+        self._host_s += self._wear.event_s
+        name = f"gather {event.unit}"
+        ready_s = max(self._compute_s, self._host_s)
+        last = self._host_updates.pop(event.unit, None)
+        if last is not None:
+            self._updates_before[event.unit] = last
+        for move in event.moves:
+            if move.way in ("read", "to_device"):
+                last = self.lanes.start_move(name, move, ready_s, last, "gather")
+        # Casts and encodings run beside the computation, and take from it what they need.
+        cast_s = self._seconds[event.unit].cast
+        self._stolen_s += cast_s
+        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.lanes.start_coding(GATHER_LANE, name, event.encode_bytes, ready_s + cast_s, last)
+        last = self.lanes.start_calls("gather", name, event.calls, ready_s + cast_s, last)
+        last = self.lanes.start_coding(GATHER_LANE, name, event.decode_bytes, ready_s + cast_s, last)
+        if last is not None:
+            self._gathers[event.unit] = last
+        for move in event.moves:
+            if move.way in ("to_host", "write"):
+                last = self.lanes.start_move(name, move, ready_s, last, "gather")
+
+    def _compute(self, event: Event, work_s: float, num_kernels: float, not_before_s: float) -> None:
+        if event.unit in self._updates_before:
+            # Who queues the unit waits for its weights.
+            self._host_s = max(self._host_s, self.lanes.end_of(self._updates_before.pop(event.unit)))
+        begin_s = max(self._compute_s, self._host_s, not_before_s)
+        self._host_s += num_kernels * self._wear.launch_s
+        if event.unit in self._gathers:
+            begin_s = max(begin_s, self.lanes.end_of(self._gathers.pop(event.unit)))
+        # The last kernel of the unit has to be queued, too.
+        self._compute_s = max(self.lanes.computed(begin_s, work_s + self._stolen_s), self._host_s)
+        self._stolen_s = 0.0
+        self.work_s += work_s
+        self.spans.append(Span("compute", f"{event.verb} {event.unit}", begin_s, self._compute_s))
+
+    def _stow(self, event: Event) -> None:
+        name = f"stow {event.unit}"
+        stowed = self.lanes.start_move(name, event.moves[0], self._compute_s, None, "activations")
+        self._stowed[event.unit] = stowed
+        self._stowing.append(stowed)
+
+    def _fetch(self, event: Event) -> None:
+        stowed = self._stowed[event.unit]
+        name = f"fetch {event.unit}"
+        self._fetched[event.unit] = self.lanes.start_move(name, event.moves[0], self._compute_s, stowed, "activations")
+
+    def _place_for(self, name: str) -> float:
+        """When a backward may begin: what it reads is there, and there is a place for its gradients."""
+        slot_s = self.lanes.end_of(self._slots[0]) if self._has_slot[name] else 0.0
+        place_s = self.lanes.end_of(self._places[0]) if self._leaves_its_place[name] else 0.0
+        return max(slot_s, place_s, self.lanes.end_of(self._fetched.pop(name, None)))
+
+    def _reduce(self, event: Event, is_last: bool) -> None:
+        self._host_s += self._wear.event_s
+        name = f"reduce {event.unit}"
+        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.lanes.start_coding(START_LANE, name, event.encode_bytes, self._compute_s, None)
+        last = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, last)
+        last = reduced = self.lanes.start_coding(FINISH_LANE, name, event.decode_bytes, self._compute_s, last)
+        for move in event.moves:
+            last = self.lanes.start_move(name, move, self._compute_s, last, "gradients")
+        if self._has_slot[event.unit]:
+            self._slots.append(last)
+        if is_last:
+            self._places.append(last if self._leaves_its_place[event.unit] else None)
+            self._stolen_s += self._seconds[event.unit].norm_of_leaving
+        self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
+
+    def _meet(self, event: Event) -> None:
+        """Numbers that the ranks tell each other: which parameters were used, which nobody waits for, and the norm,
+        which needs all gradients, and which all updates need."""
+        if event.verb != "norm":
+            self.lanes.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
+            return
+        begin_s = max([self._compute_s, *map(self.lanes.end_of, self._reductions.values())])
+        norm_s = sum(self._seconds[name].norm for name in self._reductions)
+        self._compute_s = begin_s + norm_s
+        last = self.lanes.start_calls("reduce", "norm", event.calls, self._compute_s, None)
+        self._compute_s = max(self._compute_s, self.lanes.end_of(last))
+        self._normed_s = self._compute_s
+        self.updates_s += norm_s
+        self.spans.append(Span("compute", "norm", begin_s, self._compute_s))
+
+    def _update(self, event: Event) -> None:
+        """On the device."""
+        update_s = self._seconds[event.unit].update
+        if update_s or not event.host_elems:
+            reduced_s = self.lanes.end_of(self._reductions.get(event.unit))
+            begin_s = max(self._compute_s, self._updated_s, reduced_s)
+            self._updated_s = self.lanes.computed(begin_s, update_s)
+            self.updates_s += update_s
+            self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updated_s))
+
+    def _update_on_host(self, events: Sequence[Event]) -> None:
+        """Once the norm is known all updates are asked for; without one, each when its gradient has arrived."""
+        waiting = {event.unit: event for event in events}
+        ready_s = {name: max(self._normed_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
+        while waiting:
+            asked_s = max(self._updating_until_s, min(ready_s[name] for name in waiting))
+            asked = [name for name in waiting if self._normed_s or ready_s[name] <= asked_s]
+            name = min(asked, key=lambda name: self._position_of[name])
+            event = waiting.pop(name)
+            op = self.lanes.start_update(f"update {name}", event.host_elems, event.moves, ready_s[name])
+            self._host_updates[name] = op
+            # As far as nothing else is on the disk, which decides no more than the order.
+            self._updating_until_s = max(asked_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
+
 
 SECONDS_PER_DAY = 86400.0
 

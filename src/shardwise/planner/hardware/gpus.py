@@ -1,60 +1,105 @@
-"""GPUs by name. The one table of what devices have and do.
+"""GPUs by name, and the FLOP that a token costs. The table is in `gpus.json`; it is the only one.
 
 Memory is what drivers report to torch (`total_memory`), as its out-of-memory messages quote it; it is less than the
-name says, and differs by some 0.1 GiB among drivers. FLOP/s (dense, summed in fp32) and device memory's bandwidth are
-the vendors' data sheets'.
+name says, and differs by some 0.1 GiB among drivers. FLOP/s (dense, summed in fp32) and the bandwidth of device memory
+come from the vendors' data sheets.
 
 Links are the bus bandwidth that rings reach (nccl-tests). NVLink 4: 361 GB/s gathered on 8 x H200, and 480 where the
-switch adds up. Other generations by NCCL's own constants, which say 371 for that: 20 GB/s for each of 12 links of an
-A100 and of 6 of a V100, 40 for each of 18 of a B200, whose switch has been seen to add up at 830. PCIe: NCCL counts
-12, 24 and 48 GB/s for generations 3, 4 and 5, of which many GPUs at once get some 80 %. Infinity Fabric: 310 of 448
-GB/s on 8 x MI300X.
+switch adds up. Other generations use NCCL's own constants, which say 371 for that: 20 GB/s for each of 12 links of an
+A100 and of 6 of a V100, 40 for each of 18 of a B200, whose switch was measured at 830. PCIe: NCCL counts 12, 24 and 48
+GB/s for generations 3, 4 and 5, of which many GPUs at once get some 80 %. Infinity Fabric: 310 of 448 GB/s on
+8 x MI300X. An MI250X is two devices; its row is one of them.
 """
 
+import json
 import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from ...base.dtypes import BF16, FP16, DType
 from ...base.errors import ConfigurationError, did_you_mean
 from .links import Link
-from .values import GIB, Gpu, Host
 
+GIB = 1 << 30
 LATENCY_US = 20.0
 HOST_LATENCY_US = 10.0
 
-WITHIN = {
-    "nvlink5": Link(720.0, LATENCY_US), "nvlink4": Link(361.0, LATENCY_US), "nvlink3": Link(240.0, LATENCY_US),
-    "nvlink2": Link(120.0, LATENCY_US), "nvlink-8-links": Link(160.0, LATENCY_US),
-    "xgmi4": Link(370.0, LATENCY_US), "xgmi3": Link(310.0, LATENCY_US), "xgmi2": Link(100.0, LATENCY_US),
-    "pcie5": Link(38.0, LATENCY_US), "pcie4": Link(20.0, LATENCY_US), "pcie3": Link(10.0, LATENCY_US),
-}  # fmt: skip
-SWITCHES = {"nvlink4": Link(480.0, LATENCY_US), "nvlink5": Link(830.0, LATENCY_US)}
-TO_HOST = {
-    "pcie5": Link(50.0, HOST_LATENCY_US), "pcie4": Link(25.0, HOST_LATENCY_US), "pcie3": Link(12.0, HOST_LATENCY_US),
-    "c2c": Link(380.0, HOST_LATENCY_US),
-}  # fmt: skip
 
-# A GPU's share. Disks: one NVMe for each GPU. Updates: bound by the host's memory, 30 bytes for a parameter. The 16
-# cores beside one H200 do 4e9 a second; eight GPUs that share a node's memory get less of it each.
-_SERVER = Host(
-    memory_bytes=256 * 10**9, disk_bytes=3840 * 10**9, disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9,
-    adam_elems_per_s=1.5e9,
-)  # fmt: skip
-_SMALL = Host(
-    memory_bytes=64 * 10**9, disk_bytes=1000 * 10**9, disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9,
-    adam_elems_per_s=8e8,
-)  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A GPU's share of its node: memory, disks, and the parameters that the cores can update in a second."""
+
+    memory_bytes: int
+    disk_bytes: int
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    adam_elems_per_s: float
 
 
-def _gpu(
-    name: str, device: str, memory_gib: float, teraflops: float, fp32_teraflops: float, hbm_gigabytes_per_s: float,
-    within: str, to_host: str, network: str, node_size: int = 8, has_bf16: bool = True,
-) -> Gpu:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU and its links.
+
+    `flops`: dense, in 16 bits. `memory_bytes`: all that torch sees. `context_bytes`: what the driver takes of it for a
+    process before any tensor is there, the buffers of the collectives not counted. `intra` and `pcie`: bandwidth of
+    collectives to the other GPUs of its node, and to the host, each way. `switch`: bus bandwidth of an all-reduce
+    inside a node where the switch adds up (NVLS).
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float
+    fp32_flops: float
+    hbm_bytes_per_s: float
+    intra: Link
+    pcie: Link
+    switch: Link | None = None
+    context_bytes: int = 900 * 10**6  # measured on one H200, with the kernels of torch loaded
+    has_bf16: bool = True
+    node_size: int = 8  # usual number of GPUs in a node
+    network: str = ""  # usual network between nodes
+    device: str = ""  # words in the name that the driver gives it
+    host: Host
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "flops", "fp32_flops", "hbm_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"gpu {self.name!r}: {name} is {getattr(self, name)}, but must be above 0")
+        if not 0 <= self.context_bytes < self.memory_bytes:
+            raise ConfigurationError(
+                f"gpu {self.name!r}: a context of {self.context_bytes} bytes in a memory of {self.memory_bytes}"
+            )
+
+
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def _links(key: str, latency_us: float) -> dict[str, Link]:
+    return {name: Link(float(rate), latency_us) for name, rate in _DATA[key].items()}
+
+
+WITHIN = _links("GB/s within a node", LATENCY_US)
+SWITCHES = _links("GB/s of a switch that adds up", LATENCY_US)
+TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
+
+# A GPU's share. Disks: one NVMe for each GPU. Updates: bound by the host's memory, 30 bytes for a parameter. 16 cores
+# with one H200 update 4e9 a second; eight GPUs that share a node's memory get less of it each.
+_DISK = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 2e9}
+_SERVER = Host(memory_bytes=256 * 10**9, disk_bytes=3840 * 10**9, adam_elems_per_s=1.5e9, **_DISK)
+_SMALL = Host(memory_bytes=64 * 10**9, disk_bytes=1000 * 10**9, adam_elems_per_s=8e8, **_DISK)
+
+
+def _gpu(row: list[Any]) -> Gpu:
+    name, device, memory_gib, teraflops, fp32_teraflops, gigabytes_per_s, within, to_host, network, *rest = row
+    node_size, has_bf16 = rest
     return Gpu(
         name=name,
         device=device,
         memory_bytes=round(memory_gib * GIB),
         flops=teraflops * 1e12,
         fp32_flops=fp32_teraflops * 1e12,
-        hbm_bytes_per_s=hbm_gigabytes_per_s * 1e9,
+        hbm_bytes_per_s=gigabytes_per_s * 1e9,
         intra=WITHIN[within],
         pcie=TO_HOST[to_host],
         switch=SWITCHES.get(within),
@@ -65,62 +110,11 @@ def _gpu(
     )
 
 
-# Of two whose words are in a device's name, the first is it.
-_TABLE = (
-    _gpu("GB300", "GB300", 276.5, 2500, 80, 8000, "nvlink5", "c2c", "ib-xdr", 4),
-    _gpu("B300", "B300", 267.7, 2250, 75, 8000, "nvlink5", "pcie5", "ib-xdr"),
-    _gpu("GB200", "GB200", 184.0, 2500, 80, 8000, "nvlink5", "c2c", "ib-ndr", 4),
-    _gpu("B200", "B200", 178.35, 2250, 75, 8000, "nvlink5", "pcie5", "ib-ndr"),
-    _gpu("H200-NVL", "H200 NVL", 139.8, 835, 60, 4800, "pcie5", "pcie5", "ib-ndr"),
-    _gpu("H200-141GB", "H200", 139.8, 989.5, 67, 4800, "nvlink4", "pcie5", "ib-ndr"),
-    _gpu("GH200-96GB", "GH200", 94.5, 989.5, 67, 4000, "nvlink4", "c2c", "ib-ndr", 1),
-    _gpu("H100-PCIe", "H100 PCIe", 79.1, 756, 51, 2039, "pcie5", "pcie5", "ib-ndr"),
-    _gpu("H100-NVL", "H100 NVL", 93.1, 835, 60, 3938, "pcie5", "pcie5", "ib-ndr"),
-    _gpu("H100-96GB", "H100 96GB", 94.99, 989.5, 67, 2400, "nvlink4", "pcie5", "ib-ndr"),
-    _gpu("H100-80GB", "H100", 79.1, 989.5, 67, 3352, "nvlink4", "pcie5", "ib-ndr"),
-    _gpu("H800-80GB", "H800", 79.1, 989.5, 67, 3352, "nvlink-8-links", "pcie5", "ib-ndr"),
-    _gpu("H20-96GB", "H20", 95.0, 148, 44, 4000, "nvlink4", "pcie5", "ib-ndr"),
-    _gpu("A100-PCIe-40GB", "A100-PCIE-40GB", 39.39, 312, 19.5, 1555, "pcie4", "pcie4", "ib-hdr"),
-    _gpu("A100-PCIe-80GB", "A100 80GB PCIe", 79.15, 312, 19.5, 1935, "pcie4", "pcie4", "ib-hdr"),
-    _gpu("A100-40GB", "A100-SXM4-40GB", 39.39, 312, 19.5, 1555, "nvlink3", "pcie4", "ib-hdr"),
-    _gpu("A100-80GB", "A100", 79.15, 312, 19.5, 2039, "nvlink3", "pcie4", "ib-hdr"),
-    _gpu("A800-80GB", "A800", 79.15, 312, 19.5, 2039, "nvlink-8-links", "pcie4", "ib-hdr"),
-    _gpu("A40", "A40", 44.4, 149.7, 37.4, 696, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("A30", "A30", 23.5, 165, 10.3, 933, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("A10G", "A10G", 22.1, 70, 35, 600, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("A10", "A10", 22.1, 125, 31.2, 600, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("L40S", "L40S", 44.4, 362, 91.6, 864, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("L40", "L40", 44.4, 181, 90.5, 864, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("L4", "L4", 22.0, 121, 30.3, 300, "pcie4", "pcie4", "ethernet-100"),
-    _gpu("RTX-A6000", "RTX A6000", 47.5, 154.8, 38.7, 768, "pcie4", "pcie4", "ethernet-25", 4),
-    _gpu("RTX-A5000", "RTX A5000", 23.5, 111.1, 27.8, 768, "pcie4", "pcie4", "ethernet-25", 4),
-    _gpu("RTX-6000-Ada", "RTX 6000 Ada", 47.5, 364.2, 91.1, 960, "pcie4", "pcie4", "ethernet-25", 4),
-    _gpu("RTX-5090", "RTX 5090", 31.4, 209.5, 104.8, 1792, "pcie5", "pcie5", "ethernet-10", 2),
-    _gpu("RTX-4090", "RTX 4090", 23.64, 165.2, 82.6, 1008, "pcie4", "pcie4", "ethernet-10", 2),
-    _gpu("RTX-3090", "RTX 3090", 23.69, 71, 35.6, 936, "pcie4", "pcie4", "ethernet-10", 2),
-    _gpu("V100-16GB", "V100-[A-Z0-9]+-16GB", 15.77, 125, 15.7, 900, "nvlink2", "pcie3", "ib-edr", has_bf16=False),
-    _gpu("V100-32GB", "V100", 31.74, 125, 15.7, 900, "nvlink2", "pcie3", "ib-edr", has_bf16=False),
-    _gpu("T4", "T4", 14.75, 65, 8.1, 320, "pcie3", "pcie3", "ethernet-25", 4, has_bf16=False),
-    _gpu("MI355X", "MI355X", 287.98, 2516, 157, 8000, "xgmi4", "pcie5", "roce-400"),
-    _gpu("MI350X", "MI350X", 287.98, 2307, 144, 8000, "xgmi4", "pcie5", "roce-400"),
-    _gpu("MI325X", "MI325X", 255.98, 1307, 163.4, 6000, "xgmi3", "pcie5", "roce-400"),
-    _gpu("MI300X", "MI300X", 191.98, 1307, 163.4, 5300, "xgmi3", "pcie5", "roce-400"),
-    # Each of the two devices that it is.
-    _gpu("MI250X", "MI250X", 63.98, 191.5, 23.9, 1638, "xgmi2", "pcie4", "ib-hdr"),
-)
-GPUS = {gpu.name: gpu for gpu in _TABLE}
-
-# What people say for the usual one. An A100 or V100 without its size is two different things.
-_SHORT = {
-    "h100": "H100-80GB", "h10080gbpcie": "H100-PCIe", "h10094gb": "H100-NVL", "h200": "H200-141GB", "h800": "H800-80GB",
-    "h20": "H20-96GB", "gh200": "GH200-96GB", "a800": "A800-80GB", "b200180gb": "B200", "b200192gb": "B200",
-    "a10080gbpcie": "A100-PCIe-80GB", "a10040gbpcie": "A100-PCIe-40GB", "mi300x192gb": "MI300X", "l40s48gb": "L40S",
-    "l424gb": "L4", "a10g24gb": "A10G", "t416gb": "T4", "a6000": "RTX-A6000", "a5000": "RTX-A5000",
-    "6000ada": "RTX-6000-Ada",
-    **{short: f"RTX-{number}" for number in (5090, 4090, 3090) for short in (f"{number}", f"geforcertx{number}")},
-}  # fmt: skip
+# A device whose name matches two rows is the first of them.
+GPUS = {row[0]: _gpu(row) for row in _DATA["gpus"]}
+# Aliases name the usual variant. An A100 or V100 without its size is ambiguous, and has none.
 _BY_LETTERS = {re.sub(r"[^a-z0-9]", "", name.lower()): gpu for name, gpu in GPUS.items()}
-_BY_LETTERS |= {short: GPUS[name] for short, name in _SHORT.items()}
+_BY_LETTERS |= {alias: GPUS[name] for alias, name in _DATA["aliases"].items()}
 
 
 def gpu_named(name: str) -> Gpu:
@@ -138,8 +132,25 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """By the name that a driver gives it; a laptop's chip has the name of another one."""
+    """The GPU that a driver calls by this name. A laptop's chip has the name of another one, and is unknown."""
     if "laptop" in device_name.lower():
         return None
-    found = (gpu for gpu in _TABLE if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
+    found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
     return next(found, None)
+
+
+def peak_flops(device_name: str, dtype: DType) -> float | None:
+    """Dense FLOP/s of a device. None for unknown devices, and for 32 bits, whose peak depends on tf32."""
+    gpu = gpu_of_device(device_name)
+    if gpu is None or dtype not in ((BF16, FP16) if gpu.has_bf16 else (FP16,)):
+        return None
+    return gpu.flops
+
+
+def flops_per_token(num_multiplying_params: int, layers: int, hidden: int, seq: int) -> float:
+    """FLOP of forward and backward as torchtitan counts them: 6 for each parameter that multiplies, attention in full.
+
+    An embedding is looked up, not multiplied; where it is tied, it multiplies as the head. `hidden` is heads x the size
+    of a head. What activation checkpointing computes a second time does not count.
+    """
+    return 6 * num_multiplying_params + 12 * layers * hidden * seq

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.json_file import find, read_object
-from .cluster import between
+from .cluster import Cluster, between
 from .efficiency import Efficiency, efficiency_of
-from .gpus import HOST_LATENCY_US, LATENCY_US, gpu_of_device
+from .gpus import HOST_LATENCY_US, LATENCY_US, Gpu, Host, gpu_of_device
 from .links import Link
-from .values import Cluster, Gpu, Host
 
 VERSION = 1
 CPU_RANKS = 2  # as the trainer starts them

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigurationError
-from .hf_families import Config
+from .hf_config import Config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,16 +14,11 @@ from functools import cache, partial
 from ...core.schedule.model import ROOT, FoundUnit
 from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Training
-from .blocks import gpt_block, in_tree_block, llama_block
-from .kernels import embedding_scratch_bytes
+from .blocks import gpt_block, in_tree_block, llama_block, mpt_block, titan_block
 from .losses import end
-from .measure import chain, measure
-from .operations import Habits
-from .published import mpt_block, titan_block
-from .setting import Setting
-from .storages import Tensor, rounded
-from .tape import Block, Tape
-from .work import Work
+from .operations import Habits, Setting
+from .tape import Block, Tape, Tensor, chain, measure, rounded
+from .work import Work, embedding_scratch_bytes
 
 LOSS = "loss"
 

@@ -2,16 +2,19 @@
 
 The in-tree block (train/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's. A
 compiled block is the same code with its elementwise chains fused: what they would save in between is computed again.
+
+Blocks that published measurements are about, as tapes: torchtitan's Llama, llm-foundry's MPT.
 """
 
 from dataclasses import replace
 from functools import partial
 
-from .attentions import attention, llama_rotate, rotate
 from .operations import (
     Habits,
+    Setting,
     activation,
     add,
+    attention,
     cast,
     dropout,
     gated,
@@ -19,13 +22,14 @@ from .operations import (
     layer_norm,
     linear,
     llama_norm,
+    llama_rotate,
     multiply,
     rms_norm,
+    rotate,
+    scale,
     softmax,
 )
-from .setting import Setting
-from .storages import Tensor
-from .tape import Tape
+from .tape import Tape, Tensor
 
 
 def in_tree_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
@@ -161,3 +165,40 @@ def _gpt_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
     x = gelu_tanh(t, h, x)
     x = linear(t, h, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, h, x)
+
+
+def titan_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+    """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
+    h, shape = at.habits, at.shape
+    width, kv_width = (shape.hidden, shape.query_width), (shape.hidden, shape.kv_width)
+    normed = llama_norm(t, h, x, shape.hidden)
+    query, key, value = (linear(t, h, normed, fan) for fan in (width, kv_width, kv_width))
+    del normed
+    query, key = _complex_rotated(t, h, query), _complex_rotated(t, h, key)
+    if shape.heads != shape.kv_heads:
+        key, value = (t.op([part], query.num_elems) for part in (key, value))
+    mixed = attention(t, replace(at.attention, kv_heads=shape.heads), query, key, value)
+    del query, key, value
+    x = add(t, x, linear(t, h, mixed, (shape.query_width, shape.hidden)))
+    del mixed
+    return add(t, x, gated_ffn(at, t, llama_norm(t, h, x, shape.hidden), ("w1", "w3", "w2")))
+
+
+def _complex_rotated(t: Tape, h: Habits, x: Tensor) -> Tensor:
+    return scale(t, x) if h.is_fused else cast(t, scale(t, cast(t, x, 4)), x.itemsize)
+
+
+def mpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+    """llm-foundry's, with layer norms in 16 bits and flash attention; queries, keys and values from one product."""
+    h, shape = at.habits, at.shape
+    num_rows = x.num_elems // shape.hidden
+    normed = layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias)
+    fused = linear(t, h, normed, (shape.hidden, shape.query_width + 2 * shape.kv_width), bias=shape.qkv_bias)
+    parts = t.split_at(fused, [num_rows * shape.query_width, *[num_rows * shape.kv_width] * 2])
+    del normed, fused
+    mixed = attention(t, at.attention, *parts)
+    del parts
+    x = add(t, x, linear(t, h, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
+    del mixed
+    wide = linear(t, h, layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias), (shape.hidden, shape.ffn))
+    return add(t, x, linear(t, h, activation(t, wide), (shape.ffn, shape.hidden), bias=shape.bias))

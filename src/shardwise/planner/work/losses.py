@@ -8,10 +8,8 @@ fused    Liger's: as chunked, with gradients in the compute dtype and chunks no 
 from dataclasses import dataclass
 
 from ..training import Loss
-from .operations import Habits, cast, layer_norm, linear, llama_norm, rms_norm
-from .setting import Setting
-from .storages import Gradients, Tensor
-from .tape import Tape
+from .operations import Habits, Setting, cast, layer_norm, linear, llama_norm, rms_norm
+from .tape import Gradients, Tape, Tensor
 from .work import Product
 
 # As in train/loss.py, which imports torch.

@@ -20,11 +20,9 @@ from ...core.schedule.units import Units, find_units
 from ..training import Loss
 from .activations import LOSS, shared_out
 from .losses import Head
-from .measure import chain, measure
 from .operations import Habits
-from .probe_meter import Forward, measure_call
-from .probe_stand_ins import StandIns
-from .storages import rounded
+from .probe_meter import Forward, StandIns, measure_call
+from .tape import chain, measure, rounded
 from .work import Work
 
 

@@ -1,4 +1,6 @@
-"""A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
+"""Memory as byte counts, and the graph that decides how long it lives: the values that a tape works on.
+
+A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
 
 A forward is written like the torch code that it stands for, with the methods of `Tape` in place of operations. A
 `Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
@@ -7,13 +9,89 @@ what a node saved once it has run, and adds gradients in place where torch does:
 
 Operations differ by values, not by classes: how large the result is, what is saved, and which gradients are new memory
 (an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does.
+
+What a block asks for: its tape, run forward and backward once, with or without checkpointing. Blocks in a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Literal
 
-from .storages import Gradients, Meter, Node, Storage, Tensor, Weight
-from .work import Product
+from .work import Product, Work
+
+ROUND_BYTES = 512
+
+
+def rounded(num_bytes: int) -> int:
+    """As torch's allocator for GPUs does."""
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+
+
+class Meter:
+    __slots__ = ("live", "peak")
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+
+
+class Storage:
+    __slots__ = ("meter", "num_bytes", "uses")
+
+    def __init__(self, meter: Meter, num_bytes: int) -> None:
+        self.meter, self.uses = meter, 0
+        self.num_bytes = rounded(num_bytes)
+        meter.live += self.num_bytes
+        meter.peak = max(meter.peak, meter.live)
+
+
+class Tensor:
+    """`node` is what made it, if a gradient goes there; `slot` says which of the node's results it is."""
+
+    __slots__ = ("itemsize", "node", "num_elems", "slot", "storage")
+
+    def __init__(self, storage: Storage, num_elems: int, itemsize: int, node: "Node | None" = None, slot: int = 0):
+        self.storage, self.num_elems, self.itemsize, self.node, self.slot = storage, num_elems, itemsize, node, slot
+        storage.uses += 1
+
+    def __del__(self) -> None:
+        self.storage.uses -= 1
+        if not self.storage.uses:
+            self.storage.meter.live -= self.storage.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elems * self.itemsize
+
+    def alias(self, num_elems: int | None = None) -> "Tensor":
+        """Another reference to the memory, which no gradient goes through."""
+        return Tensor(self.storage, self.num_elems if num_elems is None else num_elems, self.itemsize)
+
+
+Gradients = list[Tensor | None]
+
+
+class Node:
+    """`backward` takes the gradients of the results out of its list, and returns those of the inputs."""
+
+    __slots__ = ("backward", "inputs", "num_outputs", "saved", "sequence")
+
+    def __init__(self, sequence: int, inputs: Sequence[Tensor], num_outputs: int = 1) -> None:
+        self.sequence = sequence
+        self.inputs = [None if tensor.node is None else (tensor.node, tensor.slot) for tensor in inputs]
+        self.num_outputs = num_outputs
+        self.saved: list[Tensor] = []
+        self.backward: Callable[[Gradients], Iterable[Tensor | None]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """`is_direct`: its gradient is written straight to where it belongs, and never is a tensor of autograd's."""
+
+    num_elems: int
+    trainable: bool = True
+    is_direct: bool = False
+
 
 Block = Callable[["Tape", Tensor], Tensor]
 
@@ -237,3 +315,79 @@ class Tape:
 
         out.node, node.backward = node, backward
         return out
+
+
+def measure(
+    block: Block,
+    num_elems: int,
+    itemsize: int,
+    *,
+    checkpointing: Literal["none", "selective", "full"] = "none",
+    is_compiled: bool = False,
+    input_itemsize: int | None = None,
+    needs_input_grad: bool = True,
+    kind: Literal["activations", "loss"] = "activations",
+) -> Work:
+    """What a block asks for, with an input of `num_elems`."""
+    tape = Tape(itemsize)
+    meter = tape.meter
+    x = tape.input(num_elems, input_itemsize, needs_input_grad)
+    before = meter.live
+    if checkpointing == "none":
+        out = block(tape, x)
+    else:
+        out = tape.checkpoint(block, x, checkpointing == "selective", is_compiled)
+    del x
+    output_bytes = out.storage.num_bytes
+    saved_bytes, forward_peak = meter.live - output_bytes, meter.peak - before
+    forward = Work(
+        saved_bytes, forward_peak, 0, output_bytes, 0,
+        tuple(tape.products), tape.attention_flops, tape.moved_bytes, tape.num_kernels, kind=kind,
+    )  # fmt: skip
+    if out.node is None:
+        return forward
+    tape.products, tape.attention_flops = [], 0.0
+    grads: Gradients = [tape.new(out.num_elems, out.itemsize)]
+    last = Tensor(Storage(meter, 0), 0, 0, out.node, out.slot)
+    del out
+    meter.peak = before = meter.live
+    reached = tape.backward(last, grads)
+    again = sum(product.flops for product in tape.products) + tape.attention_flops
+    return replace(
+        forward,
+        backward_peak_bytes=meter.peak - before,
+        grad_bytes=meter.live - sum(grad.storage.num_bytes for grad in reached.values()),
+        recomputed=again / forward.flops if forward.flops else 0.0,
+    )
+
+
+def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
+    """What several ask for that run one after the other. `input_bytes` is what the first one's input takes."""
+    if len(works) == 1:
+        return works[0]
+    forward = backward = saved = 0
+    before = input_bytes
+    for work in works:
+        forward = max(forward, saved + before + work.forward_peak_bytes)
+        saved += work.saved_bytes
+        before = work.output_bytes
+    total, grads = saved, 0
+    for work in reversed(works):
+        backward = max(backward, saved + work.output_bytes + grads + work.backward_peak_bytes)
+        saved -= work.saved_bytes
+        grads += work.grad_bytes
+    last = works[-1]
+    flops = sum(work.flops for work in works)
+    return Work(
+        saved_bytes=total,
+        forward_peak_bytes=forward - input_bytes,
+        backward_peak_bytes=backward - total - last.output_bytes,
+        output_bytes=last.output_bytes,
+        grad_bytes=grads,
+        products=tuple(product for work in works for product in work.products),
+        attention_flops=sum(work.attention_flops for work in works),
+        moved_bytes=sum(work.moved_bytes for work in works),
+        num_kernels=sum(work.num_kernels for work in works),
+        recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
+        kind=last.kind,
+    )

@@ -1,4 +1,10 @@
-"""What one micro-batch asks of a unit beside its weights: memory in bytes, products, traffic of device memory."""
+"""What one micro-batch asks of a unit beside its weights: memory in bytes, products, traffic of device memory.
+
+What kernels of a GPU need beside what torch's code shows. Pure numbers, for the tapes and for the probe.
+
+The backward of attention sums the gradient of the queries in fp32, and makes the gradients of keys and values that
+several heads share for every head before it adds them up. So do torch's flash attention and cuDNN's.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -48,3 +54,62 @@ class Work:
     def flops(self) -> float:
         """Of the forward."""
         return sum(product.flops for product in self.products) + self.attention_flops
+
+
+# flash: torch's flash attention and cuDNN's. efficient: the one for fp32. math: written out, all scores in memory.
+AttentionKernel = Literal["flash", "efficient", "math"]
+
+_ROW_MULTIPLE = 128
+# Up to which one kernel adds up the gradients of an embedding in place.
+_FEW_TOKENS = 3072
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def statistics_bytes(self) -> int:
+        """The logarithm of the sum of the scores of each row, in fp32, which the backward reads."""
+        return 4 * self.batch * self.heads * self.seq
+
+    @property
+    def flops(self) -> float:
+        """Of the forward, where the kernel leaves out what a causal mask hides: half of two products."""
+        return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """What torch chooses on a GPU, for causal attention without a mask."""
+        if self.itemsize == 2:
+            return "flash"
+        return "efficient" if self.heads == self.kv_heads else "math"
+
+    @property
+    def softmax_scratch_bytes(self) -> int:
+        """Of a softmax that is written out: a byte says of each score whether it is hidden."""
+        return self.batch * self.heads * self.seq * self.seq
+
+    @property
+    def scratch_bytes(self) -> int:
+        rows = -(-self.seq // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        multiple = 32 if self.head_dim <= 128 else 64
+        width = -(-self.head_dim // multiple) * multiple
+        sums = 4 * self.batch * rows * self.heads
+        if self.kernel == "efficient":
+            return 4 * self.batch * self.seq * self.heads
+        expanded = 2 * self.itemsize * self.batch * self.seq * self.heads * self.head_dim
+        return sums * width + sums + (expanded if self.heads != self.kv_heads else 0)
+
+
+def embedding_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
+    """Of an embedding's backward: tokens are sorted, and sums of at most ten gradients each are made in fp32."""
+    if num_tokens <= _FEW_TOKENS:
+        return 0
+    num_sums = min(num_tokens, num_rows) + num_tokens // 10
+    return 6 * 8 * num_tokens + 4 * width * num_sums

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
-from ...planner.hardware.flops import flops_per_token
+from ...planner.hardware.gpus import flops_per_token
 from ...planner.shapes.hf_module import hush
 from ..model import Transformer
 from ..settings import Settings
