@@ -18,9 +18,9 @@ from shardwise.core import mesh
 from shardwise.trainer.checks import completed
 from shardwise.trainer.config import resolve
 from shardwise.trainer.launcher import launch
-from shardwise.trainer.loop import run_steps
+from shardwise.trainer.loop import StepCallbacks, run_steps
 from shardwise.trainer.models.headloss import loss_sum
-from shardwise.trainer.out_of_memory import Scene
+from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.profile import Profile
 from shardwise.trainer.settings import settings_from_json
 from shardwise.trainer.setup import set_up
@@ -33,7 +33,7 @@ TURNS = 8  # of each, after one of each to warm up
 def measure(text: str) -> int:
     settings = completed(settings_from_json(text), torch.cuda.is_available())
     mesh.init(device=settings.device)
-    run = set_up(settings, Scene(settings))
+    run = set_up(settings, FailureContext(settings))
     ratios = []
     for turn in range(TURNS + 1):
         first = 2 * turn * STRETCH
@@ -50,11 +50,12 @@ def measure(text: str) -> int:
 
 
 def in_the_loop(run: Run, first: int) -> float:
-    run.book.num_steps = first + STRETCH
+    run.records.num_steps = first + STRETCH
     job = dataclasses.replace(run.job, num_steps=first + STRETCH)
-    profile = Profile(run.folder, False, job.device.type, run.wait)
+    profile = Profile(run.folder, False, job.device.type, run.finish_collectives)
+    callbacks = StepCallbacks(run.evaluate, run.save, run.show)
     began = now(run)
-    run_steps(job, run.book, run.rounds, run.between, first, profile)
+    run_steps(job, run.records, run.exchange, callbacks, first, profile)
     return now(run) - began
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.migrate.api import read
-from shardwise.trainer.learning_rate import learning_rate
+from shardwise.trainer.optimizers import learning_rate
 from shardwise.trainer.settings import Settings
 from tests.migrate.support import rows
 from tests.support.deepspeed import DeepSpeed

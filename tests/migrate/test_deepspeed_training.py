@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.migrate.api import from_deepspeed
-from shardwise.trainer.learning_rate import learning_rate
-from shardwise.trainer.optimizers import set_learning_rate
+from shardwise.trainer.optimizers import learning_rate, set_learning_rate
 from shardwise.trainer.settings import Settings
 from tests.harness import Pool
 from tests.support.deepspeed import DeepSpeed

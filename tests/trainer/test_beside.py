@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import saving as save
 from shardwise.checkpoint import steps
-from shardwise.trainer import saves
+from shardwise.trainer import run_checkpoints
 from shardwise.trainer.run import run_rank
 from tests.harness import Pool
 from tests.support.running import losses, rows, settings_for, train
@@ -158,7 +158,7 @@ def test_older_checkpoints_that_cannot_be_removed_do_not_end_a_run(run_ranks: Po
 
 def listen_on_a_small_disk(settings: str, free_bytes: int) -> tuple[int, str]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(saves, "free_bytes_on", lambda _: free_bytes)
+    patch.setattr(run_checkpoints, "free_bytes_on", lambda _: free_bytes)
     try:
         return listen(settings)
     finally:

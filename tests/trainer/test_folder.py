@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError, ConfigurationError
 from shardwise.trainer.config import resolve
-from shardwise.trainer.run_folder import choose, claim, config_to_go_on_with, failed_write, to_try
+from shardwise.trainer.run_folder import choose, claim, config_to_go_on_with, failed_write, resume_candidates
 from shardwise.trainer.settings import Settings, settings_from_json
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_only_looks_like_a_runs_is_not_one(here: Path) -> None:
     assert config_to_go_on_with(asked) is None
     chosen = choose(asked)
     assert str(chosen.output_dir).startswith("runs/")
-    assert to_try(asked, chosen) == ["model/checkpoints/last"]
+    assert resume_candidates(asked, chosen) == ["model/checkpoints/last"]
 
 
 def one_tensor() -> bytes:
@@ -188,9 +188,9 @@ def test_what_is_tried_in_order(here: Path) -> None:
         "mine/checkpoints/latest": ["mine/checkpoints/latest"],
     }.items():
         settings = Settings(output_dir="mine" if asked else "other", resume_from_checkpoint=asked)
-        assert to_try(settings, choose(settings)) == tried
+        assert resume_candidates(settings, choose(settings)) == tried
     begun = Settings(output_dir="mine")
-    assert to_try(begun, choose(begun, num_restarts=1)) == names[::-1]
+    assert resume_candidates(begun, choose(begun, num_restarts=1)) == names[::-1]
 
 
 def test_ranks_that_are_started_again_go_on_with_their_own_run(here: Path) -> None:

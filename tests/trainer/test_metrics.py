@@ -21,7 +21,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def logged(folder: Path, steps: list[int], report_to: tuple[str, ...] = ()) -> Metrics:
-    found = Metrics(folder, report_to, {"model": "tiny"}, is_writer=True, run_name="a-run")
+    found = Metrics(folder, report_to, {"model": "tiny"}, is_writer=True)
     for step in steps:
         found.log({"step": step, "loss": 1.0 / step, "memory_now": 5})
     return found
@@ -43,7 +43,7 @@ def test_what_is_not_a_number_is_null(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    found = Metrics(tmp_path, ("tensorboard", "wandb"), {}, is_writer=False, run_name="a-run")
+    found = Metrics(tmp_path, ("tensorboard", "wandb"), {}, is_writer=False)
     found.truncate_after(0)
     found.log({"step": 1})
     found.close()
@@ -54,7 +54,7 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path) -> None:
     logged(tmp_path, [1, 2, 3, 4]).close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # a crash
-    found = Metrics(tmp_path, (), {}, is_writer=True, run_name="a-run")
+    found = Metrics(tmp_path, (), {}, is_writer=True)
     found.truncate_after(2)
     found.log({"step": 3, "loss": 9.0})
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 9.0)]
@@ -62,7 +62,7 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path) -> None:
 
 
 def test_a_fresh_folder_has_nothing_to_forget(tmp_path: Path) -> None:
-    Metrics(tmp_path, (), {}, is_writer=True, run_name="a-run").truncate_after(7)
+    Metrics(tmp_path, (), {}, is_writer=True).truncate_after(7)
     assert not list(tmp_path.iterdir())
 
 
@@ -76,7 +76,7 @@ def test_a_reporter_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     logged(tmp_path, [1, 2, 3, 4], ("tensorboard",)).close()
-    found = Metrics(tmp_path, ("tensorboard",), {}, is_writer=True, run_name="a-run")
+    found = Metrics(tmp_path, ("tensorboard",), {}, is_writer=True)
     found.truncate_after(2)
     found.log({"step": 3, "loss": 9.0, "eval_loss": 2.0, "mfu": None})
     found.close()

@@ -8,9 +8,9 @@ import pytest
 
 from shardwise.core import mesh
 from shardwise.core.engine.guards import engine_of
-from shardwise.trainer import saves, setup
+from shardwise.trainer import run_checkpoints, setup
 from shardwise.trainer.checks import completed
-from shardwise.trainer.out_of_memory import Scene
+from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.settings import Lora, settings_from_json
 from tests.harness import Pool
 from tests.support.running import losses, rows, save_llama, settings_for, train
@@ -128,9 +128,9 @@ def test_what_rests_on_disk_is_not_saved_in_the_background(run_ranks: Pool, tmp_
 def how_saved(settings: str, free_bytes: int) -> tuple[bool, str]:
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    model = setup.set_up(asked, Scene(asked)).job.model
+    model = setup.set_up(asked, FailureContext(asked)).job.model
     # One rank has less than the other.
-    found = saves.saves_of(engine_of(model), 2, True, free_bytes - mesh.everyone().index, mesh.hosts())
+    found = run_checkpoints.saves_of(engine_of(model), 2, True, free_bytes - mesh.everyone().index, mesh.hosts())
     return found.in_background, found.why_not
 
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwise.core.optim.sharded_optimizer import ShardedOptimizer
-from shardwise.trainer import loop
-from shardwise.trainer.largest_blocks import Pool as Allocator
+from shardwise.trainer import job
 from shardwise.trainer.loss import _ChunkedCrossEntropy
 from shardwise.trainer.model import Block
-from shardwise.trainer.oom_diagnosis import blame_of
-from shardwise.trainer.out_of_memory import is_out_of_memory
+from shardwise.trainer.out_of_memory import AllocatorPool, cause_of, is_out_of_memory
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.settings import Settings
 from tests.cli.asking import Asker
@@ -67,7 +65,7 @@ PLACES: dict[str, tuple[object, str, Callable[..., Any], str]] = {
     "loss": (_ChunkedCrossEntropy, "forward", staticmethod(starved), "forward loss"),
     "norm": (ShardedOptimizer, "_norm", starved, "the gradients' norm"),
     "update": (ShardedOptimizer, "_update", starved, "update"),
-    "set-up": (loop.Job, "__init__", starved, "the set-up"),
+    "set-up": (job.Job, "__init__", starved, "the set-up"),
 }
 
 
@@ -179,7 +177,7 @@ def test_what_other_libraries_call_it() -> None:
 
 
 def test_fragmentation_is_blamed_where_enough_was_reserved() -> None:
-    pool = Allocator(allocated=50 * 10**9, reserved=75 * 10**9, limit=80 * 10**9, grows=False)
-    assert blame_of(None, {}, pool, 10**10, None).startswith("fragmentation: 25.0 GB are reserved and unused")
-    assert blame_of(None, {"params": 3, "activations": 5}, pool, 3 * 10**10, None).startswith("activations: 5 B of 8 B")
-    assert blame_of(None, {"params": 5, "activations": 3}, pool, 3 * 10**10, None).startswith("the state: ")
+    pool = AllocatorPool(allocated=50 * 10**9, reserved=75 * 10**9, limit=80 * 10**9, grows=False)
+    assert cause_of(None, {}, pool, 10**10, None).startswith("fragmentation: 25.0 GB are reserved and unused")
+    assert cause_of(None, {"params": 3, "activations": 5}, pool, 3 * 10**10, None).startswith("activations: 5 B of 8 B")
+    assert cause_of(None, {"params": 5, "activations": 3}, pool, 3 * 10**10, None).startswith("the state: ")

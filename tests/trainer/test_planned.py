@@ -19,8 +19,8 @@ from shardwise.trainer import run_plan as planned
 from shardwise.trainer.checks import check_all, completed
 from shardwise.trainer.models.build import build
 from shardwise.trainer.offload import offload_of
-from shardwise.trainer.oom_remedies import FLAGS, fixes, offload_flag
 from shardwise.trainer.optimizers import optimizer_for
+from shardwise.trainer.remedies import FLAGS, offload_flag, remedies
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.run_plan import Draft, RunPlan, draft, plan_before
 from shardwise.trainer.settings import Lora, Settings
@@ -175,13 +175,13 @@ def test_fixes_are_planned_and_those_that_fit_come_first(tmp_path: Path) -> None
     for share, expected in ((0.95, True), (0.6, True), (0.1, False)):
         plan = plan_before(drafted(settings, round(needed * share)), settings)
         assert plan is not None
-        found = fixes(plan)
+        found = remedies(plan)
         assert any(fix.fits for fix in found) == expected
         fitting = [fix.fits for fix in found[:-1]]
         assert fitting == sorted(fitting, key=lambda fits: not fits)
         for fix in found:
             assert fix.fits is None or fix.fits == (needed - fix.saved_bytes <= needed * share)
-    words = [fix.words for fix in fixes(whole)]
+    words = [fix.words for fix in remedies(whole)]
     assert "--gradient-checkpointing full" in words
     assert "--per-device-train-batch-size 4 --gradient-accumulation-steps 2" in words
     assert "--reduce-dtype bf16" in words
@@ -200,7 +200,7 @@ def planned_on(gpus: str, strategy: str, **cluster: Any) -> RunPlan:
 
 def test_offload_is_among_the_fixes_if_the_host_has_room() -> None:
     room = planned_on("1xH100-80GB", "ddp")
-    found = {fix.words: fix for fix in fixes(room)}
+    found = {fix.words: fix for fix in remedies(room)}
     moved = found["--offload grads=host,optimizer=host"]
     assert moved.saved_bytes > 8 * 3.2e9
     assert moved.fits
@@ -208,9 +208,9 @@ def test_offload_is_among_the_fixes_if_the_host_has_room() -> None:
     assert moved.times > 1
     assert "--offload activations=host" in found
     assert not any("params=host" in words for words in found), "they are whole under ddp"
-    split = {fix.words for fix in fixes(planned_on("8xH100-80GB", "zero3"))}
+    split = {fix.words for fix in remedies(planned_on("8xH100-80GB", "zero3"))}
     assert "--offload params=host,grads=host,optimizer=host" in split
-    small = [fix.words for fix in fixes(planned_on("1xH100-80GB", "ddp", host_memory="32GB"))]
+    small = [fix.words for fix in remedies(planned_on("1xH100-80GB", "ddp", host_memory="32GB"))]
     assert not any("optimizer=host" in words for words in small)
 
 
@@ -229,10 +229,10 @@ def test_what_moves_is_told_beside_the_strategy_and_the_wire_that_were_asked_for
 
 
 def test_what_is_moved_already_is_moved_further() -> None:
-    words = [fix.words for fix in fixes(planned_on("8xH100-80GB", "zero3+optimizer=host:0.5"))]
+    words = [fix.words for fix in remedies(planned_on("8xH100-80GB", "zero3+optimizer=host:0.5"))]
     instead = "in place of what is moved now"
     assert f"--offload grads=host,optimizer=host {instead}" in words
     assert f"--offload params=host,grads=host,optimizer=host {instead}" in words
     assert f"--offload optimizer=host:0.5,activations=host {instead}" in words
-    on_disk = fixes(planned_on("8xH100-80GB", "zero3-nvme"))
+    on_disk = remedies(planned_on("8xH100-80GB", "zero3-nvme"))
     assert not any(fix.words.startswith("--offload") for fix in on_disk), "nothing is left to move"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.trainer.out_of_memory import Scene
+from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.settings import Lora
 from tests.harness import Pool
@@ -140,7 +140,7 @@ def hyper_parameters(settings: str) -> list[dict[str, Any]]:
 
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    return plain_settings(set_up(asked, Scene(asked)).job.optimizer)
+    return plain_settings(set_up(asked, FailureContext(asked)).job.optimizer)
 
 
 def test_hyper_parameters_are_those_asked_for_now(run_ranks: Pool, tmp_path: Path) -> None:

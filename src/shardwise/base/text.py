@@ -65,3 +65,18 @@ def labelled_lines(lines: dict[str, str]) -> list[str]:
             wrapper.initial_indent = f"  {label:{LABEL_WIDTH}}"
             found += wrapper.wrap(text)
     return [line.replace("\xa0", " ") for line in found]
+
+
+def column_table(rows: dict[str, list[str]]) -> list[str]:
+    """Return labelled rows of right-aligned cells. Columns that do not fit on a line continue below."""
+    widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
+    lines, first, limit = [], 0, terminal_width()
+    while first < len(widths):
+        last = first + 1
+        while last < len(widths) and LABEL_WIDTH + sum(widths[first : last + 1]) + 2 * (last - first) + 2 <= limit:
+            last += 1
+        for label, cells in rows.items():
+            numbers = (f"{cell:>{width}}" for cell, width in zip(cells[first:last], widths[first:last], strict=True))
+            lines.append(f"  {label:{LABEL_WIDTH}}" + "  ".join(numbers))
+        first = last
+    return lines

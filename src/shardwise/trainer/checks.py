@@ -12,10 +12,10 @@ import torch
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
 from ..core.mesh import require_nodes
-from .batching import Batching, batching_of
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
+from .job import Batching, batching_of
 from .metrics import check_reporters
 from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary

@@ -1,7 +1,7 @@
-"""The numbers of a run, kept: `metrics.jsonl` in the run folder always, TensorBoard and Weights & Biases on request.
+"""The metrics of a run: always `metrics.jsonl` in the run folder, TensorBoard and Weights & Biases on request.
 
-A row is a flat mapping from names to numbers, with its step. One rank writes; on the others nothing happens. A run that
-goes on from a checkpoint first drops what was logged behind it, so that each step is there once.
+A row is a flat mapping from names to numbers, with its step. Only one rank writes. A resumed run first sets aside the
+rows after its checkpoint, so that each step is there once.
 """
 
 import json
@@ -22,17 +22,17 @@ Row = Mapping[str, float | int | None]
 
 
 def check_reporters(report_to: Sequence[str]) -> None:
-    """Refuse what cannot be reported to, before anything has started."""
+    """Refuse trackers that are not installed, before anything has started."""
     for word in report_to:
         if find_spec(word) is None:
             raise ConfigurationError(f"report_to: {word} is not installed; pip install 'shardwise[{word}]'")
 
 
 def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
-    """Bytes by class, as keys of a row: memory_params, ..., memory_now, memory_peak, memory_host, memory_disk.
+    """Return bytes by class as keys of a row: memory_params, ..., memory_now, memory_peak, memory_host, memory_disk.
 
-    `memory_planned` is the planned peak, or that of the state alone where none is known. On a CPU, `memory_now` and
-    `memory_peak` are of the whole process.
+    `memory_planned` is the planned peak, or that of the state alone if no peak is known. On a CPU, `memory_now` and
+    `memory_peak` are those of the whole process.
     """
     others = {
         "peak_grads": memory.peak_grads,
@@ -43,7 +43,7 @@ def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int
         "reserved": memory.reserved,
         "planned": memory.planned.total if planned_peak is None else planned_peak,
     }
-    # Where nothing rests there, nothing is said of it.
+    # Without offload there are no such keys.
     others |= {"host": memory.host, "planned_host": memory.planned_host} if memory.planned_host or memory.host else {}
     others |= {"disk": memory.disk, "planned_disk": memory.planned_disk} if memory.planned_disk else {}
     known = {name: num_bytes for name, num_bytes in others.items() if num_bytes is not None}
@@ -57,17 +57,15 @@ class Reporter(Protocol):
 
 
 class Metrics:
-    def __init__(
-        self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], is_writer: bool, run_name: str
-    ) -> None:
+    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], is_writer: bool) -> None:
         self._file = folder / METRICS if is_writer else None
         self._reporters: list[Reporter] = []
         if is_writer:
             check_reporters(report_to)
-            self._reporters = [_REPORTERS[word](folder, config, run_name) for word in report_to]
+            self._reporters = [_REPORTERS[word](folder, config) for word in report_to]
 
     def log(self, row: Row) -> None:
-        """Append a row. `step` must be in it; `time`, in seconds since 1970, is added where it is not."""
+        """Append a row. It must have a `step`; `time`, in seconds since 1970, is added if it is missing."""
         if self._file is None:
             return
         row = {"step": row["step"], "time": round(time.time(), 3), **row}
@@ -77,7 +75,7 @@ class Metrics:
             reporter.log(row)
 
     def truncate_after(self, step: int) -> None:
-        """Put the rows behind `step` aside, into metrics-left.jsonl, and drop a line that a crash has cut short."""
+        """Move the rows after `step` to metrics-left.jsonl, and drop a line that a crash has cut short."""
         if self._file is None:
             return
         if self._file.exists():
@@ -104,14 +102,14 @@ def _step_of(line: str) -> float:
 
 
 def _json_number(value: float | int | None) -> float | int | None:
-    """JSON has no word for what is not a number."""
+    """JSON has neither NaN nor infinity: they become None."""
     return None if value is None or not math.isfinite(value) else value
 
 
 class _TensorBoard:
     """Three groups of charts: train, eval and memory."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], run_name: str) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder = str(folder / "tensorboard")
         self._writer = _summary_writer(self._folder, None)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```")
@@ -123,7 +121,7 @@ class _TensorBoard:
                 self._writer.add_scalar(tag, value, row["step"], row["time"])
 
     def restart(self, step: int) -> None:
-        # A new file that begins with "forget what comes from here on"; readers obey it.
+        # A new file tells readers to drop the points from this step on.
         self._writer.close()
         self._writer = _summary_writer(self._folder, step + 1)
 
@@ -136,9 +134,9 @@ def _summary_writer(folder: str, purge_step: int | None) -> Any:
 
 
 class _WandB:
-    """One run there for one run folder, also over several starts. WANDB_MODE=offline keeps it on this machine."""
+    """One wandb run per run folder, also over several starts. WANDB_MODE=offline keeps it on this machine."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], run_name: str) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         wandb = import_module("wandb")
         remembered = folder / "wandb-id.txt"
         if not remembered.exists():
@@ -147,10 +145,10 @@ class _WandB:
             self._run = wandb.init(
                 dir=str(folder),
                 id=remembered.read_text(),
-                name=run_name,
+                name=folder.name,
                 config=dict(config),
                 resume="allow",
-                # What is printed is rank 0's progress block, redrawn many times.
+                # The console shows rank 0's progress block, redrawn many times.
                 settings=wandb.Settings(console="off"),
             )
         except wandb.errors.Error as error:
@@ -162,13 +160,13 @@ class _WandB:
         self._run.log({name: value for name, value in row.items() if value is not None and name != "time"})
 
     def restart(self, step: int) -> None:
-        """Nothing is taken back there: later points of the same step are drawn beside the earlier ones."""
+        """Points cannot be removed there: later ones of the same step are drawn next to the earlier ones."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-_REPORTERS: dict[str, Callable[[Path, Mapping[str, Any], str], Reporter]] = {
+_REPORTERS: dict[str, Callable[[Path, Mapping[str, Any]], Reporter]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
 }

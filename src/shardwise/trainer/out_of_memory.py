@@ -1,28 +1,37 @@
-"""Out of memory, explained: what lay there by class, against the plan at that instant, and what would help.
+"""Out of memory, explained: what the rank held by class, compared with the plan at that instant, and what would help.
 
-It is caught wherever it comes, also while the run is set up. The report lies in the run folder, for `shardwise doctor
-oom`; every rank that fails writes its own.
+The error is caught wherever it is raised, also during the set-up. Every rank that fails writes a report into the run
+folder, which `shardwise doctor oom` shows again.
+
+Names of the largest blocks come from the engine's tensors. Tensors that autograd saves for the backward have no name in
+Python: they are the rest. The CPU's allocator counts nothing, so there only blocks with a name are found.
 """
 
+import gc
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..base.errors import MemoryExceededError
+from ..base.text import column_table, labelled_lines, plural, size, terminal_width, unbroken
 from ..core.engine.guards import find_engine
-from ..core.engine.memory_report import memory
+from ..core.engine.memory_report import Memory, memory
 from ..core.engine.runtime import Engine
-from .largest_blocks import largest, pool_here
-from .oom_diagnosis import FRAGMENTS, blame_of, text_of
-from .oom_remedies import Fix, fixes
+from ..core.mesh import device
+from ..planner.plan_json import at
+from .remedies import Remedy, remedies
 from .run_folder import OOM_FILES, oom_file
 from .run_plan import RunPlan
 from .settings import Settings
@@ -31,15 +40,18 @@ if TYPE_CHECKING:
     from .step_callbacks import Run
 
 SET_UP = "the set-up"
+NUM_LARGEST = 5
+# Shares of memory from which on fragmentation, or one large unit, is the cause.
+FRAGMENTED_SHARE, ONE_UNIT_SHARE = 0.1, 0.5
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# What libraries say who take memory past the allocator.
-_OTHERS_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
+# Messages of libraries that allocate outside of torch's allocator.
+_MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 @dataclass(slots=True)
-class Scene:
-    """What is known of a run when its memory ends. It grows while the run is set up."""
+class FailureContext:
+    """Facts about a run for the report of a failure. They are added while the run is set up."""
 
     settings: Settings
     rank: int = 0
@@ -51,74 +63,75 @@ class Scene:
 
 
 class OutOfMemoryHereError(MemoryExceededError):
-    """Of this rank, the first of all: the others know nothing of it."""
+    """This rank ran out of memory, and was the first: the others do not know yet."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHERS_WORDS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
-def explain(error: BaseException, scene: Scene) -> MemoryExceededError:
-    """In words, which are also left in the run folder, for `shardwise doctor oom`."""
+def explain(error: BaseException, context: FailureContext) -> MemoryExceededError:
+    """Return the explanation as an error, and write it into the run folder."""
     try:
-        report = _report(error, scene)
-    except Exception as other:  # noqa: BLE001  whatever fails in here must not hide what failed first
+        report = _report(error, context)
+    except Exception as other:  # noqa: BLE001  a failure in here must not hide the first one
         text = f"does not fit: {error}\n  more cannot be told: {other!r}"
-        report = {"time": time.time(), "rank": scene.rank, "text": text}
+        report = {"time": time.time(), "rank": context.rank, "text": text}
     is_first = True
-    if scene.folder is not None:
-        is_first = not any(scene.folder.glob(OOM_FILES))
-        try:
-            scene.folder.mkdir(parents=True, exist_ok=True)
-            oom_file(scene.folder, scene.rank).write_text(json.dumps(report, indent=1) + "\n")
-        except OSError:  # the words are printed in any case
-            pass
+    if context.folder is not None:
+        is_first = not any(context.folder.glob(OOM_FILES))
+        with suppress(OSError):  # the text is printed in any case
+            context.folder.mkdir(parents=True, exist_ok=True)
+            oom_file(context.folder, context.rank).write_text(json.dumps(report, indent=1) + "\n")
     text = str(report["text"])
     return OutOfMemoryHereError(text) if is_first else MemoryExceededError(text)
 
 
-def _report(error: BaseException, scene: Scene) -> dict[str, Any]:
-    planned, engine = scene.planned, None if scene.model is None else find_engine(scene.model)
-    instant = _instant(error.__traceback__, scene, engine)
-    seen = None if scene.model is None or engine is None else memory(scene.model, scene.optimizer)
+def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
+    planned, engine = context.planned, None if context.model is None else find_engine(context.model)
+    instant = _instant(error.__traceback__, context, engine)
+    held = None if context.model is None or engine is None else memory(context.model, context.optimizer)
     expected = _expected(planned, instant)
-    pool = pool_here()
-    asked_bytes = _asked_bytes(str(error))
+    pool = allocator_pool()
+    requested = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
+    asked_bytes = round(float(requested[1]) * _UNITS.get(requested[2], 0)) if requested else 0
     room = None
     if pool is not None:
-        # What there was beyond the plan will be there after any change, too.
+        # Memory that was used beyond the plan will be used after any change, too.
         room = pool.limit - max(pool.allocated + asked_bytes - sum(expected.values()), 0)
-    blame = blame_of(seen, expected, pool, asked_bytes, planned)
-    helps = [] if planned is None else fixes(planned, room)
-    if pool is not None and pool.unused > FRAGMENTS * pool.limit and not pool.grows:
+    changes = [] if planned is None else remedies(planned, room)
+    if pool is not None and pool.unused > FRAGMENTED_SHARE * pool.limit and not pool.grows:
         words = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
-        helps.insert(0, Fix(words, pool.unused, 1.0, None))
+        changes.insert(0, Remedy(words, pool.unused, 1.0, None))
     report: dict[str, Any] = {
         "time": time.time(),
-        "rank": scene.rank,
-        "step": None if scene.run is None else scene.run.step + 1,
+        "rank": context.rank,
+        "step": None if context.run is None else context.run.step + 1,
         "instant": instant,
         "error": str(error).partition("\n")[0],
         "asked_bytes": asked_bytes,
-        "seen": {} if seen is None else seen.by_class(),
+        "seen": {} if held is None else held.by_class(),
         "planned": expected,
         "planned_peak": None if planned is None or planned.note else sum(planned.at_peak().values()),
         "pool": None if pool is None else asdict(pool),
-        "largest": largest(engine, scene.optimizer),
-        "blame": blame,
-        "fixes": [asdict(fix) for fix in helps],
+        "largest": _largest_blocks(engine, context.optimizer),
+        "blame": cause_of(held, expected, pool, asked_bytes, planned),
+        "fixes": [asdict(change) for change in changes],
     }
-    return {**report, "text": text_of(report, planned, helps)}
+    return {**report, "text": _text(report, planned, changes)}
 
 
-def _instant(trace: TracebackType | None, scene: Scene, engine: Engine | None) -> str:
-    """In the planner's words, as far as it has some."""
-    if engine is None or scene.run is None:
+# When it happened, and what the plan expected then
+
+
+def _instant(trace: TracebackType | None, context: FailureContext, engine: Engine | None) -> str:
+    """Name the instant as the planner does, if the planner knows it."""
+    if engine is None or context.run is None:
         return SET_UP
-    if scene.run.doing:
-        return scene.run.doing
+    if context.run.activity:
+        return context.run.activity
     functions = list(_frames(trace))
     modules = [module for _, module in functions if module is not None]
     by_module = {id(unit.module): unit.name for unit in engine.units}
@@ -131,8 +144,8 @@ def _instant(trace: TracebackType | None, scene: Scene, engine: Engine | None) -
     units = [unit for unit in engine.schedule.units if not unit.holds_units]
     if within[-1] in {unit.name for unit in units} or not units:
         return f"forward {within[-1]}"
-    # Of what belongs to no unit of its own: before the first of them, or behind the last.
-    order = {id(module): place for place, module in enumerate(scene.model.modules())} if scene.model else {}
+    # A module without a unit of its own: before the first unit, or after the last.
+    order = {id(module): place for place, module in enumerate(context.model.modules())} if context.model else {}
     last = max(order.get(id(engine.units[engine.schedule.leaves[-1]].module), 0), 0)
     return "forward loss" if order.get(id(modules[-1]), 0) > last else f"forward {within[-1]}"
 
@@ -153,6 +166,174 @@ def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in found.items() if name not in unknown}
 
 
-def _asked_bytes(text: str) -> int:
-    found = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
-    return round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+# What the device held
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorPool:
+    """Numbers of a GPU's allocator."""
+
+    allocated: int
+    reserved: int
+    limit: int  # the most that this process may have
+    grows: bool  # segments are expandable, so that nearly nothing is lost between blocks
+
+    @property
+    def unused(self) -> int:
+        return self.reserved - self.allocated
+
+
+def allocator_pool() -> AllocatorPool | None:
+    where = device()
+    if where.type != "cuda":
+        return None
+    grows = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+    allocated, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)
+    free, total = torch.cuda.mem_get_info(where)
+    allowed = round(torch.cuda.get_per_process_memory_fraction(where) * total)
+    return AllocatorPool(allocated, reserved, min(reserved + free, allowed), grows)
+
+
+def _largest_blocks(engine: Engine | None, optimizer: Any) -> list[dict[str, Any]]:
+    """Return the largest blocks of the device, named if possible; equal ones are counted."""
+    names = _names(engine, optimizer)
+    blocks = {address: num_bytes for address, (_, num_bytes) in names.items()}
+    if device().type == "cuda":
+        allocated = {
+            block["address"]: block.get("requested_size", block["size"])
+            for segment in torch.cuda.memory_snapshot()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        }
+        blocks = allocated or blocks
+    nameless = ("kept for the backward, or on its way", 0)
+    named = Counter((num_bytes, names.get(address, nameless)[0]) for address, num_bytes in blocks.items())
+    found = sorted(named.items(), key=lambda block: -block[0][0])[:NUM_LARGEST]
+    return [{"bytes": num_bytes, "name": name, "count": count} for (num_bytes, name), count in found]
+
+
+def _names(engine: Engine | None, optimizer: Any) -> dict[int, tuple[str, int]]:
+    """Name storages by their address: first the engine's own, then all other tensors of Python."""
+    found: dict[int, tuple[str, int]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor, name in [*_engine_tensors(engine, optimizer), *_python_tensors()]:
+            if tensor.device.type == device().type:
+                storage = tensor.untyped_storage()
+                with suppress(RuntimeError):  # stand-ins have no address
+                    if storage.nbytes():
+                        found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
+    return found
+
+
+def _engine_tensors(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, str]]:
+    if engine is None:
+        return
+    unit_of: dict[int, str] = {}
+    for unit in engine.units:
+        for state in unit.states:
+            kind = "parameters" if state.flat.master == state.flat.compute else "masters"
+            if state.flat.master_on != "disk":
+                yield state.master, f"{kind} of {unit.name}"
+            unit_of.update((id(param), unit.name) for param in state.resting_params)
+            if state.rest is not None:
+                yield state.rest, f"parameters at rest of {unit.name}"
+            if state.gradient.grads is not None:
+                yield state.gradient.grads, f"gradients of {unit.name}"
+    yield from ((slot, "a slot for gathered units") for slot in engine.gathers.memory.slots)
+    yield from ((own, f"{engine.units[index].name}, gathered") for index, own in engine.gathers.memory.own.items())
+    yield from ((slot, "a slot for reductions") for slot in engine.reductions.memory.slots if slot is not None)
+    for param, entries in ({} if optimizer is None else optimizer.inner.state).items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                yield value, f"{key} of {unit_of.get(id(param), 'the optimizer')}"
+
+
+def _python_tensors() -> Iterator[tuple[Tensor, str]]:
+    for value in gc.get_objects():
+        # By type: isinstance asks the object, which would load lazy ones. Fake tensors have no memory.
+        if issubclass(type(value), Tensor) and not issubclass(type(value), FakeTensor):
+            yield value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+# The cause, and the whole report as text
+
+
+def cause_of(
+    held: Memory | None, expected: dict[str, int], pool: AllocatorPool | None, asked_bytes: int, planned: RunPlan | None
+) -> str:
+    if pool is not None and asked_bytes and pool.unused >= asked_bytes and pool.unused > FRAGMENTED_SHARE * pool.limit:
+        return (
+            f"fragmentation: {size(pool.unused)} are reserved and unused, none of it {size(asked_bytes)} in one piece"
+        )
+    measured = {} if held is None else {name: num for name, num in held.by_class().items() if num}
+    by_class = {**expected, **measured}
+    if not by_class:
+        return "not known: nothing was set up yet"
+    if planned is not None and (words := _one_unit(planned, by_class)):
+        return words
+    activations = by_class.get("activations", 0)
+    state = sum(by_class.get(name, 0) for name in ("params", "grads", "optimizer"))
+    total = max(sum(by_class.values()), 1)
+    if activations < state:
+        return f"the state: parameters, gradients and optimizer are {size(state)} of {size(total)}"
+    more = ""
+    if held is not None and held.activations is not None and (usual := expected.get("activations")):
+        more = f", {size(activations - usual)} more than planned" if activations > 1.05 * usual else ", as planned"
+    return f"activations: {size(activations)} of {size(total)}{more}"
+
+
+def _one_unit(planned: RunPlan, by_class: dict[str, int]) -> str:
+    """If one unit holds most of the model, gathering it gathers nearly everything."""
+    units = planned.entry.schedule.units
+    sizes = {unit.name: sum(flat.num_elems for flat in unit.flats) for unit in units}
+    largest = max(sizes, key=lambda name: sizes[name])
+    share = sizes[largest] / max(sum(sizes.values()), 1)
+    if share < ONE_UNIT_SHARE or by_class.get("buffers", 0) < ONE_UNIT_SHARE * max(by_class.values()):
+        return ""
+    return (
+        f"wrapping: unit {largest!r} holds {share:.0%} of the parameters ({plural(len(units), 'unit')} in all), and "
+        "all of it is gathered at once; give the model smaller blocks that repeat"
+    )
+
+
+def _text(report: dict[str, Any], planned: RunPlan | None, changes: list[Remedy]) -> str:
+    error, asked_bytes = str(report["error"]).partition(". ")[0], report["asked_bytes"]
+    more = f", {size(asked_bytes)} more were asked for" if asked_bytes else ""
+    where = f"rank {report['rank']}, {at(report['instant'])}"
+    if report["step"] is not None:
+        where += f", step {report['step']:,}"
+    if report["planned_peak"] is not None and planned is not None:
+        most, limit = at(planned.entry.memory.peak.name), size(planned.entry.machine.memory_bytes)
+        where += f"; planned at most {size(report['planned_peak'])} of {limit}, at {most}"
+    largest = ", ".join(
+        unbroken(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
+        for block in report["largest"]
+    )
+    lines = [
+        f"does not fit: {error}{more}",
+        *labelled_lines({"where": where}),
+        *_memory_lines(report),
+        *labelled_lines({"largest": largest, "to blame": report["blame"]}),
+    ]
+    if not changes:
+        return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
+    lines.append("  what would help, as planned:")
+    wrapper = TextWrapper(terminal_width(), initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False)
+    lines += [line for change in changes for line in wrapper.wrap(str(change))]
+    return "\n".join(lines)
+
+
+def _memory_lines(report: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys([*report["planned"], *report["seen"]]))
+    if not names:
+        return []
+    rows = {"memory": [*names, "together"]}
+    for label in ("planned", "seen"):
+        held = report[label]
+        cells = [size(held[name]) if name in held else "-" for name in names]
+        rows[f"  {label}"] = [*cells, size(sum(held.values())) if held else "-"]
+    lines = column_table(rows)
+    if (pool := report["pool"]) is not None:
+        unused = size(pool["reserved"] - pool["allocated"])
+        lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
+    return lines

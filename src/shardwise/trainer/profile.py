@@ -16,11 +16,11 @@ NUM_TRACED = 3
 
 
 class Profile:
-    """Used as a context; `step` is called at the end of each step. Where it is not enabled it does nothing.
+    """A context manager; `step` is called at the end of each step. Does nothing unless it is enabled.
 
-    `settle` must wait for every collective under way: torch's profiler crashes on an operation of gloo that begins
-    while it runs and ends when it does not. `drain` must wait for the host's updates. It is called before the first and
-    after the last step alone: between them updates lie beside the next forward, as they do without it.
+    `settle` must wait for every collective in flight: torch's profiler crashes on a gloo operation that begins while it
+    runs and ends when it does not. `drain` must wait for the host's updates. It is called only before the first and
+    after the last step: between them updates overlap with the next forward, as they do without the profiler.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Profile:
                 activities=activities,
                 schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_TRACED, repeat=1),
                 on_trace_ready=self._write,
-                experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the host updates in one
-                acc_events=True,  # of the one cycle there is; without it torch warns of cycles that are forgotten
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),  # host updates run in a thread
+                acc_events=True,  # otherwise torch warns about discarded cycles
             )
 
     def __enter__(self) -> "Profile":

@@ -1,7 +1,7 @@
-"""How a run goes, for the person who watches: a live block on a terminal, else a plain line for every logged row.
+"""The progress of a run: a live block on a terminal, otherwise a plain line for every logged row.
 
-Numbers come as rows of `metrics.py`, and what a row has not is left out. The block is drawn by a thread four times a
-second, whatever the pace of the steps.
+Numbers come as rows of `metrics.py`; missing ones are left out. A thread draws the block four times a second, whatever
+the pace of the steps.
 """
 
 import time
@@ -21,7 +21,7 @@ from .metrics import Row
 REFRESHES_PER_S = 4
 BAR_WIDTH = 30
 
-# Names in a row and how each is written, as wide in every line.
+# Keys of a row, and how each is written: equally wide in every line.
 _TRAINING: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:7.4f}",
     "learning_rate": lambda value: f"lr {value:.2e}",
@@ -43,7 +43,7 @@ _MEMORY: dict[str, Callable[[float], str]] = {
 
 
 class Progress:
-    """Used as a context. `is_terminal` None: find out. Only the rank that `is_shown` ever prints."""
+    """A context manager. `is_terminal` None: detect it. Only a rank with `is_shown` prints."""
 
     def __init__(
         self, total_steps: int, first_step: int = 0, is_terminal: bool | None = None, is_shown: bool = True
@@ -52,7 +52,7 @@ class Progress:
         self._step = first_step
         self._is_shown = is_shown
         self._row: dict[str, float | int] = {}
-        # When the first step of this start was over, which takes longer than the others, and which it was.
+        # Time and number of the first step of this start, which takes longer than the others.
         self._clock: tuple[float, int] | None = None
         self._live: Live | None = None
         self._console = Console(highlight=False, force_terminal=is_terminal)
@@ -69,7 +69,7 @@ class Progress:
             self._live.stop()
 
     def advance(self, step: int) -> None:
-        """So many steps are done. Costs nothing: the numbers of a step may come much later."""
+        """Note that `step` steps are done; their numbers may arrive much later."""
         self._step = step
         if self._clock is None:
             self._clock = (time.monotonic(), step)
@@ -82,7 +82,7 @@ class Progress:
         if self._live is None:
             words = [*_words(known, _TRAINING), *_words(known, _EVALUATION)]
             if "loss" in known:
-                # Of the memory the peak alone: a line is to stay a line.
+                # Of the memory only the peak, so that all fits on one line.
                 words += _words(known, {"memory_peak": _MEMORY["memory_peak"]}) + self._time_left()
             self.say("  ".join([self._line_start(int(known["step"])), *words]))
 
@@ -90,8 +90,8 @@ class Progress:
         """Print above the block."""
         if not self._is_shown:
             return
-        text = printable_lines(text)  # there may be names of a checkpoint in it
-        # A terminal, or a log, that knows ASCII alone must not end a run.
+        text = printable_lines(text)  # it may contain names from a checkpoint
+        # A terminal or a log that knows only ASCII must not end a run.
         text = text.encode(self._console.encoding, "replace").decode(self._console.encoding)
         if self._live is not None:
             self._console.print(text, markup=False, soft_wrap=True)

@@ -68,7 +68,7 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     return _with(settings, folder, None)
 
 
-def to_try(asked: Settings, chosen: Settings) -> list[str]:
+def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
     """The checkpoint to go on from. If it was not named itself, all those of its run, the newest first.
 
     One may turn out to be damaged; what did not finish is among them so that it can be told of.
@@ -133,7 +133,7 @@ def oom_file(folder: Path, rank: int) -> Path:
     return folder / f"oom-rank{rank}.json"
 
 
-def forget_oom(folder: Path) -> None:
+def remove_oom_reports(folder: Path) -> None:
     """Of an earlier start of this run."""
     for file in folder.glob(OOM_FILES):
         file.unlink(missing_ok=True)

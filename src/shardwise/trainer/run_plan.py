@@ -33,8 +33,8 @@ from ..planner.training import Training
 from ..planner.work.activations import works_of
 from ..planner.work.probe import on_meta, probe_works
 from ..planner.work.work import Work
-from .batching import Batching
 from .checkpointing import checkpoint_blocks
+from .job import Batching
 from .model import Transformer
 from .models.build import Built
 from .models.headloss import path_of

@@ -1,10 +1,13 @@
-"""A run on one rank, and what it does beside its steps: evaluate, save, finish. All ranks do it together."""
+"""A run on one rank, and its work between the steps: evaluate, save, finish. All ranks do it together."""
 
+import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoint.background import Saving
 from ..checkpoint.opened import looks_whole
@@ -12,27 +15,27 @@ from ..checkpoint.saving import save, start_save
 from ..checkpoint.steps import CHECKPOINTS, point_to, prune, step_folder
 from ..core.engine.guards import engine_of
 from ..core.engine.memory_report import Memory, memory
-from ..core.wire.collectives import Channel
+from ..core.wire.collectives import Channel, exchange
 from .checks import Checked
 from .data.prepare import Prepared
 from .data.samples import Samples
-from .evaluation import Evaluation, evaluate
-from .host_exchange import Rounds
-from .learning_rate import learning_rate
-from .loop import Between, Job
+from .job import Job
+from .loop import HostExchange
 from .metrics import Metrics, memory_row
 from .models.build import Built
 from .models.export import export
+from .models.headloss import loss_sum
 from .models.sample import sample
+from .optimizers import learning_rate
 from .progress import Progress
+from .run_checkpoints import Saves
 from .run_folder import EXPORT
 from .run_plan import RunPlan, write_traffic
-from .saves import Saves
 from .settings import Settings
-from .step_records import Book, Row
+from .step_records import Row, StepRecords
 
 DEFAULT_PROMPT = "The "
-STEADY = 2  # steps after which traffic is that of every further one
+NUM_STEADY = 2  # steps after which the traffic of a step is that of every further one
 RNG_POLICY = (
     "nothing is kept between steps: dropout of a step is seeded from the seed, the step and the rank, the order of "
     "samples from the seed and their number, weights from the seed and their names"
@@ -50,37 +53,42 @@ class Run:
     eval_samples: Samples | None
     hosts: Channel
     metrics: Metrics
-    first_step: int
-    free_bytes: int
     progress: Progress
     planned: RunPlan
     saves: Saves
+    free_bytes: int  # on the device, before the run
     free_host_bytes: int
-    book: Book = field(init=False)
-    rounds: Rounds = field(init=False)
-    between: Between = field(init=False)
-    saved_step: int | None = None  # also while it is being written
-    saving: Saving | None = None  # in the background, of that step
-    removing: threading.Thread | None = None  # of older checkpoints
-    evaluation: Evaluation | None = None
+    records: StepRecords = field(init=False)
+    exchange: HostExchange = field(init=False)
+    saved_step: int | None = None  # set as soon as its save begins
+    saving: Saving | None = None  # the save in the background, of that step
+    removing: threading.Thread | None = None  # removes older checkpoints
+    eval_loss: float | None = None
     generated: str = ""
     exported: str = ""
-    highest: Memory | None = None  # class by class, over the rows written
-    step: int = 0  # so many are done
-    doing: str = ""  # beside steps
-    num_steady: int = 0  # steps after each other, with an update and nothing in between
+    peak_memory: Memory | None = None  # class by class, over the rows written
+    step: int = 0  # number of steps done
+    activity: str = ""  # the current work between steps
+    num_steady: int = 0  # consecutive steps with an update and nothing in between
     num_updates: int = 0
 
     @property
     def is_first(self) -> bool:
         return self.job.rank == 0
 
-    def wait(self) -> None:
-        """Until every collective under way is over."""
+    @property
+    def prompt(self) -> str:
+        return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
+
+    @property
+    def planned_peak(self) -> int | None:
+        """Planned peak of allocated memory; None if activations are unknown."""
+        return None if self.planned.note else self.planned.entry.memory.peak.total
+
+    def finish_collectives(self) -> None:
         engine_of(self.job.model).gathers.settle()
 
-    def wait_for_host(self) -> None:
-        """Until the host has nothing left to update."""
+    def finish_host_updates(self) -> None:
         engine_of(self.job.model).finish_updates()
 
     def write(self, row: Row) -> None:
@@ -89,30 +97,42 @@ class Run:
 
     def memory_row(self) -> Row:
         now = memory(self.job.model, self.job.optimizer)
-        self.highest = now if self.highest is None else self.highest.highest(now)
+        self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
         return dict(memory_row(now, self.planned_peak))
 
-    @property
-    def planned_peak(self) -> int | None:
-        """Of what the allocator lends; None where activations are not known."""
-        return None if self.planned.note else self.planned.entry.memory.peak.total
-
     def evaluate(self, step: int) -> None:
+        """Write the mean loss over the targets of the evaluation samples, whatever the number of ranks."""
         if self.eval_samples is None:
             return
-        settings, job = self.settings, self.job
-        self.doing, self.num_steady = "the evaluation", 0
-        num = min(self.eval_samples.num_samples, settings.max_eval_samples)
-        size = settings.per_device_eval_batch_size or job.batching.micro_size
-        self.evaluation = evaluate(job.model, self.eval_samples, num, size, self.hosts, job.device)
-        self.doing = ""
-        self.write({"step": step, "eval_loss": self.evaluation.loss, "eval_perplexity": self.evaluation.perplexity})
+        self.activity, self.num_steady = "the evaluation", 0
+        self.eval_loss = self._evaluation_loss(self.eval_samples)
+        self.activity = ""
+        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
+
+    @torch.no_grad()
+    def _evaluation_loss(self, samples: Samples) -> float:
+        """All ranks call the model equally often; repeated samples at the end have no targets."""
+        model, device, hosts = self.job.model, self.job.device, self.hosts
+        num_samples = min(samples.num_samples, self.settings.max_eval_samples)
+        batch_size = self.settings.per_device_eval_batch_size or self.job.batching.micro_size
+        was_training = model.training
+        model.eval()
+        total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+        for first in range(0, num_samples, batch_size * hosts.num_ranks):
+            mine = range(first + hosts.index * batch_size, first + (hosts.index + 1) * batch_size)
+            batch = samples.batch([min(index, num_samples - 1) for index in mine])
+            batch = batch.with_targets_of(min(max(num_samples - mine.start, 0), batch_size))
+            num_targets += batch.num_targets
+            total += loss_sum(model, batch.to(device))
+        model.train(was_training)
+        sums = exchange(hosts, (float(total), num_targets))
+        return math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
             return
         self.finish_saving()
-        self.doing = "the save"
+        self.activity = "the save"
         path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.job.model, self.job.optimizer
         began = time.perf_counter()
         if self.saves.in_background:
@@ -121,34 +141,34 @@ class Run:
         else:
             save(path, model, optimizer, extra=self.extra(step))
             self.saved_step = step
-            self._is_saved(f"in {time.perf_counter() - began:.1f} s")
-        self.doing = ""
+            self._complete_save(f"in {time.perf_counter() - began:.1f} s")
+        self.activity = ""
 
     def show(self, step: int) -> None:
-        """So many steps are done. A save in the background that is complete by now is told of, on each rank alone."""
+        """Show that `step` steps are done. Each rank reports its background save as soon as it is complete."""
         self.progress.advance(step)
         self.step = step
-        self._look_at_traffic()
+        self._watch_traffic()
         if self.saving is not None and self.saving.is_complete:
             self.finish_saving()
 
-    def _look_at_traffic(self) -> None:
-        """Written down once, of a step that began where one before it had ended: it is like all that follow."""
+    def _watch_traffic(self) -> None:
+        """Write the traffic of a step once: of one that follows another step directly, as all later ones do."""
         num_updates = engine_of(self.job.model).gathers.num_updates
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
-        if self.num_steady == STEADY and self.is_first:
+        if self.num_steady == NUM_STEADY and self.is_first:
             write_traffic(self.folder, self.job.model, self.planned)
 
     def finish_saving(self) -> None:
-        """Wait for the save in the background, if there is one."""
+        """Wait for the save in the background, if there is one. A failed one raises here."""
         if self.saving is not None:
             self.saving.finish()
             seconds, self.saving = self.saving.seconds, None
-            self._is_saved(f"in {seconds:.1f} s, in the background")
+            self._complete_save(f"in {seconds:.1f} s, in the background")
 
-    def _is_saved(self, how: str) -> None:
-        """The checkpoint of `saved_step` is complete: now older ones may go."""
+    def _complete_save(self, how: str) -> None:
+        """Point to the complete checkpoint of `saved_step`, and remove older ones."""
         assert self.saved_step is not None
         root, limit = self.folder / CHECKPOINTS, self.settings.save_total_limit
         self.progress.say(f"saved {step_folder(root, self.saved_step)} {how}")
@@ -156,7 +176,7 @@ class Run:
             point_to(root, self.saved_step)
             if limit is not None:
                 self.finish_removing()
-                # A disk may take seconds to remove what it took seconds to write.
+                # In a thread: a disk may take seconds to remove a checkpoint.
                 self.removing = threading.Thread(target=self._remove_older, args=(root, limit), name="shardwise-remove")
                 self.removing.start()
 
@@ -172,26 +192,26 @@ class Run:
             self.removing = None
 
     def extra(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of the trainer says beside weights and optimizer."""
+        """Return what a checkpoint of the trainer has besides weights and optimizer state."""
         return {
             "step": step,
             "learning_rate": learning_rate(self.settings, step - 1, self.job.num_steps) if step else None,
-            "num_tokens_seen": self.book.num_tokens_after(step),
+            "num_tokens_seen": self.records.num_tokens_after(step),
             "num_samples_seen": self.job.num_samples_before(step),
             "global_batch_size": self.job.batching.global_size,
             "rng": {"seed": self.settings.seed, "policy": RNG_POLICY},
             "data": data_identity(self.settings, self.prepared, self.checked),
-            "book": self.book.to_extra(),
+            "book": self.records.to_extra(),
             "configuration": asdict(self.settings),
         }
 
     def finish(self, step: int) -> None:
-        """The run is complete."""
+        """Save, evaluate, generate a sample and export at the end of a complete run."""
         self.save(step)
         self.finish_saving()
         self.evaluate(step)
         settings, job = self.settings, self.job
-        self.doing = "the end of the run"
+        self.activity = "the end of the run"
         if settings.sample_tokens:
             self.generated = sample(
                 job.model,
@@ -205,13 +225,9 @@ class Run:
             export(job.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)
 
-    @property
-    def prompt(self) -> str:
-        return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
-
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
-    """Of the samples and their order: a run that finds the same goes on in them, any other begins with them."""
+    """Identify the samples and their order. A resumed run with the same identity continues in them."""
     return {
         "digest": prepared.digest,
         "seq_length": checked.seq_length,

@@ -1,6 +1,6 @@
-"""The book of a run: what each step came to, in rows for the metrics, and whether it still goes anywhere.
+"""The record of a run's steps: rows for the metrics, speed, and a check for divergence.
 
-Every rank keeps the same book from the same numbers; one of them writes it down. A row covers the steps since the row
+Every rank keeps the same records from the same numbers; one rank writes them. A row covers the steps since the row
 before it: its loss is the mean over all their targets.
 """
 
@@ -11,31 +11,65 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .divergence import Divergence
-
-NUM_LAST = 50  # steps that are kept for whoever looks into a divergence
+NUM_LAST = 50  # steps that the report of a divergence shows
+WINDOW = 10  # losses in the mean that is checked for divergence: single batches may be far off
+MIN_RISE = 0.5  # nats: a loss near zero may rise to many times its lowest value in a healthy run
+MAX_SKIPPED = 50  # overflowed steps in a row
 
 Row = dict[str, float | int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step that is over: `step` is its number, from 1."""
+    """A finished step. `step` is its number, from 1."""
 
     step: int
     loss_sum: float
     num_targets: int
-    grad_norm: float | None  # None: nobody has taken it
+    grad_norm: float | None  # None: it was not computed
     learning_rate: float
 
     @property
     def loss(self) -> float:
-        """A batch without targets teaches nothing: its loss is 0."""
+        """Mean loss of the targets; 0 for a batch without any."""
         return self.loss_sum / self.num_targets if self.num_targets else 0.0
 
 
 @dataclass(slots=True)
-class Book:
+class Divergence:
+    """Checks the losses of all steps. The mean of the last ones may be `ratio` times its lowest value; 0: no check."""
+
+    ratio: float
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    lowest: float = math.inf
+    num_skipped: int = 0
+
+    def complaint(self, step: int, loss: float, norm: float | None, may_overflow: bool) -> str:
+        """Return how the training diverged at this step, or an empty text.
+
+        With loss scaling (`may_overflow`), a norm that is not finite is a skipped step; too many in a row are not.
+        """
+        if not self.ratio:
+            return ""
+        self.num_skipped = 0 if norm is None or math.isfinite(norm) else self.num_skipped + 1
+        if not math.isfinite(loss) or self.num_skipped > (MAX_SKIPPED if may_overflow else 0):
+            with_norm = "" if norm is None else f" and the gradient's norm {norm:g}"
+            return f"step {step}: the loss is {loss:g}{with_norm}"
+        self.losses.append(loss)
+        mean = sum(self.losses) / len(self.losses)
+        if len(self.losses) < WINDOW:
+            return ""
+        self.lowest = min(self.lowest, mean)
+        if mean > self.ratio * self.lowest and mean > self.lowest + MIN_RISE:
+            return (
+                f"step {step}: the mean loss of {WINDOW} steps is {mean:.3f}, more than {self.ratio:g} times its "
+                f"lowest, {self.lowest:.3f}"
+            )
+        return ""
+
+
+@dataclass(slots=True)
+class StepRecords:
     tokens_per_step: int
     num_steps: int
     logging_steps: int
@@ -43,34 +77,34 @@ class Book:
     peak_flops: float | None  # of all ranks together; None: unknown
     divergence: Divergence
     may_overflow: bool
-    more: Callable[[], Row]  # what else belongs into a row: memory
+    memory_row: Callable[[], Row]  # further numbers of a row
     write: Callable[[Row], None]
-    # Where this start of the run began.
+    # Steps and tokens when this start of the run began.
     first_step: int = 0
     first_tokens: int = 0
-    # Since the last row; in the checkpoint too, so that a run that goes on writes the rows of one that never stopped.
+    # Sums since the last row. Checkpoints have them too, so that a resumed run writes the same rows.
     loss_sum: float = 0.0
     num_targets: int = 0
     first_loss: float = math.nan
     last_loss: float = math.nan
     complaint: str = ""
     last: deque[StepResult] = field(default_factory=lambda: deque(maxlen=NUM_LAST))
-    seconds: float = 0.0  # of training alone, for the summary
+    seconds: float = 0.0  # of training alone, without the first row
     num_timed: int = 0
     _since: float = field(default_factory=time.perf_counter)
     _row_seconds: float = 0.0
     _row_steps: int = 0
     _has_rows: bool = False
 
-    def queued(self) -> None:
-        """Another step is under way. Speed is counted here: the numbers of steps come late, at the end all at once."""
+    def count_step(self) -> None:
+        """Count a queued step for the speed: the numbers of steps arrive late, and several at once at the end."""
         self._row_steps += 1
 
-    def note(self, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         self.last.append(result)
         self.loss_sum += result.loss_sum
         self.num_targets += result.num_targets
-        self._tick()
+        self.pause()
         if math.isnan(self.first_loss):
             self.first_loss = result.loss
         if result.num_targets:
@@ -92,12 +126,12 @@ class Book:
         }
         if result.step <= self.logging_steps:
             row["first_loss"] = self.first_loss
-        if self._row_steps:  # none where the numbers of several steps came at once
+        if self._row_steps:  # 0 if the numbers of several steps arrived at once
             row["tokens_per_s"] = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
             if self.peak_flops is not None:
                 row["mfu"] = row["tokens_per_s"] * self.flops_per_token / self.peak_flops
-        self.write({**row, **self.more()})
-        if self._has_rows:  # the first row of a start holds its warm-up
+        self.write({**row, **self.memory_row()})
+        if self._has_rows:  # the first row of a start includes the warm-up
             self.seconds += self._row_seconds
             self.num_timed += self._row_steps
         self._has_rows = True
@@ -109,7 +143,7 @@ class Book:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks, over the rows but the first of this start."""
+        """Tokens per second of all ranks, without the first row of this start."""
         return self.num_timed * self.tokens_per_step / self.seconds if self.num_timed else None
 
     @property
@@ -119,18 +153,16 @@ class Book:
         return self.tokens_per_s * self.flops_per_token / self.peak_flops
 
     def pause(self) -> None:
-        """What comes now is not training: saving, evaluating."""
-        self._tick()
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
-
-    def _tick(self) -> None:
+        """Stop the clock of training, for a save or an evaluation."""
         now = time.perf_counter()
         self._row_seconds += now - self._since
         self._since = now
 
+    def go_on(self) -> None:
+        self._since = time.perf_counter()
+
     def to_extra(self) -> dict[str, Any]:
+        """Return what a checkpoint saves of the records."""
         lowest = self.divergence.lowest
         return {
             "loss_sum": self.loss_sum,
@@ -143,7 +175,6 @@ class Book:
     def from_extra(self, extra: Mapping[str, Any], is_same_data: bool = True) -> None:
         self.loss_sum, self.num_targets = extra["loss_sum"], extra["num_targets"]
         self.first_loss = extra["first_loss"]
-        if not is_same_data:  # its losses may be of another size
-            return
-        self.divergence.lowest = math.inf if extra["lowest"] is None else extra["lowest"]
-        self.divergence.losses.extend(extra["losses"])
+        if is_same_data:  # losses of other data may be of another size
+            self.divergence.lowest = math.inf if extra["lowest"] is None else extra["lowest"]
+            self.divergence.losses.extend(extra["losses"])

@@ -1,7 +1,7 @@
-"""What would help a run that does not fit: every change is planned, and told with what it saves and what it costs.
+"""Changes that would help a run that does not fit, each planned: what it saves, and what it costs.
 
-Those that fit come first, the least costly of them before the others; then those that save most. What moves to the host
-has to fit there, too.
+Changes after which the run fits come first, the cheapest of them before the others; then those that save most. State
+that moves to host memory has to fit there, too.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from ..planner.search import MODES, Choice
 from ..planner.training import Training
 from .run_plan import RunPlan
 
-# What `shardwise train` calls the fields of a training.
+# Flags of `shardwise train` for the fields of a training.
 FLAGS = {
     "checkpointing": "--gradient-checkpointing",
     "micro_batch": "--per-device-train-batch-size",
@@ -31,18 +31,15 @@ FLAGS = {
     "reduce": "--reduce-dtype",
     "optimizer": "--optimizer",
 }
-# A change that saves less is none.
-LEAST_SHARE = 0.005
+MIN_SAVED_SHARE = 0.005  # changes that save less are left out
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
-    """`times` is how many times as long a token takes."""
-
+class Remedy:
     words: str
     saved_bytes: int
-    times: float | None
-    fits: bool | None  # None: nobody can tell
+    times: float | None  # time per token, relative to the run as it is
+    fits: bool | None  # None: unknown
 
     def __str__(self) -> str:
         words = [f"{size(self.saved_bytes)} less"] if self.saved_bytes else []
@@ -50,36 +47,46 @@ class Fix:
             about = f"{self.times:.2f}x"
             words.append("the same time" if about == "1.00x" else f"{about} the time")
         verdict = {True: "fits", False: "not enough alone", None: ""}[self.fits]
-        told = "; ".join(part for part in (", ".join(words), verdict) if part)
-        return f"{self.words}: {told}" if told else self.words
+        effect = "; ".join(part for part in (", ".join(words), verdict) if part)
+        return f"{self.words}: {effect}" if effect else self.words
 
 
-def fixes(planned: RunPlan, room: int | None = None) -> list[Fix]:
-    """`room` is what a changed run may need; unless given, what was free before this one."""
+def remedies(planned: RunPlan, room: int | None = None) -> list[Remedy]:
+    """Return the changes that help. `room` is what the run may need; by default what was free before it."""
     entry = planned.entry
     room = entry.machine.memory_bytes if room is None else room
-    found = []
-    for words, changed in _changes(planned):
-        saved = entry.needed_bytes - changed.needed_bytes
-        if saved > LEAST_SHARE * entry.needed_bytes and not _lacks_host(changed):
-            # Without activations neither time nor what is needed is known.
-            times = None if planned.note else entry.tokens_per_s / changed.tokens_per_s
-            found.append(Fix(words, saved, times, None if planned.note else changed.needed_bytes <= room))
-    found.sort(key=lambda fix: (not fix.fits, round(fix.times or 1.0, 2) if fix.fits else 0, -fix.saved_bytes))
-    hopeless = not planned.note and not entry.fits and not any(fix.fits for fix in found)
-    if hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
-        found.insert(0, Fix(f"together: {together}", 0, None, None))
-    return [*found, *_more_ranks(planned, room)]
+    found = [
+        _remedy(words, planned, changed, room)
+        for words, changed in _changes(planned)
+        if _saves(entry, changed) and not changed.machine.lacks(0, changed.host_bytes, changed.disk_bytes)
+    ]
+    found.sort(key=_order)
+    is_hopeless = not planned.note and not entry.fits and not any(remedy.fits for remedy in found)
+    if is_hopeless and (together := nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
+        found.insert(0, Remedy(f"together: {together}", 0, None, None))
+    # More ranks cost more than any other change, so they come last.
+    doubled = planned.assess.on(_twice(planned.assess.machine))(entry.name, entry.layouts, entry.training)
+    if _saves(entry, doubled):
+        words = f"twice the ranks ({2 * planned.assess.machine.cluster.world_size})"
+        found.append(replace(_remedy(words, planned, doubled, room), times=None))
+    return found
 
 
-def _more_ranks(planned: RunPlan, room: int) -> Iterator[Fix]:
-    """It costs what nothing else does, and comes last."""
-    entry, assess = planned.entry, planned.assess
-    changed = assess.on(_twice(assess.machine))(entry.name, entry.layouts, entry.training)
+def _order(remedy: Remedy) -> tuple[bool, float, int]:
+    return not remedy.fits, round(remedy.times or 1.0, 2) if remedy.fits else 0, -remedy.saved_bytes
+
+
+def _saves(entry: Assessment, changed: Assessment) -> bool:
+    return entry.needed_bytes - changed.needed_bytes > MIN_SAVED_SHARE * entry.needed_bytes
+
+
+def _remedy(words: str, planned: RunPlan, changed: Assessment, room: int) -> Remedy:
+    """Without planned activations, neither the time nor the needed memory is known."""
+    entry = planned.entry
     saved = entry.needed_bytes - changed.needed_bytes
-    if saved > LEAST_SHARE * entry.needed_bytes:
-        words = f"twice the ranks ({2 * assess.machine.cluster.world_size})"
-        yield Fix(words, saved, None, None if planned.note else changed.needed_bytes <= room)
+    if planned.note:
+        return Remedy(words, saved, None, None)
+    return Remedy(words, saved, entry.tokens_per_s / changed.tokens_per_s, changed.needed_bytes <= room)
 
 
 def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
@@ -98,7 +105,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
 
 
 def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assessment]]:
-    """The same strategy with more and more on the host. A part of the optimizer is for the planner to find."""
+    """The same strategy with more and more state in host memory. Only the planner splits the optimizer state."""
     layout = entry.layouts[0]
     if len(set(entry.layouts)) > 1 or layout.uses_disk:
         return
@@ -107,17 +114,12 @@ def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assess
     for moved in dict.fromkeys(more):
         if moved != layout:
             instead = "" if entry.is_on_device else " in place of what is moved now"
-            found = assess(moved.name, [moved] * len(entry.layouts), entry.training)
-            yield f"{offload_flag(moved)}{instead}", found
+            yield f"{offload_flag(moved)}{instead}", assess(moved.name, [moved] * len(entry.layouts), entry.training)
 
 
 def offload_flag(layout: Layout) -> str:
-    """Beside the strategy and the wire as they were asked for."""
+    """Flag of `shardwise train` for this offload, next to the strategy and the wire as they were given."""
     return f"--offload {','.join(layout.moves)}"
-
-
-def _lacks_host(entry: Assessment) -> bool:
-    return bool(entry.machine.lacks(0, entry.host_bytes, entry.disk_bytes))
 
 
 def _other_trainings(training: Training) -> Iterator[Training]:
@@ -135,7 +137,7 @@ def _other_trainings(training: Training) -> Iterator[Training]:
 
 
 def _other_strategy(planned: RunPlan) -> Assessment | None:
-    """The fastest that fits; if none does, the one that needs least."""
+    """Return the fastest strategy that fits; if none does, the one that needs least."""
     entry, assess = planned.entry, planned.assess
     choice = Choice(((entry.training,),))
     found = plan_for(assess.subject, assess.machine, entry.training, choice, only_exact=True)

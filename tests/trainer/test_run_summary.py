@@ -1,12 +1,17 @@
 """What a run says first and last, to the letter: it is what users see."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shardwise.base.text import WIDTH, count, duration, plural, size
+from shardwise.core.engine.memory_report import Memory
 from shardwise.core.schedule.state_bytes import StateBytes
-from shardwise.trainer.banner import End, Start, banner, summary
+from shardwise.trainer.job import Batching
+from shardwise.trainer.run_checkpoints import Saves
+from shardwise.trainer.run_summary import End, Start, banner, summary
+from shardwise.trainer.settings import Settings
 from shardwise.version import VERSION
 
 
@@ -15,29 +20,43 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
 
 
+STATE = StateBytes(6_849_380, 6_849_380, 13_698_760)
+MEMORY = Memory(
+    params=STATE.params,
+    grads=STATE.grads,
+    optimizer=STATE.optimizer,
+    buffers=1_234,
+    activations=None,
+    peak_grads=STATE.grads,
+    peak_buffers=1_234,
+    peak_activations=None,
+    now=512_000_000,
+    peak=512_000_000,
+    reserved=None,
+    host=0,
+    disk=0,
+    planned=STATE,
+    planned_buffers=0,
+    planned_host=0,
+    planned_disk=0,
+)
 START = Start(
     folder="runs/tiny",
-    model="tiny",
+    settings=Settings(precision="fp32", learning_rate=3e-3, warmup_steps=10),
+    batching=Batching(2, 1, 8),
+    memory=MEMORY,
+    saves=Saves(20_100_000, in_background=False),
     num_params=1_712_345,
     num_trainable=1_712_345,
-    strategy_asked="auto",
-    strategy_runs="ddp",
-    world_size=2,
+    strategy="ddp",
     node_size=2,
     device="cpu",
-    precision="fp32",
-    num_micro=1,
-    micro_size=8,
     seq_length=128,
-    data="Python's manual",
     num_tokens=465_321,
     num_samples=3_561,
     num_eval_samples=74,
     num_steps=200,
     num_epochs=0.8985,
-    optimizer="adamw, lr 3e-03 (cosine, 10 warm-up steps)",
-    planned=StateBytes(6_849_380, 6_849_380, 13_698_760),
-    planned_buffers=0,
 )
 END = End(
     step=200,
@@ -49,16 +68,16 @@ END = End(
     eval_loss=2.1512,
     unigram_entropy=3.0921,
     tokens_per_s=9752.4,
-    planned=START.planned,
-    seen=START.planned,
-    planned_buffers=0,
-    seen_buffers=1_234,
-    peak_bytes=512_000_000,
+    memory=MEMORY,
     checkpoint="runs/tiny/checkpoints/step-000200",
     export="runs/tiny/export",
     prompt="The ",
     sample="value of the object.\nThe end",
 )
+
+
+def settings(**changes: Any) -> Settings:
+    return replace(START.settings, **changes)
 
 
 def test_banner() -> None:
@@ -71,9 +90,9 @@ shardwise {VERSION}  runs/tiny
   strategy    auto -> ddp on 2 ranks, cpu, fp32
   batch       16 samples = 2 ranks x 1 micro-batch x 8, 2,048 tokens a step
   data        Python's manual, 465k tokens, 3,561 samples of 128, 74 more for evaluation
-  training    200 steps = 0.898 epochs, adamw, lr 3e-03 (cosine, 10 warm-up steps)
+  training    200 steps = 0.898 epochs, adamw, lr 0.003 (cosine, 10 warm-up steps)
   memory      27.4 MB + activations a rank: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB
-  checkpoint  at the end"""
+  checkpoint  at the end, 20.1 MB"""
     )
 
 
@@ -96,7 +115,8 @@ def test_banner_with_a_planned_peak_and_why_it_was_chosen() -> None:
 
 
 def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
-    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000, seen_activations=35_000_000)
+    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000)
+    planned = replace(planned, memory=replace(MEMORY, peak_activations=35_000_000))
     rows = [line.split() for line in summary(planned).splitlines()]
     assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
     seen = next(row for row in rows if row[:1] == ["planned"])
@@ -117,21 +137,18 @@ def test_banner_of_a_large_run() -> None:
         START,
         num_params=8_030_000_000,
         num_trainable=41_943_040,
-        strategy_asked="zero3",
-        strategy_runs="zero3",
-        world_size=64,
+        settings=settings(strategy="zero3", save_steps=500, resume_from_checkpoint="runs/my " + "x" * 120),
+        strategy="zero3",
         node_size=8,
         device="NVIDIA H200",
-        num_micro=4,
-        micro_size=1,
-        planned_buffers=1_234_567_890,
+        batching=Batching(64, 4, 1),
+        num_steps=1000,
+        memory=replace(MEMORY, planned_buffers=1_234_567_890),
         free_bytes=139_000_000_000,
-        checkpoint_bytes=96_000_000_000,
-        expected_save_s=23.4,
+        saves=Saves(96_000_000_000, in_background=False),
+        save_s=23.4,
         tokenizer="models/llama",
-        save_steps=500,
         first_step=1000,
-        resumed_from="runs/my " + "x" * 120,
     )
     lines = banner(large).splitlines()
     assert "  model       tiny, 8.03B parameters, 41.9M trained (0.52%)" in lines
@@ -151,19 +168,20 @@ def test_banner_of_a_large_run() -> None:
     [(0.004, "under 0.1 s"), (0.06, "under 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23 s"), (725, "about 12:05")],
 )
 def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
-    shown = banner(replace(START, expected_save_s=seconds))
-    assert shown.endswith(f"checkpoint  at the end, {text} each")
+    shown = banner(replace(START, save_s=seconds))
+    assert shown.endswith(f"checkpoint  at the end, 20.1 MB, {text} each")
 
 
 def test_saves_in_the_background_are_told() -> None:
-    shown = banner(replace(START, checkpoint_bytes=20_100_000, save_steps=10, async_save=True))
+    shown = banner(replace(START, settings=settings(save_steps=10), saves=Saves(20_100_000, in_background=True)))
     assert shown.endswith("every 10 steps, 20.1 MB, in the background from a copy of 10.1 MB a rank on the host")
 
 
 def test_what_rests_on_host_and_disk_is_told() -> None:
     there = replace(
-        START, planned_host=96_000_000_000, free_host_bytes=230_000_000_000, is_pinned=True, num_cores=8,
-        planned_disk=48_000_000_000, disk_folder="/nvme/state", strategy_asked="zero3 with params=host,optimizer=host",
+        START, memory=replace(MEMORY, planned_host=96_000_000_000, planned_disk=48_000_000_000),
+        free_host_bytes=230_000_000_000, is_pinned=True, num_cores=8, disk_folder="/nvme/state",
+        settings=settings(strategy="zero3", offload=("params=host", "optimizer=host")),
     )  # fmt: skip
     lines = banner(there).splitlines()
     assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, cpu, fp32" in lines
@@ -171,18 +189,24 @@ def test_what_rests_on_host_and_disk_is_told() -> None:
     assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
     pageable = " ".join(banner(replace(there, is_pinned=False, updates_early=True)).split())
     assert "96.0 GB a rank, not pinned, of 230 GB free; updates by 8 cores a rank inside the backward, so" in pageable
-    activations = replace(START, planned_host=5_000_000, free_host_bytes=10_000_000)
+    activations = replace(START, memory=replace(MEMORY, planned_host=5_000_000), free_host_bytes=10_000_000)
     assert "  host        5.00 MB a rank, of 10.0 MB free" in banner(activations).splitlines()
     assert "host" not in banner(START)
 
 
 def test_why_a_save_is_not_in_the_background_is_told() -> None:
-    shown = " ".join(banner(replace(START, save_steps=10, why_not_async="it rests on disk")).split())
-    assert shown.endswith("checkpoint every 10 steps, not in the background: it rests on disk")
+    shown = " ".join(
+        banner(
+            replace(START, settings=settings(save_steps=10), saves=Saves(20_100_000, False, "it rests on disk"))
+        ).split()
+    )
+    assert shown.endswith("checkpoint every 10 steps, 20.1 MB, not in the background: it rests on disk")
 
 
 def test_the_summary_has_host_and_disk() -> None:
-    there = replace(END, planned_host=96_000_000, seen_host=95_000_000, planned_disk=48_000_000, seen_disk=48_000_000)
+    there = replace(
+        END, memory=replace(MEMORY, planned_host=96_000_000, host=95_000_000, planned_disk=48_000_000, disk=48_000_000)
+    )
     rows = [line.split() for line in summary(there).splitlines()]
     assert next(row for row in rows if row[:1] == ["memory"])[-2:] == ["host", "disk"]
     assert next(row for row in rows if row[:1] == ["planned"])[-4:] == ["96.0", "MB", "48.0", "MB"]
@@ -211,7 +235,7 @@ done: 200 steps of 200, 410k tokens in 0:42
 def test_summary_of_a_run_that_was_stopped() -> None:
     stopped = replace(
         END, why="terminated", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
-        seen_activations=7_000_000_000, export="", sample="",
+        memory=replace(MEMORY, peak_activations=7_000_000_000), export="", sample="",
     )  # fmt: skip
     lines = summary(stopped).splitlines()
     assert lines[0] == "stopped (terminated): step 120 of 200, 410k tokens in 0:42"
@@ -250,7 +274,8 @@ def test_other_figures() -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = replace(END, planned_activations=9**9, seen_activations=9**9, planned_peak=9**9, planned_host=9**9)
+    end = replace(END, planned_activations=9**9, planned_peak=9**9)
+    end = replace(end, memory=replace(MEMORY, peak_activations=9**9, planned_host=9**9))
     whole = "\n".join([banner(START), summary(end)])
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = "\n".join([banner(START), summary(end)])

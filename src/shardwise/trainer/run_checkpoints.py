@@ -1,0 +1,187 @@
+"""The checkpoints of a run: how they are saved, and how a run resumes from one.
+
+A save in the background begins with a copy in host memory. State that is offloaded to disk is not copied, because host
+memory is too small for it; state that is offloaded to host memory is copied if the copy fits there.
+
+A run resumes from the newest good checkpoint. An incomplete or damaged one is reported, and every rank takes the next
+older one; a load that broke off is overwritten by the next. A checkpoint that was named is not replaced by another, and
+if none is good the run does not start from scratch.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..base.errors import CheckpointError, ConfigurationError, DamageError
+from ..base.text import size
+from ..checkpoint.compare import rounded
+from ..checkpoint.folder import read_index
+from ..checkpoint.loading import load
+from ..checkpoint.opened import open_checkpoint
+from ..checkpoint.steps import CHECKPOINTS, all_steps
+from ..checkpoint.together import together
+from ..core.engine.guards import engine_of
+from ..core.engine.runtime import Engine
+from ..core.wire.collectives import Channel, exchange
+from ..planner.auto import free_bytes_on
+from .settings import Settings, interval_of
+
+PROBE_BYTES = 8 << 20  # written once, to predict the time of a save
+# Share of the free host memory that a copy may take; the rest is for the data and the system.
+MAX_HOST_SHARE = 0.9
+# Types of the values in the extra of a checkpoint that `shardwise train` saved. Others have a step at most.
+_OWN = {"step": int, "num_samples_seen": int, "global_batch_size": int, "data": dict, "book": dict}
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """`num_bytes` of one checkpoint, of all ranks. `why_not`: why a requested background save is not possible."""
+
+    num_bytes: int
+    in_background: bool
+    why_not: str = ""
+
+
+def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_bytes: int, hosts: Channel) -> Saves:
+    """Decide how to save; all ranks call it. `free_host_bytes` were free for this rank before the run."""
+    num_bytes = checkpoint_bytes(engine, num_moments)
+    why_not = ""
+    if in_background and any(unit.layout.uses_disk for unit in engine.schedule.units):
+        why_not = "state that rests on disk is read as it is written, and not copied to the host"
+    elif in_background and engine.host.size.host:
+        copy, left = num_bytes // engine.mesh.world_size, free_host_bytes - engine.host.size.host
+        left = min(exchange(hosts, left))
+        if copy > MAX_HOST_SHARE * left:
+            why_not = f"a copy of {size(copy)} a rank does not fit into the {size(max(left, 0))} that the host has left"
+    return Saves(num_bytes, in_background and not why_not, why_not)
+
+
+def checkpoint_bytes(engine: Engine, num_moments: float) -> int:
+    """Bytes of the master weights, and of the moments of trained parameters."""
+    return sum(
+        round(param.num_elems * flat.master.itemsize * (1 + num_moments * flat.trainable))
+        for unit in engine.schedule.units
+        for flat in unit.flats
+        for param in flat.params
+    )
+
+
+def require_room(folder: Path, saves: Saves, num_steps: range, settings: Settings, say: Callable[[str], None]) -> None:
+    """Refuse a disk without room for one checkpoint; warn if all that will exist at once do not fit.
+
+    An older checkpoint is removed when the new one is complete. Remains of a dead save are removed before the first.
+    """
+    root = folder / CHECKPOINTS
+    free = free_bytes_on(folder) + sum(file.stat().st_size for file in root.glob("*.partial/*"))
+    if saves.num_bytes > free:
+        raise ConfigurationError(
+            f"output_dir {folder}: a checkpoint takes {size(saves.num_bytes)}, but its disk has {size(free)} free: "
+            "free some, or name a folder on another disk with --output-dir"
+        )
+    every, limit = interval_of(settings.save_steps, num_steps.stop), settings.save_total_limit
+    num_saves = -(-num_steps.stop // every) - num_steps.start // every if every else 1  # the end is always saved
+    num_at_once = num_saves if limit is None else min(num_saves, max(limit + 1 - len(all_steps(root)), 1))
+    if num_at_once * saves.num_bytes > free:
+        fix = "free some" if limit == 1 else "free some, or --save-total-limit 1"
+        say(
+            f"the disk of {folder} has {size(free)} free, and {num_at_once} checkpoints at once take "
+            f"{size(num_at_once * saves.num_bytes)}: it may be full before the end of the run; {fix}"
+        )
+
+
+def expected_save_s(folder: Path, saves: Saves, engine: Engine) -> float | None:
+    """Predict the time of one save. Offloaded state is read from disk as well, as slowly as it is written."""
+    written_s = _seconds_per_byte(folder)
+    if written_s is None or engine.host.disk is None:
+        return None if written_s is None else saves.num_bytes * written_s
+    read_s = _seconds_per_byte(engine.host.disk.folder)
+    # Every machine has a disk of its own for its ranks.
+    read_bytes = engine.host.size.disk * engine.mesh.node_size
+    return None if read_s is None else saves.num_bytes * written_s + read_bytes * read_s
+
+
+def _seconds_per_byte(folder: Path) -> float | None:
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            os.fsync(probe.fileno())
+    except OSError:  # a full disk is an error only when a save fails
+        return None
+    return (time.perf_counter() - began) / PROBE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run resumes, or its beginning. `data` is None if the data of the checkpoint is unknown."""
+
+    checkpoint: str | None = None
+    step: int = 0
+    num_samples_seen: int = 0
+    global_batch_size: int | None = None
+    data: Any = None
+    book: dict[str, Any] = field(default_factory=dict)  # the records of its steps
+    learning_rate: float | None = None  # of the last step; None: unknown
+
+
+def resume(candidates: Sequence[str], model: nn.Module, optimizer: Any, say: Callable[[str], None]) -> Resumed:
+    """Load the first good checkpoint of these. All ranks call it."""
+    skipped = []
+    for path in candidates:
+        try:
+            extra = _load(path, model, optimizer, len(candidates) > 1, say)
+        except DamageError as error:
+            if len(candidates) == 1:
+                raise
+            skipped.append(f"{path} ({error})")
+            say(f"skipped {Path(path).name}, which cannot be used: {error}")
+        else:
+            return _resumed(path, extra, say)
+    if skipped:
+        raise CheckpointError(f"no checkpoint of this run can be used: {'; '.join(skipped)}")
+    return Resumed()
+
+
+def _load(path: str, model: nn.Module, optimizer: Any, is_of_run: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Load weights and optimizer state, with this run's hyper-parameters and this run's precision of the masters."""
+    mesh = engine_of(model).mesh
+    described = together(mesh.world, lambda: _describe(path, model, is_of_run) if mesh.rank == 0 else None)
+    described = exchange(mesh.world, described)[0]
+    assert described is not None
+    has_optimizer, rounded_names = described
+    extra = load(path, model, optimizer if has_optimizer else None, allow_rounding=True, keep_groups=True)
+    if rounded_names:
+        more = f", and {len(rounded_names) - 1} more" if len(rounded_names) > 1 else ""
+        say(f"weights are rounded to this run's precision: {rounded_names[0]}{more}")
+    if not has_optimizer:
+        say(f"{path} holds no optimizer: its weights are used, and the optimizer begins anew")
+    return extra
+
+
+def _describe(path: str, model: nn.Module, is_of_run: bool) -> tuple[bool, list[str]]:
+    """Return whether a checkpoint has optimizer state, and the tensors that this run's masters round."""
+    place = Path(path).resolve()
+    if is_of_run:
+        read_index(place)  # a folder of this run that is no checkpoint of ours is damaged, not another format
+    index = open_checkpoint(place).index
+    return index.optimizer is not None, rounded(engine_of(model), index)
+
+
+def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Resumed:
+    if set(extra) >= set(_OWN):
+        wrong = [key for key, kind in _OWN.items() if type(extra[key]) is not kind]
+        if wrong:
+            raise CheckpointError(f"{path}: the value of {wrong[0]!r} in its extra is invalid: {extra[wrong[0]]!r}")
+        rate = extra.get("learning_rate")
+        known = {**{key: extra[key] for key in _OWN}, "learning_rate": rate if isinstance(rate, float) else None}
+        return Resumed(path, **known)
+    step = extra.get("step")
+    step = step if type(step) is int and step >= 0 else 0
+    say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")
+    return Resumed(path, step)
