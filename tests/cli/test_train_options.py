@@ -55,7 +55,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
             return "#!/bin/bash"
 
         stand_in(monkeypatch, "shardwise.trainer.launcher", launch=launch)
-        stand_in(monkeypatch, "shardwise.trainer.submit", slurm=slurm, k8s=slurm)
+        stand_in(monkeypatch, "shardwise.trainer.cluster", slurm_script=slurm, kubernetes_job=slurm)
         monkeypatch.setattr(sys, "argv", ["shardwise", "train", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -217,7 +217,7 @@ def main() -> int:
     settings = Settings(**{"output_dir": folder, "device": "cpu", **given})
     try:
         origin = dict.fromkeys(given, "flag")
-        return launch(settings, origin, entry=f"tests.support.launching:{entry}", look=lambda *_: None)
+        return launch(settings, origin, entry=f"tests.support.launching:{entry}", check=lambda *_: None)
     except ShardwiseError as error:
         print(error, file=sys.stderr)
         return 2

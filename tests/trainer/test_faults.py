@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.base.processes import temporary_folder
-from shardwise.trainer.rendezvous import random_id, shared_key
+from shardwise.trainer.agent import random_id, shared_key
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.run_folder import require_still_there
 from shardwise.trainer.step_callbacks import Run

@@ -17,14 +17,12 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core import mesh
+from shardwise.trainer import cluster, rank_watcher, signals
 from shardwise.trainer import launcher as launching
-from shardwise.trainer import rank_notes as notes
-from shardwise.trainer import signals, slurm
 from shardwise.trainer.agent import gravest
-from shardwise.trainer.failure_cause import first_failure
 from shardwise.trainer.launcher import launch
-from shardwise.trainer.rank_notes import Ended, Started
-from shardwise.trainer.rank_watcher import Seen, Watch
+from shardwise.trainer.rank import Ended, Started, write_note
+from shardwise.trainer.rank_watcher import RankWatcher, WatchedRank, first_failure
 from shardwise.trainer.settings import Settings, num_nodes
 from shardwise.trainer.signals import Requests
 
@@ -221,16 +219,16 @@ def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: p
             raise error
         return found(folder)
 
-    found = notes.started
-    monkeypatch.setattr(notes, "started", unreliable)
+    found = rank_watcher.started_ranks
+    monkeypatch.setattr(rank_watcher, "started_ranks", unreliable)
     rank = subprocess.Popen(["sleep", "60"])
-    notes.write(tmp_path, Started(0, 0, rank.pid, ""))
-    with Watch(say, AssertionError("not here"), timeout_s=60.0, temporary_folder=tmp_path) as watch:
-        watch.look_in(tmp_path)
+    write_note(tmp_path, Started(0, 0, rank.pid, ""))
+    with RankWatcher(say, AssertionError("not here"), timeout_s=60.0, temporary_folder=tmp_path) as watch:
+        watch.watch(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         assert rank.wait(DEADLINE_S) == -signal.SIGUSR1, "it was asked to stop"
     assert complaints[0] == "SIGTERM: stopping after this step, with a checkpoint"
-    told = [re.sub(r".*ranks: |; it goes on", "", text) for text in complaints[1:]]
+    told = [re.sub(r".*ranks: |; it tries again", "", text) for text in complaints[1:]]
     assert told == ["OSError('nobody listens')", "OSError('stale')", "ValueError('half a note')"], "each once"
 
 
@@ -255,7 +253,7 @@ def test_ctrl_c_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}, look=interrupted) == 130
+    assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}, check=interrupted) == 130
 
 
 @pytest.mark.slow
@@ -324,7 +322,7 @@ def test_a_task_of_srun_is_a_rank(tmp_path: Path) -> None:
     seen = json.loads(said(tmp_path, 9))
     assert [seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["9", "16", "1", "8"]
     assert seen["MASTER_ADDR"] == "gpu07"
-    assert seen["MASTER_PORT"] == str(slurm.port(slurm_variables))
+    assert seen["MASTER_PORT"] == str(cluster.port(slurm_variables))
     assert seen["OMP_NUM_THREADS"] == "12"
 
 
@@ -339,20 +337,20 @@ def test_a_task_of_srun_is_a_rank(tmp_path: Path) -> None:
     ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert slurm.first_host(nodes) == first
+    assert cluster.first_host(nodes) == first
 
 
 def test_slurm_in_other_roles() -> None:
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NNODES": "2"}
-    assert not slurm.is_rank(batch_script), "its 16 tasks are for an srun that it does not call"
-    assert not slurm.is_rank({**batch_script, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"})
-    assert slurm.is_rank({**batch_script, "SLURM_STEP_ID": "0"})
-    assert slurm.tasks_by_node("8(x2),7,1(x3)") == [8, 8, 7, 1, 1, 1]
+    assert not cluster.is_rank(batch_script), "its 16 tasks are for an srun that it does not call"
+    assert not cluster.is_rank({**batch_script, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+    assert cluster.is_rank({**batch_script, "SLURM_STEP_ID": "0"})
+    assert cluster.tasks_by_node("8(x2),7,1(x3)") == [8, 8, 7, 1, 1, 1]
     bound = {
         "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4",
         "SLURM_TASKS_PER_NODE": "4", "SLURM_JOB_NODELIST": "a", "CUDA_VISIBLE_DEVICES": "3",
     }  # fmt: skip
-    assert slurm.rank_variables(bound)["LOCAL_RANK"] == "0", "the one GPU that the task sees is number 0"
+    assert cluster.rank_variables(bound)["LOCAL_RANK"] == "0", "the one GPU that the task sees is number 0"
 
 
 @pytest.mark.parametrize("text", ["0", "", "two", "3:2", "1:", ":2", "-1", "1:2:3"])
@@ -392,7 +390,7 @@ def test_what_cannot_be_launched_is_refused(
         monkeypatch.setenv(name, value)
     settings = Settings(**{"output_dir": str(tmp_path), "device": "cpu", **given})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as refused:
-        launch(settings, dict.fromkeys(given, "flag"), look=lambda *_: None)
+        launch(settings, dict.fromkeys(given, "flag"), check=lambda *_: None)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -432,8 +430,8 @@ def test_a_world_of_one_is_refused_to_one_of_several_tasks(
         mesh._refuse_other_launchers()
 
 
-def seen_rank(rank: int, *, gone_s: float | None, status: int | None) -> Seen:
-    return Seen(Started(rank, rank, 100 + rank, ""), gone_s=gone_s, status=status)
+def seen_rank(rank: int, *, gone_s: float | None, status: int | None) -> WatchedRank:
+    return WatchedRank(Started(rank, rank, 100 + rank, ""), gone_s=gone_s, status=status)
 
 
 def test_the_cause_among_several_failures() -> None:
@@ -458,8 +456,8 @@ def test_what_one_rank_told_to_all_is_its_own_failure() -> None:
 
 
 def test_files_ask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_heard", signals._Heard())
-    monkeypatch.setattr(signals, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(signals, "_received", signals._Received())
+    monkeypatch.setattr(signals, "CHECK_FILES_S", 0.0)
     requests, other = Requests(tmp_path), Requests(None)
     assert (requests.stop, requests.save) == (None, False)
     (tmp_path / "SAVE").touch()

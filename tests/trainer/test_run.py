@@ -187,7 +187,7 @@ def run_and_forget(settings: str) -> int:
     try:
         return run_rank(settings)
     finally:
-        signals._heard.stop = None
+        signals._received.stop = None
 
 
 def test_saving_keeps_the_last_ones_only(run_ranks: Pool, tmp_path: Path) -> None:

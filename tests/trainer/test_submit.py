@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from shardwise.base.errors import ConfigurationError
+from shardwise.trainer.cluster import kubernetes_job as k8s
+from shardwise.trainer.cluster import slurm_script as slurm
 from shardwise.trainer.settings import Settings
-from shardwise.trainer.submit import k8s, slurm
 
 WORDS = ["my config.yaml", "--nnodes", "4", "--sample-prompt", "it's $HOME"]
 FAKE_SRUN = """#!/bin/bash

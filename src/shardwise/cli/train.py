@@ -127,9 +127,9 @@ def train(
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
-        from ..trainer import submit
+        from ..trainer.cluster import kubernetes_job, slurm_script
 
-        write = submit.slurm if print_slurm else submit.k8s
+        write = slurm_script if print_slurm else kubernetes_job
         print(write(resolved.settings, ctx.meta["shardwise.words"]))
     else:
         from ..trainer.launcher import launch

@@ -1,98 +1,113 @@
 """Torch's elastic agent, in this process: it starts the ranks, and starts them again after a crash.
 
-What it does well is kept (the rendezvous of machines, restarts, the store that ranks meet at). What it says and how it
-treats signals is not: see `watch`.
+Torch's agent provides the rendezvous of machines, the restarts and the store at which ranks meet. Its messages and its
+signal handling are replaced, see `rank_watcher`. So is the place where the launchers meet. One machine meets on the
+loopback. Torch's rendezvous of several machines keeps a pickle in a store that everybody on the network can write to,
+and whoever does executes code in the launchers. Here the pickle is signed with a key in the run folder, which the
+machines share and other users cannot read; a pickle without that signature is not loaded.
 """
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..base.errors import WireError
+from ..base.errors import ConfigurationError, WireError
 from ..base.processes import temporary_folder
-from .failure_cause import first_failure
+from ..core.wire import loopback
 from .rank import Task, run_task
-from .rank_watcher import Watch
+from .rank_watcher import RankWatcher, first_failure
+from .settings import Settings, num_nodes
 
-# From the least to the gravest; what is not here is as grave as a crash.
+ALONE, SIGNED = "alone", "signed"
+MEETING_S = 600  # machines of one job may be started minutes apart
+# Exit codes from the mildest to the gravest; any other code counts as a crash.
 GRAVITY = (0, 130, 143, 2, 3, 4, 5, 1)
+KEY = "rendezvous.key"
+KEY_CHARS = 64
+KEY_S = 30.0  # another machine may be about to write it
+SIGNATURE_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Who takes part, and where they meet: at a backend of `rendezvous`, or at one of torch's."""
-
-    min_nodes: int
-    max_nodes: int
-    nproc_per_node: int
-    backend: str
-    endpoint: str = ""
-    run_id: str = field(default_factory=lambda: uuid4().hex)
-    configs: dict[str, Any] = field(default_factory=dict)
-
-
-def run_agent(machines: Machines, max_restarts: int, task: Task, host: str, timeout_s: float) -> int:
-    """Start the ranks of this machine; the gravest of their exit codes, or 1 and the cause of their failure.
-
-    A rank may take `timeout_s` longer than the first to end.
-    """
+def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
+    """Start the ranks of this machine. Return the gravest of their exit codes, or 1 after saying why they failed."""
+    host = socket.gethostname()
+    min_nodes, max_nodes = num_nodes(settings.nnodes)
 
     def on_start(folder: Path, num_starts: int) -> None:
         if num_starts > 1:
-            crashed = any(ending.code is None for ending in watch.endings.values()) or any(
-                seen.status for seen in watch.ranks.values()
+            crashed = any(ending.code is None for ending in watcher.endings.values()) or any(
+                seen.status for seen in watcher.ranks.values()
             )
-            why = first_failure(watch.ranks, watch.endings, {}, host) if crashed else "other machines joined or left"
+            why = "other machines joined or left"
+            if crashed:
+                why = first_failure(watcher.ranks, watcher.endings, {}, host)
             say(f"{why}\nstarting again, from the last checkpoint")
-        watch.look_in(folder)
+        watcher.watch(folder)
 
+    meeting: dict[str, Any] = {"rdzv_backend": ALONE, "run_id": uuid4().hex}
+    if max_nodes > 1:
+        meeting = _meeting(settings, Path(task.logs))
     stop_agent = SignalException("the ranks are to be killed", signal.SIGKILL)
-    with temporary_folder() as folder, Watch(say, stop_agent, timeout_s, folder) as watch:
+    with temporary_folder() as folder, RankWatcher(say, stop_agent, settings.timeout, folder) as watcher:
         config = LaunchConfig(
-            min_nodes=machines.min_nodes,
-            max_nodes=machines.max_nodes,
-            nproc_per_node=machines.nproc_per_node,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            nproc_per_node=num_ranks_here,
             logs_specs=_Notes(folder, on_start),
-            run_id=machines.run_id,
-            rdzv_backend=machines.backend,
-            rdzv_endpoint=machines.endpoint,
-            rdzv_configs=dict(machines.configs),
-            max_restarts=max_restarts,
+            max_restarts=settings.max_restarts,
             monitor_interval=0.1,
             start_method="spawn",
             signals_to_handle="SIGQUIT",
+            **meeting,
         )
-        _quieten()
+        _silence_torch()
         try:
             codes = elastic_launch(config, run_task)(task)
         except SignalException as ended:
-            return watch.code or 128 + ended.sigval
+            return watcher.code or 128 + ended.sigval
         except ChildFailedError as failed:
-            if watch.code is not None:
-                return watch.code
-            # A rank that has refused to go on is the cause: the others failed because it left.
-            if watch.refusal is not None:
-                return watch.refusal
+            if watcher.code is not None:
+                return watcher.code
+            # A rank that has refused to run is the cause: the others failed because it left.
+            if watcher.refusal is not None:
+                return watcher.refusal
             reported = {f.local_rank: (rank, f.exitcode) for rank, f in failed.failures.items()}
-            say(first_failure(watch.ranks, watch.endings, reported, host))
-            if machines.max_nodes > 1:
+            say(first_failure(watcher.ranks, watcher.endings, reported, host))
+            if max_nodes > 1:
                 say("this is the first failure on this machine; another machine may have failed before it")
             return 1
         except RendezvousError as error:
             raise WireError(
-                f"no meeting with the other machines at {machines.endpoint} (id {machines.run_id}): {error}; every "
+                f"no meeting with the other machines at {config.rdzv_endpoint} (id {config.run_id}): {error}; every "
                 "machine needs the same --rdzv-endpoint, --rdzv-id, --nnodes and --output-dir, and a way to that port"
             ) from error
     return gravest(codes.values())
@@ -103,13 +118,13 @@ def gravest(codes: Iterable[int]) -> int:
 
 
 def say(text: str) -> None:
-    """To whoever still reads: a run is not to end because its terminal, or what it was piped into, is gone."""
+    """Print a message. A run must not end because its terminal, or the pipe that it writes to, is gone."""
     with contextlib.suppress(OSError):
         print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
 class _Notes(LogsSpecs):
-    """The agent's question where ranks write to, asked before each start. They see to that themselves (see `rank`):
+    """Answers the agent, before each start, where ranks write to. They open their logs themselves (see `rank`):
 
     the agent would open a file twice, for either stream, and empty it at every start.
     """
@@ -132,16 +147,147 @@ class _Notes(LogsSpecs):
         errors = {local_rank: str(folder / f"error-{local_rank}.json") for local_rank in envs}
         for local_rank, file in errors.items():
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = file
-            # The agent counts crashes only; machines that join are a new start as well.
+            # The agent counts crashes only; a start because machines joined counts as well.
             envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = str(self._num_starts - 1)
         terminal = dict.fromkeys(envs, "")
         return LogsDest(terminal, dict(terminal), {}, {}, errors, os.devnull, os.devnull)
 
 
-def _quieten() -> None:
-    """What the agent logs is about processes and tables; the cause of a failure is said by `first_failure`."""
+def _silence_torch() -> None:
+    """Drop the agent's log, which is about processes and tables; `first_failure` says why a run failed."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         if not logger.handlers:
             logger.addHandler(logging.NullHandler())
         logger.propagate = False
+
+
+def _meeting(settings: Settings, logs: Path) -> dict[str, Any]:
+    """Return the arguments by which several machines find each other."""
+    key = shared_key(logs)
+    configs: dict[str, Any] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S, "key": str(key)}
+    if settings.rdzv_backend == "static":
+        configs["rank"] = settings.node_rank
+    elif settings.node_rank is not None:
+        configs["is_host"] = settings.node_rank == 0
+    return {
+        "rdzv_backend": SIGNED if settings.rdzv_backend == "c10d" else settings.rdzv_backend,
+        "rdzv_endpoint": settings.rdzv_endpoint or "",
+        "run_id": settings.rdzv_id or random_id(key),
+        "rdzv_configs": configs,
+    }
+
+
+def shared_key(folder: Path) -> Path:
+    """Return the file with the key of this run. The first machine writes it."""
+    file = folder / KEY
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as made:
+            made.write(secrets.token_hex(KEY_CHARS // 2))
+    except FileExistsError:
+        end_s = time.monotonic() + KEY_S
+        while len(file.read_bytes()) != KEY_CHARS:
+            if time.monotonic() > end_s:
+                raise ConfigurationError(
+                    f"{file} is no key: {KEY_CHARS} characters are expected, {len(file.read_bytes())} are there; "
+                    "remove it while no machine of this run is up"
+                ) from None
+            time.sleep(0.1)
+    return file
+
+
+def random_id(key: Path) -> str:
+    """Return an id that is the same on every machine with the key, and does not reveal it."""
+    return hashlib.sha256(key.read_bytes()).hexdigest()[:16]
+
+
+class _Alone(RendezvousHandler):
+    """One machine: each start of its ranks gets a new store, without the addresses of those before."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+
+    def get_backend(self) -> str:
+        return ALONE
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback.store_at(loopback.ADDRESS)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Signed(RendezvousBackend):
+    """Another backend, with a signature in front of every state; a state without it is refused."""
+
+    def __init__(self, inner: RendezvousBackend, key: Path) -> None:
+        self._inner = inner
+        self._file = key
+        self._key = key.read_bytes()
+
+    @property
+    def name(self) -> str:
+        return SIGNED
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._inner.get_state()
+        return None if found is None else (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        found = self._inner.set_state(self._sign(state) + state, token)
+        return None if found is None else (self._verified(found[0]), found[1], found[2])
+
+    def _sign(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, "sha256")
+
+    def _verified(self, signed: bytes) -> bytes:
+        signature, state = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._sign(state)):
+            raise RendezvousStateError(
+                f"what is written there is not signed with {self._file}: a machine has another folder under that "
+                "name, or somebody else writes to that port"
+            )
+        return state
+
+
+def _signed(params: RendezvousParameters) -> RendezvousHandler:
+    backend, store = _listening_at_its_address(params) or create_backend(params)
+    return create_handler(store, _Signed(backend, Path(params.config["key"])), params)
+
+
+def _listening_at_its_address(params: RendezvousParameters) -> tuple[RendezvousBackend, Store] | None:
+    """If the endpoint is an address of this machine, make a store that listens only there.
+
+    None for a name, which may stand for other addresses here than elsewhere; and for the address of another machine.
+    """
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29400)
+    try:
+        ipaddress.ip_address(host)
+        if params.get_as_bool("is_host") is False:
+            return None
+        store = loopback.store_at(host, port)
+    except (ValueError, OSError):
+        return None
+    return C10dRendezvousBackend(store, params.run_id), store
+
+
+rendezvous_handler_registry.register(ALONE, _Alone)
+rendezvous_handler_registry.register(SIGNED, _signed)

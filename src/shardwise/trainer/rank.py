@@ -1,14 +1,25 @@
 """A rank that the launcher's agent has started, from its first line to its exit code.
 
-It dies with its launcher, writes to its own log unless it is rank 0, hears signals, and runs the entry. An ending
-that was decided (any exit code) is returned. A crash is an exit, after which the agent may start it again.
+It dies with its launcher, writes to its own log unless it is rank 0, handles signals, and runs the entry. An exit code
+is a decision, which the rank returns. A crash ends the process, after which the agent may start it again.
+
+In a private folder the rank leaves notes for its launcher: that it runs, and how it ended. The agent reports one failed
+rank, not always the first: a rank that breaks takes its partners with it, and the agent may see them first. A note is
+written before its rank leaves its partners, so the oldest note is the cause.
 """
 
+import dataclasses
+import faulthandler
 import io
+import json
+import linecache
 import os
+import re
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -16,17 +27,39 @@ from pathlib import Path
 
 from ..base.errors import SaveError, StoreError, WireError
 from ..base.processes import end_with
-from . import rank_notes, signals
+from . import signals
+
+WRITE_STACK = signal.SIGVTALRM  # makes a rank write its stack into the folder of its notes
+NUM_FRAMES = 3
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a rank is started with. `entry` is MODULE:FUNCTION, of settings as JSON, so that only ranks import it."""
+    """Arguments of a rank. `entry` is MODULE:FUNCTION and takes settings as JSON, so that only ranks import it."""
 
     entry: str
     settings: str
     logs: str
     launcher_pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    rank: int
+    local_rank: int
+    pid: int
+    log: str  # where it writes; "": the terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`code` is the returned exit code; None: the rank raised, and `error` is the traceback."""
+
+    local_rank: int
+    time_s: float
+    code: int | None = None
+    error: str = ""
 
 
 def run_task(task: Task) -> int:
@@ -38,36 +71,37 @@ def run_task(task: Task) -> int:
         if log:
             _write_to(log, rank)
     except OSError as error:
-        rank_notes.write(folder, rank_notes.Started(rank, local_rank, os.getpid(), ""))
+        write_note(folder, Started(rank, local_rank, os.getpid(), ""))
         text = f"its log {log} cannot be written: {error.strerror}; is the run folder still there?\n"
-        rank_notes.write(folder, rank_notes.Ended(local_rank, time.time(), error=text))
+        write_note(folder, Ended(local_rank, time.time(), error=text))
         sys.exit(1)
     signals.listen(has_launcher=True)
-    rank_notes.offer_stack(folder, local_rank)
-    rank_notes.write(folder, rank_notes.Started(rank, local_rank, os.getpid(), log))
+    # Python's own handler writes the stack, whatever the rank does. It keeps the file open.
+    faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
+    write_note(folder, Started(rank, local_rank, os.getpid(), log))
     try:
         code = call(task.entry, task.settings)
-    except Exception as error:  # noqa: BLE001, it is told by the launcher
+    except Exception as error:  # noqa: BLE001, the launcher reports it
         raised_s = time.time()
-        # From the entry on: what called it is ours, and the same for every failure. A failure of a disk, or of other
-        # ranks, is a sentence.
+        # From the entry on: its callers are ours, and the same for every failure. A failure of a disk, or of other
+        # ranks, is a message without a traceback.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
         text = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
         if log:
             print(text, file=sys.stderr, flush=True)
         try:
-            rank_notes.write(folder, rank_notes.Ended(local_rank, raised_s, error=text))
-        except OSError as unwritten:  # where temporary files go the disk is full, too
-            told = "" if log else text
-            print(f"{told}shardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
-        sys.exit(1)  # what is raised torch would write into a file of its own, which nobody removes
-    rank_notes.write(folder, rank_notes.Ended(local_rank, time.time(), code=code))
+            write_note(folder, Ended(local_rank, raised_s, error=text))
+        except OSError as unwritten:  # the disk of temporary files is full, too
+            shown = "" if log else text
+            print(f"{shown}shardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
+        sys.exit(1)  # torch would write a raised error into a file of its own, which nobody removes
+    write_note(folder, Ended(local_rank, time.time(), code=code))
     return code
 
 
 def call(entry: str, settings: str) -> int:
-    """The exit code of an entry; `sys.exit` in it is an ending like any other."""
+    """Return the exit code of an entry; `sys.exit` in it counts as a returned code."""
     module, _, name = entry.partition(":")
     try:
         code = getattr(import_module(module), name)(settings)
@@ -77,7 +111,7 @@ def call(entry: str, settings: str) -> int:
 
 
 def _write_to(log: str, rank: int) -> None:
-    """Both streams into one file, behind what an earlier start has left there."""
+    """Lead both streams into one file, after the text of earlier starts."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
@@ -86,3 +120,33 @@ def _write_to(log: str, rank: int) -> None:
             stream.reconfigure(line_buffering=True)
     os.close(file)
     print(f"--- rank {rank}, process {os.getpid()}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} ---", flush=True)
+
+
+def write_note(folder: Path, note: Started | Ended) -> None:
+    file = folder / f"{type(note).__name__.lower()}-{note.local_rank}.json"
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(dataclasses.asdict(note)))
+    draft.replace(file)
+
+
+def started_ranks(folder: Path) -> Iterator[Started]:
+    for file in folder.glob("started-*.json"):
+        yield Started(**json.loads(file.read_text()))
+
+
+def ended_ranks(folder: Path) -> Iterator[Ended]:
+    for file in folder.glob("ended-*.json"):
+        yield Ended(**json.loads(file.read_text()))
+
+
+def stack_of(folder: Path, rank: Started) -> str:
+    """Return where a rank was when it got WRITE_STACK, innermost calls first; "" if it has not answered."""
+    frames = _FRAME.findall(_stack_file(folder, rank.local_rank).read_text(errors="replace"))[:NUM_FRAMES]
+    lines = [
+        f"{file}:{number} in {name}: {linecache.getline(file, int(number)).strip()}" for file, number, name in frames
+    ]
+    return "is at " + "\n    called from ".join(lines) if lines else ""
+
+
+def _stack_file(folder: Path, local_rank: int) -> Path:
+    return folder / f"stack-{local_rank}.txt"

@@ -1,29 +1,30 @@
-"""The launcher's second thread: it passes signals on to the ranks, and sees to it that none of them waits for ever.
+"""The launcher's second thread: it passes signals on to the ranks, and ends ranks that would wait for ever.
 
 The agent owns the main thread, which may be deep in a rendezvous. So signals are blocked there, and by inheritance in
-the ranks until they can hear them; this thread has them open and reads their numbers from a pipe. To end the agent, it
-sends SIGUSR2 to the main thread, where an exception is raised that the agent knows.
+the ranks until they can handle them; this thread unblocks them and reads their numbers from a pipe. To end the agent,
+it sends SIGUSR2 to the main thread, which then raises an exception that the agent knows.
 
 - SIGTERM, SIGUSR1, SIGHUP: the ranks are asked to stop, once each, also those that are still starting.
 - SIGINT: the same; a second one kills them.
-- A rank has died: the agent ends the others, but those that wait inside a collective would hear that after half a
-  minute. They are killed earlier.
-- A rank has refused to run: the agent waits for all others, which may wait for that rank. They are given time to find
-  the same mistake.
-- A rank has ended as it should, and another does not end: it is killed after `timeout_s`, or earlier if it is stopped.
+- A rank has died: the agent ends the others, but those that wait inside a collective would notice after half a minute.
+  They are killed earlier.
+- A rank has refused to run: the agent waits for all others, which may wait for that rank. They get time to find the
+  same mistake.
+- A rank has ended normally, and another does not end: it is killed after `timeout_s`, or earlier if it is stopped.
 
-A rank that is killed is asked where it is first: a signal makes it write its stack into the folder of its notes, also
-while it is deep in a library.
+Before a rank is killed, a signal makes it write its stack, also while it is deep in a library. `first_failure` then
+says which rank failed first and why, and where the ranks were that had to be killed.
 """
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -31,33 +32,37 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ..base.processes import state_of
-from . import rank_notes
-from .signals import ASKS, INTERRUPTED, STOPPING, TERMINATED
+from .rank import WRITE_STACK, Ended, Started, ended_ranks, stack_of, started_ranks
+from .signals import INTERRUPTED, REQUEST_SIGNALS, STOP_SIGNALS, TERMINATED
 
 POLL_S = 0.1
 AFTER_A_DEATH_S = 5.0
 AFTER_A_REFUSAL_S = 15.0
-STOPPED_S = 30.0  # a process that is stopped may be about to be continued
+STOPPED_S = 30.0  # a stopped process may be about to be continued
 ANSWER_S = 1.0  # for a stack to be written
-LONGEST_TURN_S = 1.0  # what is more, the launcher was stopped itself, as by Ctrl-Z
-MAIN_THREAD_S = 5.0  # for the agent to let go of what it waits for
+LONGEST_TURN_S = 1.0  # a longer turn means that the launcher itself was stopped, as by Ctrl-Z
+MAIN_THREAD_S = 5.0  # for the agent to return
 REFUSALS = (2, 3, 5)
+LAST_LINES, LAST_BYTES = 15, 1 << 20  # of a log that are shown
+MAX_KILLED_SHOWN = 4
+# A death is noticed this late; a rank that raised so shortly before it was probably its victim.
+NOTICED_S = 5 * POLL_S
+# Start of a failure's text that one rank has sent to all: any of them may have raised it first.
+_RAISED_BY = re.compile(r"rank (\d+): ")
 
 
 @dataclass(slots=True)
-class Seen:
-    """A rank as its launcher sees it."""
-
-    started: rank_notes.Started
-    is_asked: bool = False
+class WatchedRank:
+    started: Started
+    is_asked: bool = False  # to stop
     is_killed: bool = False  # by us
-    where: str = ""  # when it was killed
+    where: str = ""  # its stack when it was killed
     gone_s: float | None = None
-    status: int | None = None  # its exit code, negative for a signal; None: runs, or the agent was faster
+    status: int | None = None  # its exit code, negative for a signal; None: it runs, or the agent reaped it first
 
 
-class Watch:
-    """`stop_agent` is raised in the main thread when the ranks are to be killed; `code` then says why."""
+class RankWatcher:
+    """Raises `stop_agent` in the main thread when the ranks have to be killed; `code` is then the exit code."""
 
     def __init__(
         self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, temporary_folder: Path
@@ -67,8 +72,8 @@ class Watch:
         self._temporary_folder = temporary_folder
         self._turned_s = time.monotonic()
         self._late_s = self._stopped_s = 0.0
-        self.ranks: dict[int, Seen] = {}
-        self.endings: dict[int, rank_notes.Ended] = {}
+        self.ranks: dict[int, WatchedRank] = {}
+        self.endings: dict[int, Ended] = {}
         self._say = say
         self._stop_agent = stop_agent
         self._folder: Path | None = None
@@ -78,10 +83,10 @@ class Watch:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         self._lock = threading.Lock()
-        self._heard = {s for s in {*STOPPING, signal.SIGINT} if signal.getsignal(s) != signal.SIG_IGN}
+        self._signals = {s for s in {*STOP_SIGNALS, signal.SIGINT} if signal.getsignal(s) != signal.SIG_IGN}
 
-    def look_in(self, folder: Path) -> None:
-        """The ranks start, or start again, and will leave their notes here."""
+    def watch(self, folder: Path) -> None:
+        """Watch the ranks that are being started; they will leave their notes in this folder."""
         with self._lock:
             self._folder = folder
             self.ranks, self.endings = {}, {}
@@ -92,15 +97,15 @@ class Watch:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._old_pipe = signal.set_wakeup_fd(self._pipe[1])
-        self._old = {number: signal.signal(number, _nothing) for number in self._heard}
+        self._old = {number: signal.signal(number, _nothing) for number in self._signals}
         self._old[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._end_agent)
         self._thread.start()  # before the mask, which it would inherit
-        ensure_running()  # would be started with the ranks, and opens SIGINT and SIGTERM when it is
-        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+        ensure_running()  # started later, with the ranks, it would unblock SIGINT and SIGTERM
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        signal.signal(signal.SIGUSR2, _nothing)  # too late to end anything
+        signal.signal(signal.SIGUSR2, _nothing)  # nothing is left to end
         self._closing.set()
         self._thread.join()
         for number, handler in self._old.items():
@@ -111,12 +116,15 @@ class Watch:
             os.close(end)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         while not self._closing.is_set():
             try:
                 self._turn()
-            except Exception as error:  # noqa: BLE001, without this thread nobody could stop the run
-                trouble, self._trouble = self._trouble, f"the launcher's watch over its ranks: {error!r}; it goes on"
+            except Exception as error:  # noqa: BLE001, without this thread the run could not be stopped
+                trouble, self._trouble = (
+                    self._trouble,
+                    f"cannot watch the ranks: {error!r}; it tries again",
+                )
                 if trouble != self._trouble:
                     self._say(self._trouble)
                 self._closing.wait(POLL_S)
@@ -124,12 +132,12 @@ class Watch:
     def _turn(self) -> None:
         if select.select([self._pipe[0]], [], [], POLL_S)[0]:
             for number in os.read(self._pipe[0], 64):
-                if number in self._heard:
-                    self._hear(signal.Signals(number))
+                if number in self._signals:
+                    self._handle(signal.Signals(number))
         with self._lock:
-            self._look()
+            self._check()
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._asked == INTERRUPTED:
             self._end(INTERRUPTED, "interrupted twice: the ranks are killed, and nothing is saved")
         elif self._folder is None:
@@ -141,28 +149,28 @@ class Watch:
             self._asked = TERMINATED
             self._say(f"{number.name}: stopping after this step, with a checkpoint")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._folder is None:
             return
-        for started in rank_notes.started(self._folder):
-            self.ranks.setdefault(started.local_rank, Seen(started))
-        for ended in rank_notes.ended(self._folder):
+        for started in started_ranks(self._folder):
+            self.ranks.setdefault(started.local_rank, WatchedRank(started))
+        for ended in ended_ranks(self._folder):
             self.endings.setdefault(ended.local_rank, ended)
         for local_rank, seen in self.ranks.items():
             if seen.gone_s is None:
-                self._look_at(seen, has_ended=local_rank in self.endings)
+                self._update(seen, has_ended=local_rank in self.endings)
         grace_s = self._grace_s()
         if grace_s is not None:
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
         if time.monotonic() > self._grace_end_s:
-            self._lose_patience()
+            self._end_running()
         elif grace_s is None:
-            self._look_at_the_late()
+            self._watch_late_ranks()
 
-    def _look_at(self, seen: Seen, has_ended: bool) -> None:
+    def _update(self, seen: WatchedRank, has_ended: bool) -> None:
         pid = seen.started.pid
         try:
-            # Without reaping it: that is the agent's.
+            # Without reaping it, which the agent does.
             gone = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             seen.gone_s = time.time()
@@ -172,15 +180,15 @@ class Watch:
             seen.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
         elif self._asked is not None and not seen.is_asked and not has_ended:
             seen.is_asked = True
-            _send(pid, ASKS[self._asked])
+            _send(pid, REQUEST_SIGNALS[self._asked])
 
     @property
     def refusal(self) -> int | None:
-        """The exit code of a rank that has refused to go on, if one has."""
+        """Exit code of a rank that has refused to run, if there is one."""
         return next((ending.code for ending in self.endings.values() if ending.code in REFUSALS), None)
 
     def _grace_s(self) -> float | None:
-        """How long the ranks that still run may go on; None: as long as they like."""
+        """Seconds that the running ranks may still take; None: no limit."""
         if any(ending.code is None for ending in self.endings.values()):
             return AFTER_A_DEATH_S
         if any(seen.gone_s is not None and rank not in self.endings for rank, seen in self.ranks.items()):
@@ -189,8 +197,8 @@ class Watch:
             return AFTER_A_REFUSAL_S
         return None
 
-    def _look_at_the_late(self) -> None:
-        """Ranks that have not ended though another has, as it should."""
+    def _watch_late_ranks(self) -> None:
+        """End ranks that still run long after another has ended normally."""
         now_s = time.monotonic()
         turn_s, self._turned_s = min(now_s - self._turned_s, LONGEST_TURN_S), now_s
         late = self._running()
@@ -201,33 +209,33 @@ class Watch:
         if self._stopped_s > STOPPED_S or self._late_s > self._timeout_s:
             first = min(self.endings.values(), key=lambda ending: ending.time_s)
             ended = self.ranks[first.local_rank].started.rank
-            places = self._where_they_are(late)
+            places = self._stacks(late)
             hint = "" if is_stopped else f"; --timeout gives it more than {self._timeout_s:g} s"
             self._end(1, f"rank {ended} has ended, but not all others, which are killed{hint}:\n{places}")
 
-    def _running(self) -> list[Seen]:
+    def _running(self) -> list[WatchedRank]:
         return [seen for rank, seen in self.ranks.items() if seen.gone_s is None and rank not in self.endings]
 
-    def _where_they_are(self, running: list[Seen]) -> str:
-        """Ask ranks for their stacks. Nothing else is asked of one that is to be killed."""
+    def _stacks(self, running: list[WatchedRank]) -> str:
+        """Ask running ranks for their stacks, before they are killed."""
         asked = [seen for seen in running if not _is_stopped(seen)]
         for seen in asked:
-            _send(seen.started.pid, rank_notes.TELL_STACK)
+            _send(seen.started.pid, WRITE_STACK)
         end_s = time.monotonic() + ANSWER_S
         assert self._folder is not None
-        while time.monotonic() < end_s and not all(rank_notes.stack(self._folder, seen.started) for seen in asked):
+        while time.monotonic() < end_s and not all(stack_of(self._folder, seen.started) for seen in asked):
             time.sleep(0.02)
         for seen in running:
             pid = seen.started.pid
             stopped = f"is stopped (kill -CONT {pid} would let it go on)"
-            told = rank_notes.stack(self._folder, seen.started) or "does not answer"
-            seen.where = f"  rank {seen.started.rank}, process {pid}, {told if seen in asked else stopped}"
+            where = stack_of(self._folder, seen.started) or "does not answer"
+            seen.where = f"  rank {seen.started.rank}, process {pid}, {where if seen in asked else stopped}"
         return "\n".join(seen.where for seen in running)
 
-    def _lose_patience(self) -> None:
+    def _end_running(self) -> None:
         self._grace_end_s = float("inf")
         running = self._running()
-        places = self._where_they_are(running)
+        places = self._stacks(running)
         if self.refusal is not None and len(self.endings) < len(self.ranks):
             why = "a rank has refused to run; the others did not notice, and are killed"
             self._end(self.refusal, f"{why}:\n{places}" if places else why)
@@ -237,7 +245,7 @@ class Watch:
             _send(seen.started.pid, signal.SIGKILL)
 
     def _end(self, code: int, why: str) -> None:
-        """Get the agent to kill its ranks and return; and if it cannot, do without it."""
+        """Make the agent kill its ranks and return; if it does not, kill them and exit."""
         self.code = code
         self._say(why)
         main = threading.main_thread().ident
@@ -259,10 +267,79 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _is_stopped(seen: Seen) -> bool:
-    """By a signal, not by a debugger."""
+def _is_stopped(seen: WatchedRank) -> bool:
+    """Return whether a signal has stopped it; a debugger does not count."""
     return state_of(seen.started.pid) == "T"
 
 
 def _nothing(*_: Any) -> None:
-    """A handler, so that a signal reaches the pipe."""
+    """Handle a signal, so that its number reaches the pipe."""
+
+
+def first_failure(
+    ranks: Mapping[int, WatchedRank], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
+) -> str:
+    """Describe the first failure, and the ranks that had to be killed: the first may have failed waiting for them.
+
+    All by local rank. `reported` is what the agent knows: the rank and the exit code of one that failed.
+    """
+    text = _first_failure(ranks, endings, reported, host)
+    killed = [seen.where for seen in ranks.values() if seen.is_killed and seen.where]
+    if not killed:
+        return text
+    more = [f"and {len(killed) - MAX_KILLED_SHOWN} more"] if len(killed) > MAX_KILLED_SHOWN else []
+    return "\n".join([text, "did not end by themselves, and were killed:", *killed[:MAX_KILLED_SHOWN], *more])
+
+
+def _first_failure(
+    ranks: Mapping[int, WatchedRank], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
+) -> str:
+    raised = sorted((end for end in endings.values() if end.code is None), key=lambda end: end.time_s)
+    silent = sorted(
+        (
+            seen
+            for rank, seen in ranks.items()
+            if seen.gone_s is not None and not seen.is_killed and seen.status != 0 and rank not in endings
+        ),
+        key=lambda seen: seen.gone_s or 0.0,
+    )
+    if silent and not (raised and raised[0].time_s < (silent[0].gone_s or 0.0) - NOTICED_S):
+        first = silent[0]
+        _, code = reported.get(first.started.local_rank, (first.started.rank, first.status))
+        return _death(first.started.rank, code if first.status is None else first.status, first.started.log, host)
+    if raised:
+        return _failure(raised[0], ranks, host)
+    rank_number, code = next(iter(reported.values()), (-1, 1))
+    return _death(rank_number, code, "", host)
+
+
+def _failure(first: Ended, ranks: Mapping[int, WatchedRank], host: str) -> str:
+    raised_by = _RAISED_BY.match(first.error)
+    number = int(raised_by[1]) if raised_by else ranks[first.local_rank].started.rank
+    rank = next((seen.started for seen in ranks.values() if seen.started.rank == number), None)
+    where = f"on {host}" if rank else "on another machine"
+    log = f"\nits log: {rank.log}" if rank and rank.log else ""
+    return f"rank {number} {where} failed:\n\n{first.error[raised_by.end() if raised_by else 0 :]}{log}"
+
+
+def _death(rank: int, code: int | None, log: str, host: str) -> str:
+    """Describe the end of a rank that left no note."""
+    if code is None:
+        how = "died"
+    elif code >= 0:
+        how = f"ended with exit code {code}"
+    else:
+        name = signal.Signals(-code).name
+        how = f"was ended by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
+    shown = f"\nthe end of its log, {log}:\n\n{_last_lines(log)}" if log else ""
+    return f"rank {rank} on {host} {how}{shown}"
+
+
+def _last_lines(log: str) -> str:
+    try:
+        with Path(log).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+            text = file.read(LAST_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"({error})"
+    return "\n".join(text.splitlines()[-LAST_LINES:])

@@ -1,14 +1,14 @@
-"""What a rank has been asked to do between two steps: to stop, or to save.
+"""Requests to a rank between two steps: to stop, or to save.
 
 SIGTERM, SIGUSR1 and SIGHUP ask to stop with exit code 143. The files SAVE and STOP in the run folder are for people:
-STOP is a Ctrl-C, exit code 130. Nothing happens at the moment of a signal: it sets a flag, the loop reads it on every
-rank at the end of a step, and what any of them was asked is what all of them do.
+STOP is like Ctrl-C, exit code 130. A signal only sets a flag. The loop reads it on every rank at the end of a step, and
+a request to any rank is a request to all of them.
 
-Ctrl-C reaches every process of a terminal. A rank under `launch` ignores it: the launcher counts how often it came,
-and asks its ranks with SIGUSR2. A rank under torchrun or srun has no such launcher, and counts for itself.
+Ctrl-C reaches every process of a terminal. A rank under `launch` ignores it: the launcher counts how often it came, and
+asks its ranks with SIGUSR2. A rank under torchrun or srun has no such launcher, and counts for itself.
 
-A terminal may go away. SIGHUP says so, later, and to the leader of its session alone; so a rank notices by itself,
-when it writes, and writes to nowhere from then on.
+A terminal may go away. SIGHUP reports that late, and only to the leader of its session; so a rank notices by itself,
+when it writes, and from then on writes to nowhere.
 """
 
 import errno
@@ -25,27 +25,27 @@ from ..base.errors import ConfigurationError
 
 INTERRUPTED, TERMINATED = 130, 143
 
-# What the launcher sends to a rank that is to end with this code.
-ASKS = {INTERRUPTED: signal.SIGUSR2, TERMINATED: signal.SIGUSR1}
-STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# Torchrun passes on the SIGINT that its ranks have already had from the terminal.
+# Signals of the launcher to a rank that has to end with this code.
+REQUEST_SIGNALS = {INTERRUPTED: signal.SIGUSR2, TERMINATED: signal.SIGUSR1}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+# Torchrun passes on the SIGINT that its ranks have already received from the terminal.
 ONE_CTRL_C_S = 1.0
-LOOK_EVERY_S = 0.2  # the run folder may lie across a network
+CHECK_FILES_S = 0.2  # the run folder may be on a network
 
 
-class _Heard:
-    """The signals of this process, since `listen`."""
+class _Received:
+    """Signals that this process has received since `listen`."""
 
     def __init__(self) -> None:
         self.has_launcher = False
         self.stop: int | None = None
         self.interrupted_s: float | None = None
 
-    def ask(self, code: int) -> None:
+    def request_stop(self, code: int) -> None:
         self.stop = self.stop or code
 
-    def take(self, number: int, _: FrameType | None) -> None:
-        self.ask(INTERRUPTED if number == signal.SIGUSR2 else TERMINATED)
+    def handle(self, number: int, _: FrameType | None) -> None:
+        self.request_stop(INTERRUPTED if number == signal.SIGUSR2 else TERMINATED)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -53,65 +53,65 @@ class _Heard:
             signal.default_int_handler(number, frame)
         if self.interrupted_s is None:
             self.interrupted_s = now
-        self.ask(INTERRUPTED)
+        self.request_stop(INTERRUPTED)
 
 
-_heard = _Heard()
+_received = _Received()
 
 
 def listen(*, has_launcher: bool) -> None:
-    """From here on signals are requests. For the main thread of a rank, as soon as its streams lead where they will."""
-    _heard.has_launcher = has_launcher
-    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
-    handled = {*STOPPING, signal.SIGUSR2} if has_launcher else STOPPING
+    """Handle signals as requests from here on. Called in the main thread of a rank, once its streams are set."""
+    _received.has_launcher = has_launcher
+    sys.stdout, sys.stderr = _surviving(sys.stdout), _surviving(sys.stderr)
+    handled = {*STOP_SIGNALS, signal.SIGUSR2} if has_launcher else STOP_SIGNALS
     for number in handled:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, _heard.take)
-    # Ignored is inherited by what this rank starts (compilers, a tracker's service): they outlive Ctrl-C as it does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _heard.interrupt)
-    # The launcher blocks them in its ranks until there is somebody to hear them, which is now.
+            signal.signal(number, _received.handle)
+    # Processes that this rank starts (compilers, a tracker's service) inherit that SIGINT is ignored, and survive too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _received.interrupt)
+    # The launcher has blocked them in its ranks until now, when there is a handler.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGINT})
 
 
 def has_launcher() -> bool:
-    """Whether `launch` started this rank, and has looked at everything before."""
-    return _heard.has_launcher
+    """Return whether `launch` has started this rank, after all checks."""
+    return _received.has_launcher
 
 
 class Requests:
-    """Read at the end of every step. `folder` is the run folder on the rank that looks there, None on all others."""
+    """Requests, read at the end of every step. `folder` is the run folder on the rank that watches it, else None."""
 
     def __init__(self, folder: Path | None) -> None:
         if folder is not None and not folder.is_dir():
             raise ConfigurationError(f"no run folder {folder}, in which SAVE and STOP could be found")
         self._folder = folder
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self._save = False
 
     @property
     def stop(self) -> int | None:
-        """The exit code that is asked for; None to go on."""
-        self._look()
-        return _heard.stop
+        """Requested exit code; None: go on."""
+        self._check_files()
+        return _received.stop
 
     @property
     def save(self) -> bool:
-        """Whether a checkpoint is asked for: once for each SAVE, so that reading takes it."""
-        self._look()
+        """Return whether a checkpoint is requested, and clear the request."""
+        self._check_files()
         wanted, self._save = self._save, False
         return wanted
 
-    def _look(self) -> None:
+    def _check_files(self) -> None:
         now = time.monotonic()
-        if self._folder is None or now - self._looked_s < LOOK_EVERY_S:
+        if self._folder is None or now - self._checked_s < CHECK_FILES_S:
             return
-        self._looked_s = now
-        self._save |= _taken(self._folder / "SAVE")
-        if _taken(self._folder / "STOP"):
-            _heard.ask(INTERRUPTED)
+        self._checked_s = now
+        self._save |= _remove(self._folder / "SAVE")
+        if _remove(self._folder / "STOP"):
+            _received.request_stop(INTERRUPTED)
 
 
-def _taken(file: Path) -> bool:
+def _remove(file: Path) -> bool:
     try:
         file.unlink()
     except OSError:
@@ -120,7 +120,7 @@ def _taken(file: Path) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """When it is gone, this leads nowhere: an error for the next line would end a run in the middle of its save."""
+    """Once the terminal is gone, this writes to nowhere: an error would end a run in the middle of its save."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -134,8 +134,8 @@ class _Terminal(io.FileIO):
         return super().write(data)
 
 
-def _lasting(stream: TextIO) -> TextIO:
-    """The same stream, but one that outlives its terminal."""
+def _surviving(stream: TextIO) -> TextIO:
+    """Return the same stream, but one that survives its terminal."""
     if not stream.isatty():
         return stream
     stream.flush()

@@ -1,0 +1,244 @@
+"""Slurm and Kubernetes: what Slurm's variables say about this process, and files to submit.
+
+`srun` with a task per rank has started the ranks already; with a task per node it has started the launchers, which have
+to find each other. A batch script that calls no `srun` is an ordinary process on the first node.
+
+The files to submit run the command that made them, once per machine. They give the run time to save before it is ended,
+and resume from its last checkpoint when it is started again. Facts that only the cluster's users know (accounts,
+images, volumes, hours) are at the top, or are marked EDIT.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from textwrap import indent
+
+from ..base.errors import ConfigurationError
+from .settings import Settings
+from .settings import num_nodes as nodes_of
+
+Variables = Mapping[str, str]
+
+DEFAULT_GPUS = 8  # of a machine
+SAVE_S = 120  # seconds for the last save
+PORT = 29400
+FINAL_CODES = (2, 3, 4, 5, 130)  # another start would end in the same way, or somebody has stopped the run
+
+_SLURM = """\
+#!/bin/bash
+# {command_line}
+# sbatch this file; add --account, --partition and the hours that you need.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+{gpus}#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@{save_s}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={name}-%j.log
+
+run={run}
+
+# One task per node, with all of its cores; the tasks find each other by Slurm's variables.
+srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
+    {command} --output-dir "$run"{resume}
+code=$?
+
+# 143: out of time, or preempted, after a complete save. Anything else is for you to look at.
+if [ "$code" -eq 143 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+_K8S = """\
+# {command_line}
+# kubectl apply -f this file, after the lines marked EDIT.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true  # the machines meet before any of them is ready
+  selector:
+    job-name: {name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: {retries}
+  podFailurePolicy:
+    rules:
+      - action: FailJob
+        onExitCodes:
+          containerName: train
+          operator: In
+          values: {refusals}
+      - action: Ignore
+        onPodConditions:
+          - type: DisruptionTarget
+  template:
+    metadata:
+      labels:
+        job-name: {name}
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {grace_s}
+      containers:
+        - name: train
+          image: shardwise:latest  # EDIT: an image with shardwise, and with what the command names
+          command: ["bash", "-c"]
+          args: [{script}]
+          env:
+            - name: PYTHONUNBUFFERED
+              value: "1"
+{resources}          volumeMounts:
+            - name: runs
+              mountPath: {mount}
+            - name: shm
+              mountPath: /dev/shm
+      volumes:
+        - name: runs
+          persistentVolumeClaim:
+            claimName: shardwise-runs  # EDIT: a volume that all machines can write
+        - name: shm
+          emptyDir:
+            medium: Memory
+"""
+
+
+def num_tasks(variables: Variables) -> int:
+    return int(variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or 1)
+
+
+def num_nodes(variables: Variables) -> int:
+    return int(variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES") or 1)
+
+
+def is_step(variables: Variables) -> bool:
+    """Return whether srun has started this process; a batch script has much the same variables."""
+    return "SLURM_PROCID" in variables and ("SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables)
+
+
+def is_rank(variables: Variables) -> bool:
+    return is_step(variables) and num_tasks(variables) > num_nodes(variables)
+
+
+def rank_variables(variables: Variables) -> dict[str, str]:
+    """Return torchrun's variables for a task that is a rank."""
+    node = int(variables.get("SLURM_NODEID", "0"))
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE") or "1"
+    local_rank = variables.get("SLURM_LOCALID", "0")
+    # If one GPU is bound to each task, it is device 0 of every task.
+    if variables.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
+        local_rank = "0"
+    return {
+        "RANK": variables["SLURM_PROCID"],
+        "WORLD_SIZE": str(num_tasks(variables)),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": str(tasks_by_node(tasks)[node]),
+        "MASTER_ADDR": first_host(node_list(variables)),
+        "MASTER_PORT": str(port(variables)),
+    }
+
+
+def node_list(variables: Variables) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    found = next((variables[name] for name in names if variables.get(name)), None)
+    if found is None:
+        raise ConfigurationError(f"a Slurm step without {' or '.join(names)}: set MASTER_ADDR, or give --rdzv-endpoint")
+    return found
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's list: gpu003 of gpu[003-006,9],cpu1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if first is None:
+        raise ConfigurationError(f"a list of nodes that names none: {nodes!r}; give --rdzv-endpoint HOST:PORT")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_by_node(text: str) -> list[int]:
+    """Expand Slurm's counts: 8(x2),7 is 8, 8 and 7 tasks."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def port(variables: Variables) -> int:
+    """Choose a port: the same on every node, another for another step, below those that the kernel gives out."""
+    job = int(variables.get("SLURM_JOB_ID", "0"))
+    step = int(variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or 0)
+    return 15000 + (8 * job + step) % 15000
+
+
+def slurm_script(settings: Settings, words: Sequence[str]) -> str:
+    """Return a script for sbatch. `words` are those of the command line after `shardwise train`."""
+    low, high = nodes_of(settings.nnodes)
+    gpus = "" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={settings.nproc_per_node or DEFAULT_GPUS}\n"
+    name = _name(settings)
+    # The job keeps its number when it is queued again.
+    run = shlex.quote(settings.output_dir) if settings.output_dir else f'"runs/{name}-$SLURM_JOB_ID"'
+    return _SLURM.format(
+        command_line=_command_line(words),
+        name=name,
+        nodes=low if low == high else f"{low}-{high}",
+        gpus=gpus,
+        save_s=SAVE_S,
+        run=run,
+        resume=_resume(settings),
+        command=shlex.join(["shardwise", "train", *words]),
+    )
+
+
+def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
+    """Return a Service, by which the machines find each other, and an Indexed Job with a pod per machine."""
+    _, nodes = nodes_of(settings.nnodes)
+    name = _name(settings)
+    mount = "/runs"
+    # On the volume that all machines can write, wherever the image starts its processes.
+    folder = settings.output_dir or name
+    run = folder if folder.startswith("/") else f"{mount}/{folder.removeprefix('runs/')}"
+    gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {settings.nproc_per_node or DEFAULT_GPUS}\n"
+    meeting = f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:{PORT}' if nodes > 1 else ""
+    # exec: the signal that ends a pod goes to its first process only.
+    command = f"exec {shlex.join(['shardwise', 'train', *words])}"
+    script = f"{command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
+    return _K8S.format(
+        command_line=_command_line(words),
+        name=name,
+        nodes=nodes,
+        retries=3 * nodes,
+        refusals=json.dumps(FINAL_CODES),
+        grace_s=SAVE_S,
+        # Kubernetes reads $(NAME) and $$ itself.
+        script=json.dumps(re.sub(r"\$(?=[$(])", "$$", script)),
+        resources="" if settings.device == "cpu" else indent(gpus, 10 * " "),
+        mount=mount,
+    )
+
+
+def _resume(settings: Settings) -> str:
+    """Let a restarted job resume; one that names a checkpoint begins there each time."""
+    return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
+
+
+def _command_line(words: Sequence[str]) -> str:
+    return shlex.join(["shardwise", "train", *words]).replace("\n", " ")
+
+
+def _name(settings: Settings) -> str:
+    """Return a name that Kubernetes accepts, from the run folder or the model."""
+    source = PurePath(settings.output_dir or settings.model).name.lower()
+    return re.sub(r"[^a-z0-9]+", "-", f"shardwise-{source}").strip("-")[:50].strip("-")
