@@ -1,4 +1,4 @@
-"""What can be decided and refused before any rank exists: the earlier a mistake is told, the less it costs."""
+"""Checks before any rank is started: the earlier a mistake is reported, the less it costs."""
 
 import dataclasses
 import shutil
@@ -27,8 +27,8 @@ from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder
 from .settings import Settings
 
-LONGEST_BY_DEFAULT = 2048
-LOOKED_AT = 200  # samples
+DEFAULT_SEQ_LENGTH = 2048
+NUM_SAMPLES_CHECKED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Checked:
 
 
 def completed(settings: Settings, has_gpu: bool) -> Settings:
-    """The settings with what follows from the kind of device."""
+    """Return the settings with device and precision filled in."""
     device = settings.device or ("cuda" if has_gpu else "cpu")
     precision = settings.precision or ("bf16" if device == "cuda" else "fp32")
     return dataclasses.replace(settings, device=device, precision=precision)
 
 
 def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
-    """All checks, and the data made ready, so that ranks find nothing to refuse and nothing to wait for."""
+    """Run all checks and prepare the data, so that ranks have nothing to refuse and nothing to wait for."""
     checked = check_all(settings, num_ranks)
     require_same_names(settings, checked)
     data = run_folder(settings) / DATA
@@ -59,7 +59,7 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
         require_targets(samples, say)
     except ConfigurationError:
-        # A run that never began leaves nothing behind, and takes away nothing of others.
+        # A run that never began leaves nothing behind, and removes nothing of others.
         for store in set(data.glob("*")) - before:
             shutil.rmtree(store, ignore_errors=True)
         with suppress(OSError):
@@ -76,7 +76,7 @@ def _make(data: Path) -> None:
 
 
 def require_same_names(settings: Settings, checked: Checked) -> None:
-    """A Hugging Face folder can be gone on from where it is of this very model; else it is something to begin with."""
+    """Refuse to resume from a Hugging Face folder of another model; its weights are for --model."""
     resume = settings.resume_from_checkpoint
     if resume in (None, LATEST, AUTO_RESUME) or not is_model(place := Path(resume).expanduser()):
         return
@@ -94,8 +94,8 @@ def require_same_names(settings: Settings, checked: Checked) -> None:
 
 
 def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
-    """Refuse data in which nothing is trained on, judged by evenly spread samples, and tell how many are empty."""
-    stride = -(-samples.num_samples // LOOKED_AT)
+    """Refuse data without any targets, judged by evenly spread samples, and warn if some samples have none."""
+    stride = -(-samples.num_samples // NUM_SAMPLES_CHECKED)
     numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
     num_empty = numbers.count(0)
     if num_empty == len(numbers):
@@ -108,7 +108,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
 
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:
-    """Everything about a run of so many ranks that its settings and its files tell."""
+    """Check the settings of a run against its files and its number of ranks."""
     check_strategy(settings.strategy, settings.offload, settings.wire)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
@@ -126,7 +126,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
         )
     tokenizer = tokenizer_for(facts.tokenizer)
     require_vocabulary(facts, tokenizer.vocab_size)
-    seq_length = settings.seq_length or min(facts.max_seq, LONGEST_BY_DEFAULT)
+    seq_length = settings.seq_length or min(facts.max_seq, DEFAULT_SEQ_LENGTH)
     if seq_length > facts.max_seq:
         raise ConfigurationError(
             f"seq_length {seq_length} is more than the {facts.max_seq} tokens that model {settings.model} can take: "

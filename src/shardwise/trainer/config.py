@@ -1,12 +1,11 @@
-"""Settings from wherever they are said: flags, overrides, a YAML or TOML file, the environment, the model's preset.
+"""Settings from all their sources: flags, overrides, a YAML or TOML file, the environment, the model's preset.
 
-Every source is read into the same thing, a row of `Said`: a key, its value as text (or a list or a mapping of texts),
-and where it was said. The strongest source comes first, and the first to say something is right; mappings (`shape`,
-`lora`, `strategy`) are said part by part. pydantic then turns text into types. So 1e-4 is a number and 1:4 a text
-wherever they are written, whatever YAML thinks of them.
+Every source becomes rows of `Given`: a key, its value as text (or a list or a mapping of texts), and its origin. The
+strongest source comes first and wins; mappings (`shape`, `lora`, `strategy`) are merged part by part. pydantic then
+turns text into types. So 1e-4 is a number and 1:4 a text wherever they are written, whatever YAML makes of them.
 
-Whatever is wrong is one `ConfigurationError` that says where it was said. pydantic is imported in this file only, and
-only once something is resolved.
+A mistake is one `ConfigurationError` that names its origin. Only this file imports pydantic, and only when settings are
+resolved.
 """
 
 import json
@@ -30,35 +29,35 @@ if TYPE_CHECKING:
 
 FIELDS = {entry.name: entry for entry in fields(Settings)}
 PREFIX = "SHARDWISE_"
-# What may stand in a mapping, and its type; the parts of a strategy are patterns of unit names.
+# Keys of a mapping and their types; the keys of a strategy are patterns of unit names.
 PARTS: dict[str, dict[str, Any]] = {
     "shape": {entry.name: entry.type for entry in fields(TransformerShape)},
     "lora": {entry.name: entry.type for entry in fields(Lora)},
     "strategy": {},
 }
-# Words that stand for something else.
+# Words that stand for another value.
 WORDS: dict[str, dict[str, Any]] = {
     "gradient_checkpointing": {"true": "full", "false": "none"},
     "lora": {"true": {}, "false": None},
     "offload": {"none": [], "false": []},
     "wire": {"none": [], "false": []},
 }
-# A preset's value gives way when all of these are said, which say the same thing in another way.
+# A preset's value is ignored if all of these are given, which mean the same thing.
 RIVALS = {
     "max_steps": ("num_train_epochs",),
     "global_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
-# Settings that say one thing in two ways. What one source says of it, a stronger one replaces, in either way.
+# Pairs of settings with one meaning. A stronger source replaces both.
 EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
-# Kubernetes tells every container about every service of its namespace, and one may be called like us.
+# Kubernetes sets variables for every service of a namespace, and one may be called shardwise.
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
-# Mappings in lists are as deep as a setting goes.
+# Settings are nested no deeper than mappings in lists.
 DEPTH = 2
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Given:
     key: str
     value: Any  # None, a text, a list or a mapping of them; typed where it comes from a program or a preset
     origin: str
@@ -67,7 +66,7 @@ class Said:
 @dataclass(frozen=True, slots=True)
 class Resolved:
     settings: Settings
-    origin: dict[str, str]  # of every key
+    origin: dict[str, str]  # by key
 
 
 def resolve(
@@ -77,28 +76,29 @@ def resolve(
     file: tuple[str, str] | None = None,
     others: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Resolved:
-    """What a command line, its file and the environment ask for together.
+    """Combine a command line, its file and the environment.
 
-    `words` are at most one file and any number of key=value; of `flags`, None is one that was not given. Relative
-    paths mean the working directory, also those in a file. `file` is the name and the YAML of a file that nobody named.
-    `others` are settings from configurations of other libraries, by where they were said; our own file is stronger.
+    `words` are at most one file and any number of key=value; a flag that was not given is None. Relative paths are
+    relative to the working directory, also those in a file. `file` is the name and the YAML of a file that was not
+    named, such as that of a resumed run. `others` are settings from configurations of other libraries, by origin; our
+    own file is stronger.
     """
     text = [] if file is None else _from_yaml(file[1], file[0])
     own = [*_from_flags(flags), *_from_words(words)]
-    # What another library's file sums in belongs to its precision.
+    # The reduce dtype of another library's file belongs to its precision.
     left_out = {"reduce_dtype"} if any(entry.key == "precision" for entry in own) else set()
     foreign = [
-        Said(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
+        Given(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
     ]
-    said = _strongest([*own, *foreign, *text, *_from_environment(environment)])
-    values, origins = _merged(said)
-    values, origins = _merged([*said, *_from_preset(values)])
+    given = _strongest([*own, *foreign, *text, *_from_environment(environment)])
+    values, origins = _merged(given)
+    values, origins = _merged([*given, *_from_preset(values)])
     goes_on = file is not None and not any(entry.key == "offload" for entry in (*own, *foreign))
     return Resolved(_typed(values, origins, goes_on), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
 
 
 def explain(resolved: Resolved) -> str:
-    """All settings as a YAML file that says the same again; behind each, where it came from."""
+    """Return all settings as a YAML file, with the origin of each."""
     lines, panel = [], None
     for key, value in asdict(resolved.settings).items():
         if panel != FIELDS[key].metadata["panel"]:
@@ -114,7 +114,7 @@ def as_yaml(value: Any) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors and for whoever writes files by program."""
+    """Return the JSON schema of a configuration file, for editors and programs."""
     found = _adapter().json_schema()
     found |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardwise train"}
     for key, entry in FIELDS.items():
@@ -124,7 +124,7 @@ def schema() -> dict[str, Any]:
         about |= {
             word: entry.metadata[limit] for word, limit in limits.items() if entry.metadata.get(limit) is not None
         }
-        # What a file may say besides the type itself.
+        # Values that a file may have besides the type itself.
         if get_origin(kind) is tuple:
             found["properties"][key] = {"anyOf": [{"type": "string"}, about], "default": about.pop("default")}
         elif key == "lora":
@@ -149,39 +149,39 @@ def schema() -> dict[str, Any]:
 # Reading the sources
 
 
-def _from_flags(flags: Mapping[str, Any]) -> Iterator[Said]:
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[Given]:
     for key, value in flags.items():
         if value is not None:
             negated = "no-" if value is False or value == "false" else ""
             text = ",".join(value) if isinstance(value, list | tuple) else value
-            yield _said(key, text, f"flag --{negated}{key.replace('_', '-')}")
+            yield _given(key, text, f"flag --{negated}{key.replace('_', '-')}")
 
 
 def files_in(words: Sequence[str]) -> list[str]:
-    """The words that are no key=value. A path may hold "=", but no key a slash; a strategy's patterns hold anything."""
+    """Return the words that are no key=value. A path may contain "=", but a key has no slash, except in a pattern."""
     return [word for word in words if not re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
 
 
-def _from_words(words: Sequence[str]) -> Iterator[Said]:
+def _from_words(words: Sequence[str]) -> Iterator[Given]:
     files = files_in(words)
     overrides = [word for word in words if word not in files]
     if len(files) > 1:
         raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
-    # The last is right; parts stay in the order they were written in, which matters to a strategy.
+    # The last one wins; parts keep their order, which matters to a strategy.
     latest: dict[str, Any] = {}
     for word in overrides:
         name, _, text = word.partition("=")
-        said = _said(name, text, "override")
-        before = latest.get(said.key)
-        adds = isinstance(said.value, dict) and isinstance(before, dict)
-        latest[said.key] = before | said.value if adds else said.value
+        given = _given(name, text, "override")
+        before = latest.get(given.key)
+        adds = isinstance(given.value, dict) and isinstance(before, dict)
+        latest[given.key] = before | given.value if adds else given.value
     for key, value in latest.items():
-        yield Said(key, value, "override")
+        yield Given(key, value, "override")
     for file in files:
         yield from _from_file(file)
 
 
-def _from_file(file: str) -> Iterator[Said]:
+def _from_file(file: str) -> Iterator[Given]:
     path = Path(file)
     if not path.exists():
         raise ConfigurationError(f"{file}: no such file; give a YAML or TOML file, and what differs as key=value")
@@ -190,23 +190,23 @@ def _from_file(file: str) -> Iterator[Said]:
     reader = READERS[path.suffix.lower()]
     text = read_text(path)
     seen: dict[str, str] = {}
-    for said in reader(text, file):
-        for name in [f"{said.key}.{part}" for part in said.value] if isinstance(said.value, dict) else [said.key]:
+    for given in reader(text, file):
+        for name in [f"{given.key}.{part}" for part in given.value] if isinstance(given.value, dict) else [given.key]:
             if name in seen:
-                raise ConfigurationError(f"{name} is said twice: {seen[name]} and {said.origin}")
-            seen[name] = said.origin
-        yield said
+                raise ConfigurationError(f"{name} is said twice: {seen[name]} and {given.origin}")
+            seen[name] = given.origin
+        yield given
 
 
-def _from_yaml(text: str, file: str) -> Iterator[Said]:
+def _from_yaml(text: str, file: str) -> Iterator[Given]:
     where, root = f"file {file}", yaml_node(text, f"file {file}")
     if root is None or root.tag.endswith(":null"):
         return
     for name, node, line in yaml_pairs(root, where):
-        yield _said(name, yaml_texts(node, where, DEPTH), f"{where} line {line}")
+        yield _given(name, yaml_texts(node, where, DEPTH), f"{where} line {line}")
 
 
-def _from_toml(text: str, file: str) -> Iterator[Said]:
+def _from_toml(text: str, file: str) -> Iterator[Given]:
     try:
         document = texts_of(tomllib.loads(text, parse_float=str))
     except tomllib.TOMLDecodeError as error:
@@ -214,30 +214,30 @@ def _from_toml(text: str, file: str) -> Iterator[Said]:
     except RecursionError:
         raise ConfigurationError(f"file {file} is nested too deep") from None
     for name, value in document.items():
-        yield _said(name, value, f"file {file}")
+        yield _given(name, value, f"file {file}")
 
 
 READERS = {".yaml": _from_yaml, ".yml": _from_yaml, ".json": _from_yaml, ".toml": _from_toml}
 
 
-def _from_environment(environment: Mapping[str, str]) -> Iterator[Said]:
+def _from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
     for name, text in environment.items():
         if name.startswith(PREFIX) and not FROM_KUBERNETES.search(name):
-            yield _said(name.removeprefix(PREFIX).lower(), text, f"environment {name}")
+            yield _given(name.removeprefix(PREFIX).lower(), text, f"environment {name}")
 
 
-def _from_preset(values: Mapping[str, Any]) -> Iterator[Said]:
-    """What goes well with the model, unless what is said already means something else."""
+def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
+    """Return settings that suit the model, unless given ones contradict them."""
     model = values.get("model", FIELDS["model"].default)
     if isinstance(model, str) and model in PRESETS:
         for key, value in PRESETS[model].settings.items():
             rivals = RIVALS.get(key, ())
             if not rivals or any(values.get(rival) is None for rival in rivals):
-                yield Said(key, value, f"preset {model}")
+                yield Given(key, value, f"preset {model}")
     elif values.get("lora") is not None:
-        yield Said("learning_rate", LORA_RATE, "for adapters")
+        yield Given("learning_rate", LORA_RATE, "for adapters")
     elif isinstance(model, str) and not model.endswith(".json") and _is_false(values.get("random_weights")):
-        yield Said("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
+        yield Given("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
 
 
 def _is_false(value: Any) -> bool:
@@ -247,8 +247,8 @@ def _is_false(value: Any) -> bool:
 # From texts to settings
 
 
-def _said(name: str, value: Any, origin: str) -> Said:
-    """Names are understood with hyphens and underscores; `shape.layers` is a part of `shape`."""
+def _given(name: str, value: Any, origin: str) -> Given:
+    """Make a row. Names may have hyphens or underscores; `shape.layers` is a part of `shape`."""
     head, dot, part = name.partition(".")
     key = head.replace("-", "_")
     if key not in FIELDS:
@@ -257,11 +257,11 @@ def _said(name: str, value: Any, origin: str) -> Said:
         raise ConfigurationError(f"unknown key {name!r} ({origin}); {hint}")
     if dot and key not in PARTS:
         raise ConfigurationError(f"unknown key {name!r} ({origin}); {key} has no parts")
-    return Said(key, _plain(key, {part: value} if dot else value, origin), origin)
+    return Given(key, _plain(key, {part: value} if dot else value, origin), origin)
 
 
 def _plain(key: str, value: Any, origin: str) -> Any:
-    """Words, lists and mappings that were written as one text, taken apart."""
+    """Split words, lists and mappings that were written as one text."""
     kind = FIELDS[key].type
     if isinstance(value, bool):
         value = str(value).lower()
@@ -288,7 +288,7 @@ def _plain(key: str, value: Any, origin: str) -> Any:
 
 
 def _parts_in(key: str, text: str, origin: str) -> Any:
-    """r=16,targets=a+b, or a mapping in YAML's or JSON's braces; the name of a strategy stays a text."""
+    """Parse r=16,targets=a+b, or a mapping in braces as in YAML or JSON; a strategy's name stays a text."""
     if text.lstrip().startswith("{"):
         return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
@@ -305,35 +305,35 @@ def _listed(text: str, separators: str) -> list[str]:
     return [word.strip() for word in re.split(f"[{separators}]", text) if word.strip()]
 
 
-def _strongest(said: list[Said]) -> list[Said]:
-    """Without what a stronger source says in another way; who says both at once is refused later."""
+def _strongest(given: list[Given]) -> list[Given]:
+    """Drop settings for which a stronger source gives the other of a pair. Both at once are refused later."""
     for pair in EITHER:
-        first = next((entry for entry in said if entry.key in pair and entry.value), None)
+        first = next((entry for entry in given if entry.key in pair and entry.value), None)
         if first is not None:
-            said = [
+            given = [
                 entry
-                for entry in said
+                for entry in given
                 if entry.key not in pair or entry.key == first.key or _source(entry) == _source(first)
             ]
-    return said
+    return given
 
 
-def _source(entry: Said) -> str:
-    """The command line (flags and overrides), a file, the environment, or a program's name."""
+def _source(entry: Given) -> str:
+    """Return the source: the command line (flags and overrides), a file, the environment, or a program's name."""
     kind = entry.origin.partition(" ")[0]
     return "command line" if kind in ("flag", "override") else kind
 
 
-def _merged(said: Iterable[Said]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Values, and where each and each part of a mapping was said; the strongest comes first and is right.
+def _merged(given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return values, and the origins of each value and of each part of a mapping. The first row of a key wins.
 
-    Parts of a mapping add up until something is said that is no mapping. The stronger of a strategy's patterns come
-    first, and so they are matched first.
+    Parts of a mapping are collected until a row is no mapping. The stronger patterns of a strategy come first, and so
+    they are matched first.
     """
     values: dict[str, Any] = {}
     origins: dict[str, list[str]] = {}
     settled = set()
-    for entry in said:
+    for entry in given:
         if entry.key in settled:
             continue
         if not isinstance(entry.value, dict):
@@ -358,7 +358,7 @@ def _adapter() -> "pydantic.TypeAdapter[Settings]":
 
 
 def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bool = False) -> Settings:
-    """`goes_on`: what is offloaded was said by an earlier start, whose strategy may have been another."""
+    """Convert to types and check. `goes_on`: the offload is that of an earlier start, with perhaps another strategy."""
     import pydantic
 
     try:
@@ -380,11 +380,11 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
     return settings
 
 
-# What is said about what cannot be
+# Error messages
 
 
 def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]]) -> ConfigurationError:
-    """`place` is pydantic's: the key, then parts, indices, and the types of a union that it tried."""
+    """Make the error. `place` is pydantic's: the key, then parts, indices, and the types of a union that it tried."""
     key = place[0]
     kind, path = FIELDS[key].type, key
     if len(place) > 1 and f"{key}.{place[1]}" in origins:
@@ -402,7 +402,7 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
 
 
 def _with_origins(error: ConfigurationError, origins: Mapping[str, list[str]]) -> ConfigurationError:
-    """The same sentence, and where the keys that it names were said."""
+    """Return the same error with the origins of the keys that it names."""
     named = [path for path in origins if re.search(rf"(?<![\w.]){re.escape(path)}(?![\w.]\w)", str(error))]
     where = {path: "; ".join(origins[path]) for path in named}
     if len(where) < 2:
@@ -411,5 +411,5 @@ def _with_origins(error: ConfigurationError, origins: Mapping[str, list[str]]) -
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words of a Literal, also of one that may be None."""
+    """Return the words of a Literal, also of one that may be None."""
     return next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), ())

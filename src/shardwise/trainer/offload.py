@@ -1,14 +1,14 @@
-"""`--offload` and `--wire`: what of a strategy rests on the host or on disk, and what it travels as. Pure.
+"""`--offload` and `--wire`: state that is offloaded to host memory or disk, and the formats in which it is sent.
 
     optimizer=host        all of it; optimizer=host:0.6 is a part, and the rest stays on the device
     params=disk:/nvme     on disk, in this folder
     disk:/nvme            the folder alone: for a strategy that uses a disk itself, and for `auto`, which then may
 
-    params=int8           of the wire: a codec
-    params=int8:forward   for forwards alone; backwards compute with what is exact
+    params=int8           on the wire: a codec
+    params=int8:forward   only in the forward; the backward uses exact parameters
     grads=int4:feedback
 
-Both may stand behind a preset's name, so a strategy with them is a strategy again.
+Both may follow a preset's name, so a strategy with them is a strategy again.
 """
 
 import re
@@ -21,18 +21,18 @@ from ..core.layout import AUTO, ENCODABLE, MOST_SPLIT, Layout, layout_of
 from .settings import Settings
 
 Named = str | dict[str, str]
-A_PART = re.compile(r"[\d.]+(e-?\d+)?")
+_PART = re.compile(r"[\d.]+(e-?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`moves` as `layout.changed` takes them, codecs among them, and the folder for what rests on disk."""
+    """`moves` in the form of `layout.changed`, including codecs, and the folder for state on disk."""
 
     moves: tuple[str, ...]
     folder: Path | None
 
     def applied_to(self, strategy: Named) -> Named:
-        """Behind every name; what a name moves already is not moved twice, which `layout_of` refuses."""
+        """Append the moves to every name. `layout_of` refuses a state that is moved twice."""
         if isinstance(strategy, dict):
             return {pattern: "+".join([name, *self.moves]) for pattern, name in strategy.items()}
         return "+".join([strategy, *self.moves])
@@ -50,7 +50,7 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
 
 
 def _read(word: str) -> tuple[str, str]:
-    """A move and a folder; either may be empty."""
+    """Return a move and a folder; either may be empty."""
     what, equals, where = word.partition("=")
     place, _, rest = (where if equals else word).partition(":")
     place = place.lower()
@@ -62,7 +62,7 @@ def _read(word: str) -> tuple[str, str]:
             )
         return "", rest
     part, _, folder = rest.partition(":")
-    if not A_PART.fullmatch(part):
+    if not _PART.fullmatch(part):
         part, folder = "", rest
     if folder and place != "disk":
         raise ConfigurationError(
@@ -88,7 +88,7 @@ def is_auto(strategy: Named) -> bool:
 
 
 def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
-    """Refuse what cannot be, whatever the model and the ranks are."""
+    """Refuse strategies that are wrong whatever the model and the ranks are."""
     offload = offload_of(words, wire)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
@@ -108,7 +108,7 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
 
 
 def without_unused_folder(settings: Settings) -> Settings:
-    """Without a folder for the disk, where the strategy puts nothing there."""
+    """Remove the folder for the disk if the strategy puts nothing there."""
     words = tuple(word for word in settings.offload if "=" in word)
     asked = offload_of(words, settings.wire).applied_to(settings.strategy)
     if is_auto(asked) or any(layout.uses_disk for layout in _layouts(asked).values()):
@@ -117,8 +117,8 @@ def without_unused_folder(settings: Settings) -> Settings:
 
 
 def updates_early(settings: Settings) -> bool:
-    """Whether units are updated inside the backward: where the host or a disk is what updates wait for, and nothing has
-    to be known of all gradients before. What `auto` will choose by itself is not known here."""
+    """Return whether units are updated inside the backward: if updates wait for the host or a disk, and need nothing
+    that depends on all gradients. The choice of `auto` is not known here."""
     if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
         return False
     layouts = _layouts(offload_of(settings.offload, settings.wire).applied_to(settings.strategy))
@@ -130,9 +130,9 @@ def _layouts(asked: Named) -> dict[str, Layout]:
     return {name: _layout(name, is_auto(asked)) for name in names}
 
 
-def _layout(name: str, is_open: bool) -> Layout:
-    # Whatever can be moved under any preset can be under the one that splits most.
-    row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_open else name
+def _layout(name: str, is_automatic: bool) -> Layout:
+    # A move that is possible under any preset is possible under the one that splits most.
+    row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_automatic else name
     try:
         return layout_of(row)
     except ConfigurationError as error:

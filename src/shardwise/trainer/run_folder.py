@@ -1,14 +1,14 @@
 """The run folder: which one a run gets, what is in it, and which checkpoint it goes on from.
 
-config.json     the settings, resolved; a file to train with again
-plan.json       what was planned for it, of memory and time
-traffic.json    what a step moved, beside what was planned
-metrics.jsonl   a row every so many steps
+config.json     the resolved settings; a file to train with again
+plan.json       the plan of memory and time
+traffic.json    traffic of a step, measured and planned
+metrics.jsonl   a row every logging_steps steps
 oom-rank0.json  why a rank ran out of memory
 checkpoints/    step-000100, ...
 data/           token stores
 export/         the trained weights
-logs/           what ranks other than the first have said
+logs/           output of all ranks but the first
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ LATEST, AUTO = "latest", "auto"
 
 
 def choose(settings: Settings, num_restarts: int = 0) -> Settings:
-    """The same settings with the run folder and the checkpoint to go on from. Nothing is written."""
+    """Return the settings with the run folder and the checkpoint to resume from. Nothing is written."""
     folder = Path(settings.output_dir).expanduser() if settings.output_dir is not None else None
     resume = settings.resume_from_checkpoint
     if num_restarts and folder is not None:
-        # Ranks that are started again go on with their own run, whatever it went on from.
+        # Restarted ranks resume their own run, whatever it was resumed from.
         own = _own(folder)
         return _with(settings, folder, own if own is not None or resume in (None, LATEST, AUTO) else resume)
     if resume == AUTO:
-        # A job that is started again and again with the same words: the first start has nothing to go on from.
+        # A job that is started again and again by the same command: its first start has nothing to resume from.
         if folder is None:
             raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
         return _with(settings, folder, _own(folder))
@@ -69,9 +69,9 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
 
 
 def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
-    """The checkpoint to go on from. If it was not named itself, all those of its run, the newest first.
+    """Return the checkpoint to resume from, or, if it was not named, all those of its run, the newest first.
 
-    One may turn out to be damaged; what did not finish is among them so that it can be told of.
+    One may turn out to be damaged; unfinished ones are included so that they are reported.
     """
     checkpoint, named = chosen.resume_from_checkpoint, asked.resume_from_checkpoint
     if checkpoint is None:
@@ -83,8 +83,8 @@ def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
 
 
 def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
-    """The settings of the run that `settings` ask to go on with: where they lie, and as text. They count before
-    defaults. A checkpoint that has left its run has them too."""
+    """Return the settings of the run to resume, as a file name and its text. They win over defaults. A checkpoint that
+    was moved out of its run has them too."""
     resume, folder = settings.resume_from_checkpoint, settings.output_dir
     if resume is None:
         return None
@@ -101,22 +101,22 @@ def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
 
 
 def _config_in(checkpoint: Path) -> tuple[str, str] | None:
-    """What the trainer noted in a checkpoint, but for where it was."""
+    """Return the settings in a checkpoint, without its folders."""
     if find(checkpoint) is None:
         return None
     try:
         place, text = read_index(checkpoint)
         noted = parse(text)["extra"]["configuration"]
-        told = {key: value for key, value in noted.items() if key not in ("output_dir", "resume_from_checkpoint")}
+        kept = {key: value for key, value in noted.items() if key not in ("output_dir", "resume_from_checkpoint")}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # not the trainer's; what is wrong with it is told where it is opened
-    return str(place / INDEX), json.dumps(told)
+        return None  # not saved by the trainer; opening it reports other mistakes
+    return str(place / INDEX), json.dumps(kept)
 
 
 def claim(settings: Settings) -> Path:
-    """Make the chosen folder this run's; one rank calls it, when everything that could be refused was accepted.
+    """Take the chosen folder for this run. One rank calls it, after all checks.
 
-    What is written down is a file to train with again: without the folder, which is taken, and where it went on from.
+    The file is for training again, so it has neither the folder, which is taken, nor the checkpoint.
     """
     folder = run_folder(settings)
     try:
@@ -134,13 +134,13 @@ def oom_file(folder: Path, rank: int) -> Path:
 
 
 def remove_oom_reports(folder: Path) -> None:
-    """Of an earlier start of this run."""
+    """Remove the reports of an earlier start of this run."""
     for file in folder.glob(OOM_FILES):
         file.unlink(missing_ok=True)
 
 
 def oom_reports(folder: Path) -> list[dict[str, Any]]:
-    """Of every rank that ran out of memory in the last start of this run, the first to do so first."""
+    """Return the reports of all ranks that ran out of memory in the last start, the first one first."""
     found = []
     for file in folder.glob(OOM_FILES):
         try:
@@ -164,7 +164,7 @@ def new_folder(settings: Settings) -> Path:
 
 
 def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
-    """What to say, and to do, when a file of this run cannot be written; None: it is no file of this run."""
+    """Explain that a file of this run cannot be written, and the fix; None: it is no file of this run."""
     text = str(error)
     if isinstance(error, OSError):
         if isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(folder):
@@ -180,7 +180,7 @@ def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
 
 
 def require_still_there(folder: Path) -> None:
-    """Of ranks that are started again: where their folder is gone, they would begin anew."""
+    """Refuse a restart if the run folder is gone: the ranks would begin anew."""
     if not (folder / LOGS).is_dir():
         raise ConfigurationError(
             f"the run folder {folder} was moved or removed under the run, so it is not started again: move it back, "
@@ -189,19 +189,17 @@ def require_still_there(folder: Path) -> None:
 
 
 def _require_kinds(folder: Path) -> None:
-    """Refuse a folder in which something else has a name that the run will write to."""
+    """Refuse a folder with a file where the run needs a folder, or the other way round."""
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
-    for name in (CHECKPOINTS, DATA, EXPORT, LOGS):
-        if (folder / name).exists() and not (folder / name).is_dir():
+    needed = dict.fromkeys((CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
+    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
+    for name, kind in needed.items():
+        place = folder / name
+        if place.exists() and place.is_dir() != (kind == "folder"):
+            other = "file" if kind == "folder" else "folder"
             raise ConfigurationError(
-                f"output_dir {folder}: its {name} is a file, where the run needs a folder; move it away, or name "
-                "another output_dir"
-            )
-    for name in (CONFIG, PLAN, TRAFFIC, METRICS):
-        if (folder / name).is_dir():
-            raise ConfigurationError(
-                f"output_dir {folder}: its {name} is a folder, where the run needs a file; move it away, or name "
+                f"output_dir {folder}: its {name} is a {other}, where the run needs a {kind}; move it away, or name "
                 "another output_dir"
             )
 
@@ -212,7 +210,7 @@ def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
 
 
 def _own(folder: Path) -> str | None:
-    """The newest complete checkpoint of this run; None where no save has ever finished."""
+    """Return the newest complete checkpoint of this run; None if no save has ever finished."""
     root = folder / CHECKPOINTS
     own = latest(root)
     broken = [path.name for path in (step_folder(root, step) for step in all_steps(root)) if path.is_dir()]
@@ -225,13 +223,13 @@ def _own(folder: Path) -> str | None:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """The run that a checkpoint of ours lies in, if it does."""
+    """Return the run of a checkpoint of ours, if it is still in its folder."""
     run = checkpoint.absolute().parent.parent  # checkpoints/ itself may be a link
     return run if find(checkpoint) is not None and (run / CONFIG).is_file() else None
 
 
 def _require_readable(resume: str, checkpoint: Path) -> None:
-    """A checkpoint of anybody's: ours outside of a run, or one that another program wrote."""
+    """Refuse a path that is no checkpoint, neither ours outside of a run nor one of another library."""
     from ..checkpoint.opened import open_checkpoint  # with torch
 
     try:
@@ -244,12 +242,12 @@ def _require_readable(resume: str, checkpoint: Path) -> None:
 
 
 def _checkpoint_in(path: Path) -> Path:
-    """A run's folder stands for its newest checkpoint."""
+    """Return the newest checkpoint if the path is a run's folder."""
     return latest(path / CHECKPOINTS) or path
 
 
 def _runs() -> list[Path]:
-    """Runs that have a complete checkpoint, the newest last."""
+    """Return the runs that have a complete checkpoint, the newest last."""
     runs = [path.parent for path in RUNS.glob(f"*/{CHECKPOINTS}") if latest(path) is not None]
     return sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
 

@@ -1,8 +1,8 @@
-"""The plan of a run: the module is probed before it is sharded, and what then runs is costed as the engine runs it.
+"""The plan of a run: the module is probed before it is sharded, and its cost is that of the engine's own schedule.
 
-`plan.json` in the run folder has it, the strategy that runs first; with `auto`, all that were considered come after it.
-`traffic.json` sets what a step moved beside what was planned. A plan never ends a run: what cannot be probed is planned
-without its activations, and says so.
+`plan.json` in the run folder has the strategy that runs first; with `auto`, all others that were considered follow.
+`traffic.json` compares the traffic of a step with the plan. A plan never ends a run: a model that cannot be probed is
+planned without its activations, and the plan says so.
 """
 
 import json
@@ -45,27 +45,27 @@ from .settings import Settings, units_asked
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """`entry` is what runs, `assess` costs others. `note` says why there are no activations in it."""
+    """`entry` is the strategy that runs, `assess` costs others. `note` says why activations are unknown."""
 
     entry: Assessment
     assess: Assessor
-    others: tuple[Assessment, ...] = ()  # that `auto` has considered
-    why: str = ""  # it was chosen, by `auto`
+    others: tuple[Assessment, ...] = ()  # strategies that `auto` has considered
+    why: str = ""  # reason of the choice of `auto`
     note: str = ""
-    rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step, of what runs
-    # On the host and on disk: bytes of a rank, and how.
+    rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step
+    # Offloaded bytes of a rank, and how they are held.
     off_device: Mapping[str, object] = field(default_factory=dict)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by class at the instant of the peak."""
+        """Return bytes by class at the instant of the peak."""
         return self.by_class(self.entry.memory.peak.name)
 
     def left_at_peak(self) -> int:
-        """What the peak has beside what rests: activations, and what comes and goes."""
+        """Return the bytes at the peak besides `rests`: activations and temporary tensors."""
         return max(self.entry.memory.peak.total - sum(self.rests.values()), 0)
 
     def by_class(self, name: str) -> dict[str, int]:
-        """At the instant of this name, in the classes that `sw.memory` counts; of several, the one with the most."""
+        """Return bytes at the instant of this name, in the classes of `sw.memory`; of several, the largest."""
         found = [instant for instant in self.entry.memory.instants if instant.name == name]
         held = max(found, key=lambda instant: instant.total).by_class()
         return {
@@ -77,13 +77,13 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is planned with, before there is anything on the device."""
+    """Inputs of a plan, before anything is on the device."""
 
     subject: Subject
-    machine: Machine | None  # None: `auto` will look at it
+    machine: Machine | None  # None: `auto` will measure it
     training: Training
     note: str
-    clips: bool  # or takes the norm of its gradients at least, to tell it
+    clips: bool  # the norm of the gradients is computed, to clip them or to show it
 
     def assessor(self, machine: Machine) -> Assessor:
         return Assessor(self.subject, machine, clips=self.clips)
@@ -92,7 +92,7 @@ class Draft:
 def draft(
     built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
 ) -> Draft:
-    """Of a model that is neither sharded nor checkpointed nor compiled yet."""
+    """Draft the plan of a model that is neither sharded nor checkpointed nor compiled yet."""
     training = Training(
         seq=seq,
         micro_batch=batching.micro_size,
@@ -107,12 +107,12 @@ def draft(
     training = replace(training, moments=num_moments(optimizer, training.formats))
     found = tuple(find_units(built.model, units_asked(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
-    works, note = _known_or_nothing(built, settings, training, [unit.name for unit in found])
+    works, note = _works_or_note(built, settings, training, [unit.name for unit in found])
     subject = Subject(settings.model, found, works, built.flops_per_token(seq), facts)
     return Draft(subject, machine, training, note, clips=not updates_early(settings))
 
 
-def _known_or_nothing(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
+def _works_or_note(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
     try:
         works = _works_of(built, settings)
         left_out = [name for name in names if name not in works(training)]
@@ -126,7 +126,7 @@ def _known_or_nothing(built: Built, settings: Settings, training: Training, name
 
 
 def _works_of(built: Built, settings: Settings) -> Works:
-    """Compiled blocks cannot be probed: those of the in-tree transformer are known, others count as they are."""
+    """Compiled blocks cannot be probed: those of the in-tree transformer are known, others count as not compiled."""
     model = built.model
     if settings.compile and isinstance(model, Transformer):
         shape = model.shape
@@ -148,7 +148,7 @@ def _works_of(built: Built, settings: Settings) -> Works:
 
 
 def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
-    """Of a strategy that was named, before the model is sharded so."""
+    """Plan a strategy that was named, before the model is sharded."""
     if draft.machine is None:
         return None
     assess = draft.assessor(draft.machine)
@@ -157,7 +157,7 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
 
 
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
-    """Of what runs."""
+    """Plan what runs."""
     engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
     off_device = _off_device(engine)
     layouts = [unit.layout for unit in engine.schedule.units]
@@ -175,14 +175,14 @@ def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
 
 
 def _rests(model: nn.Module, training: Training) -> dict[str, int]:
-    """State as `sw.memory` plans it, and all buffers."""
+    """Return the state as `sw.memory` plans it, and all buffers."""
     schedule = engine_of(model).schedule
     state = state_bytes([flat for unit in schedule.units for flat in unit.flats], training.num_moments)
     return {**asdict(state), "buffers": memory(model).planned_buffers}
 
 
 def _off_device(engine: Engine) -> dict[str, object]:
-    """What of a rank rests elsewhere, and how; nothing where nothing does."""
+    """Return the offloaded bytes of a rank and how they are held; empty without offload."""
     host = engine.host
     found: dict[str, object] = {}
     if host.size.host:
@@ -193,19 +193,19 @@ def _off_device(engine: Engine) -> dict[str, object]:
 
 
 def _name(settings: Settings) -> str:
-    """What was asked for, with what was moved."""
+    """Return the requested strategy, with offload and wire."""
     strategy = offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
     return strategy if isinstance(strategy, str) else "mixed"
 
 
 def _as_it_runs(entry: Assessment, engine: Engine, clips: bool) -> Assessment:
-    """With the engine's own schedule, which may follow another order after the first step."""
+    """Use the engine's own schedule, which may follow another order after the first step."""
     num_played = entry.training.num_micro_batches - entry.num_left_out
     events = step_events(engine.schedule, num_played, clips=clips, num_moments=entry.training.num_moments)
     return replace(entry, schedule=engine.schedule, events=events)
 
 
-# What is not known without activations, of a strategy's figures.
+# Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
 _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
 
@@ -227,7 +227,7 @@ def as_json(planned: RunPlan) -> dict[str, Any]:
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
-    """`starts` has what ran from which step on, the newest last: this plan is of the steps after its `first_step`."""
+    """Write the plan. `starts` lists what ran from which step on, the newest last, which is this plan's."""
     text = as_json(planned)
     runs = text["strategies"][0]
     what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}
@@ -237,11 +237,11 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
     if not starts or {**starts[-1], "first_step": first_step} != now:
         starts.append(now)
     _write(folder / PLAN, {**text, "starts": starts})
-    (folder / TRAFFIC).unlink(missing_ok=True)  # of what ran before
+    (folder / TRAFFIC).unlink(missing_ok=True)  # it belongs to the earlier start
 
 
 def _starts(file: Path) -> list[dict[str, Any]]:
-    """Of the plan that an earlier start of this run wrote; plans of older versions have none."""
+    """Read the starts in the plan of an earlier start; plans of older versions have none."""
     try:
         found: list[dict[str, Any]] = json.loads(file.read_text())["starts"]
         return [start for start in found if isinstance(start["first_step"], int)]
@@ -250,20 +250,20 @@ def _starts(file: Path) -> list[dict[str, Any]]:
 
 
 def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
-    """Of the last step, which was like those before and after it: between ranks, and between a rank's memories."""
+    """Write the traffic of the last step, a typical one: between ranks, and between a rank's memories."""
     engine, entry = engine_of(model), run_plan.entry
     clips = any(event.verb == "norm" for event in entry.events)
     events = step_events(engine.schedule, entry.training.num_micro_batches, clips=clips)
     planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
-    told: dict[str, Any] = {"seen": _rows(seen), "planned": _rows(planned)}
+    text: dict[str, Any] = {"seen": _rows(seen), "planned": _rows(planned)}
     if seen.moves:
         moved = _as_it_runs(entry, engine, clips).moved
         ways = {way: getattr(moved, way) for way in sorted(get_args(Way))}
-        told["moves"] = {
+        text["moves"] = {
             "seen": dict(seen.moves),
             "planned": {way: num_bytes for way, num_bytes in ways.items() if num_bytes},
         }
-    _write(folder / TRAFFIC, told)
+    _write(folder / TRAFFIC, text)
 
 
 def _rows(moved: Traffic) -> list[dict[str, Any]]:
