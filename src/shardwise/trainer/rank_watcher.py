@@ -121,12 +121,10 @@ class RankWatcher:
             try:
                 self._turn()
             except Exception as error:  # noqa: BLE001, without this thread the run could not be stopped
-                trouble, self._trouble = (
-                    self._trouble,
-                    f"cannot watch the ranks: {error!r}; it tries again",
-                )
-                if trouble != self._trouble:
-                    self._say(self._trouble)
+                trouble = f"cannot watch the ranks: {error!r}; it tries again"
+                is_new, self._trouble = trouble != self._trouble, trouble
+                if is_new:
+                    self._say(trouble)
                 self._closing.wait(POLL_S)
 
     def _turn(self) -> None:
