@@ -101,6 +101,7 @@ def flat(rows: list[tuple[float, ...]]) -> list[float]:
     return [value for row in rows for value in row]
 
 
+@pytest.mark.quick("zero2", "zero3_offload")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_trains_as_it_did(
     run_ranks: Pool, tmp_path: Path, beside: list[tuple[float, ...]], strategy: str

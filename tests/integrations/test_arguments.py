@@ -89,6 +89,7 @@ def test_hints_for_ddp_are_told_to_have_no_effect(tmp_path: Path, caplog: pytest
     ]
 
 
+@pytest.mark.slow
 def test_deepspeed_need_not_be_there() -> None:
     """Accelerate shows some of its names only where it is."""
     code = "import sys; sys.modules['deepspeed'] = None; import shardwise.integrations.transformers"

@@ -71,6 +71,7 @@ def loop(words: dict[str, Any] | None, folder: Path, first: int = 0) -> list[flo
     return seen
 
 
+@pytest.mark.quick("words1")
 @pytest.mark.parametrize("words", [{"strategy": "zero2"}, {"strategy": "zero3"}, {"strategy": "zero3_offload"}])
 def test_a_loop_trains_as_under_ddp_and_goes_on(run_ranks: Pool, tmp_path: Path, words: dict[str, Any]) -> None:
     expected = run_ranks(2, loop, None, tmp_path)[0]

@@ -55,6 +55,7 @@ def save_as_scripts_do(folder: Path, strategy: str) -> Tensor:
     return logits
 
 
+@pytest.mark.quick("zero2", "zero3_offload")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_was_trained_opens(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     expected = run_ranks(2, save_as_scripts_do, tmp_path, strategy)[0]
@@ -90,6 +91,7 @@ def save_adapter_and_merged(folder: Path, strategy: str) -> Tensor:
     return logits
 
 
+@pytest.mark.quick("zero3")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_adapter_is_written_alone_and_merged(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     expected = run_ranks(2, save_adapter_and_merged, tmp_path, strategy)[0]

@@ -97,6 +97,7 @@ def test_deepspeed() -> None:
     assert not unknown({"distributed_type": "DEEPSPEED", "deepspeed_config": block}, "accelerate")
 
 
+@pytest.mark.slow
 def test_training_arguments() -> None:
     from transformers import TrainingArguments
     from transformers.trainer_utils import SchedulerType

@@ -107,6 +107,7 @@ def keys(on_deepspeed: DeepSpeed) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_key_that_deepspeed_reads_is_known(keys: dict[str, list[str]]) -> None:
     unknown = []
     for path, names in keys.items():

@@ -39,6 +39,7 @@ def test_no_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.quick("selective-wrapping1-zero3")
 @pytest.mark.parametrize(
     ("mode", "wrapping", "strategy"),
     [
@@ -125,6 +126,7 @@ def published() -> list[Finding]:
     return [find(row) for row in rows_and_left_out()[0]]
 
 
+@pytest.mark.quick("torchtitan-*")
 @pytest.mark.parametrize(("source", "num_rows", "most"), [("torchtitan", 27, 0.03), ("Answer.AI", 7, 0.06)])
 def test_reserved_memory_that_was_logged(published: list[Finding], source: str, num_rows: int, most: float) -> None:
     errors = [abs(found.error) for found in published if found.row.source == source and found.error is not None]

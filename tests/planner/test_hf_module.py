@@ -76,6 +76,7 @@ def planned(config: Any, **sizes: Any) -> Plan | States:
     return sw.plan(config, "2xA100-40GB", search=False, strategy="zero3", **sizes)
 
 
+@pytest.mark.quick("llava", "t5", "mamba", "deepseek_v3")
 @pytest.mark.parametrize(("config", "architecture"), CONFIGS, ids=[str(config["model_type"]) for config, _ in CONFIGS])
 def test_every_parameter_of_the_real_model_is_counted(config: dict[str, Any], architecture: str) -> None:
     assert why_no_shape(config)

@@ -92,6 +92,7 @@ def test_a_config_with_all_sizes_is_planned(plan: Answer, tmp_path: Path) -> Non
     assert named | {"name": ""} == answer["model"] | {"name": ""}
 
 
+@pytest.mark.quick("words0")
 @pytest.mark.parametrize("words", [("llama-3-70b",), ("--shape", "params=1e12")])
 def test_what_has_to_fit_and_does_not_ends_with_3(ask: Asker, words: tuple[str, ...]) -> None:
     answer = ask("plan", *words, "--gpus", "RTX-3090", "--require-fit")

@@ -124,6 +124,7 @@ def test_a_tied_head_is_in_the_root_and_the_loss_comes_last() -> None:
     assert planned[LOSS].kind == "loss"
 
 
+@pytest.mark.quick("llama-*", "qwen3-full", "gpt2-selective")
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_blocks_of_transformers_are_torch_to_the_byte(family: str, checkpointing: str) -> None:

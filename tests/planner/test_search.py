@@ -34,6 +34,7 @@ def between(split: str, kept: str, nodes: int = 1) -> Machine:
     return machine(nodes=nodes, free_bytes=(low + high) // 2)
 
 
+@pytest.mark.quick("1-6000000000", "1-20000000000", "2-9000000000", "2-40000000000")
 @pytest.mark.parametrize("free_bytes", [6 * GB, 9 * GB, 12 * GB, 20 * GB, 40 * GB])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_nothing_that_fits_is_faster_than_what_is_recommended(free_bytes: int, nodes: int) -> None:
