@@ -15,8 +15,9 @@ from ..core.schedule.events import gather_event, reduce_event, update_event
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, FoundUnit, Param, Site
 from ..core.schedule.state_bytes import kept_losses
-from ..core.schedule.step_schedule import FlatGather, UnitPlan
+from ..core.schedule.step_schedule import UnitPlan
 from ..core.schedule.traffic import Moved, traffic_of
+from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly

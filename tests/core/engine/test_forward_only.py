@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.core.engine.capture import Replay
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.engine.replay import Replay
 from shardwise.core.schedule.events import step_events
+from shardwise.core.schedule.unit_status import snapshot
 from tests.harness import Pool
 
 WIDTH = 32
@@ -245,14 +246,14 @@ def beginnings_and_ends(budget: int | None) -> list[bool]:
     """Whether steps that could be recorded begin in the same state, whatever ran before; each ends as it began."""
     model, optimizer = adapted(budget)
     step(model, optimizer)
-    replay, occupancy = Replay(engine_of(model)), engine_of(model).gathers.occupancy
+    replay, statuses = Replay(engine_of(model)), engine_of(model).statuses
     states = []
     for evaluates in (False, True, True, False):
         if evaluates:
             with torch.no_grad():
                 model(some_input())
         replay.begin()
-        states.append(occupancy.state())
+        states.append(snapshot(statuses))
         step(model, optimizer)
         replay.end_recording()
     return [state == states[0] for state in states]

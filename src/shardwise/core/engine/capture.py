@@ -16,12 +16,83 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, StateError
 from ..optim.sharded_optimizer import plain_settings
+from ..schedule.unit_status import Weights, snapshot
 from .guards import engine_of
-from .replay import Replay
 from .runtime import Engine
 from .streams import Lane
 
 NUM_EAGER_CALLS = 3
+
+
+class Replay:
+    """Where every captured step begins and ends: no gradients, the first units gathered, all others stale."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._gathers = engine.gathers
+        engine.gathers.is_captured = True
+        self._begins_with: list[tuple[object, ...]] = []
+        self._held_at_first: list[bool] = []
+
+    def begin(self) -> None:
+        """What has been gathered besides, by an evaluation, counts as stale: a recording that relied on it would never
+        gather it again. Nothing is gathered into memory that the step gives back and finds elsewhere the next time."""
+        self._engine.begin_step()
+        self._engine.abandon_backward()
+        if any(state.gradient.stage != "empty" for state in self._engine.trainable_states):
+            raise StateError("there are gradients already: a captured step begins and ends with none (zero_grad)")
+        statuses = self._engine.statuses
+        if snapshot(statuses) != self._begins_with:
+            self._gathers.settle()
+            self._gather_frozen_as_left()
+            for status in statuses:
+                status.invalidate()
+            self._gathers.start_first()
+            self._gather_frozen_anew()
+            self._engine.join_lanes()
+            self._lose_the_rest()
+            self._begins_with = snapshot(statuses)
+            self._held_at_first = self._held_at_first or [status.weights is not Weights.SHARDED for status in statuses]
+
+    def end_recording(self) -> None:
+        """The end of a captured step, which must be its beginning."""
+        self._engine.join_lanes()
+        self._lose_the_rest()
+        if snapshot(self._engine.statuses) != self._begins_with:
+            raise StateError(
+                "this step does not end as it began, so it cannot be replayed: it must run the whole model, forward "
+                "and backward, then optimizer.step() and zero_grad()"
+            )
+
+    def end(self) -> None:
+        """Forwards before it can no longer lead to a backward; the first units hold the new weights."""
+        self._gathers.count_update(range(len(self._engine.units)))
+        for status in self._engine.statuses:
+            if status.is_ready("forward"):
+                self._engine.units[status.index].stamp(status.version)
+
+    def _gather_frozen_as_left(self) -> None:
+        """Frozen weights stay as the last backward gathered them, which may be more exact than a forward would."""
+        for index in self._gathers.schedule.after_step:
+            status, plan = self._engine.statuses[index], self._engine.statuses[index].plan
+            is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in plan.flats)
+            if is_rounded and plan.backward_reads and not status.is_ready("backward"):
+                self._gathers.start(index, "backward", needed_now=False)
+
+    def _gather_frozen_anew(self) -> None:
+        """Frozen weights lie where the recording found them, which does not gather them: unless they were written."""
+        for status, was_held in zip(self._engine.statuses, self._held_at_first, strict=False):
+            is_frozen = any(not flat.trainable for flat in status.plan.flats)
+            if was_held and is_frozen and status.weights is Weights.SHARDED:
+                self._gathers.start(status.index, "forward", needed_now=False)
+
+    def _lose_the_rest(self) -> None:
+        """Lose units besides the first, in slots and in memory that is given back: the next to run will be others."""
+        after_step = self._gathers.schedule.after_step
+        for status in self._engine.statuses:
+            self._gathers.drop(status)
+            if status.slot is not None and status.index not in after_step:
+                self._gathers.lose(status)
 
 
 class CapturedStep:

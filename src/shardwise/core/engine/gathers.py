@@ -1,13 +1,16 @@
-"""Units on their way to where they compute, and what is left there of those that did.
+"""Gathers of units' weights, and the memory that they are gathered into.
 
-A gather is started ahead of the computation that needs it, and finished by it. Before it starts, the host must be
-through with the unit's update, another unit may have to leave the slot, and what rests on disk is read into memory
+A gather is started ahead of the computation that needs it, and finished by it. Before it starts, the host must have
+finished the unit's update, another unit may have to leave the slot, and weights on disk are read into staging memory
 that the copies to the device are made from. Gathers start in the same order on every rank.
+
+Every transition of a unit's weights (see [Note: states of a unit] in `schedule/unit_status.py`) is made here, with what
+it means for memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `_leave_slot`, `follow`.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,22 +20,23 @@ from ...base.errors import StateError
 from ..offload.host_memory import Away, Staging
 from ..schedule.flat import Flat, Pass
 from ..schedule.offload import NUM_STAGED, is_staged
-from ..schedule.step_schedule import FlatGather, Occupancy, Schedule
+from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
+from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.carrier import Channels
 from ..unit.unit import Unit
 from ..wire.collectives import Journey
-from .calls import Calls
-from .gather_memory import GatherMemory
-from .host_jobs import HostJobs
 from .streams import Lane, Mark, host_waits_for
+from .updates import HostJobs
 
 # The version of compute parameters whose memory does not hold their weights; else it is even.
 LOST = 1
+GATHERING = Weights.GATHERING
 
 
 @dataclass(slots=True)
 class GatherInFlight:
-    """`staged` is memory that the copies to the device read from, `row_slot` where encoded parameters are under way."""
+    """The handles of a gather: `staged` is host memory that the copies to the device read, `row_slot` is memory for
+    encoded parameters."""
 
     journeys: list[Journey]
     queued: Mark
@@ -44,33 +48,29 @@ class Gathers:
     def __init__(
         self,
         schedule: Schedule,
+        statuses: list[UnitStatus],
         units: list[Unit],
         channels: Channels,
         device: torch.device,
         staging: Staging,
         host_jobs: HostJobs,
-        calls: Calls,
     ) -> None:
         self.schedule = schedule
+        self.statuses = statuses
         self._units = units
         self._channels = channels
         self._staging = staging
         self._host_jobs = host_jobs
-        self._calls = calls
-        self.occupancy = Occupancy(schedule)
-        self.memory = GatherMemory(schedule, units, device)
+        self.memory = GatherMemory(schedule, statuses, units, device)
         self.lane = Lane(device)
         # Where waiting costs the caller time, only the first hop of a gather runs beside the computation, which is the
         # one between nodes; the others follow when it is needed. Not where some ranks may gather later than others.
         self._defers = not self.lane.queues and not any(
             state.flat.host_updates for unit in units for state in unit.states
         )
-        # Of each unit's weights, and of compute parameters that hold them: twice the number of their updates.
-        self.versions = [0] * len(units)
         self.num_updates = 0
         self.is_captured = False
-        # Units whose weights were used outside their forward in this step: they stay gathered.
-        self.kept: set[int] = set()
+        # Of units that are GATHERING, in the order in which they began.
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: put off while the host updates them.
         self._owed: deque[int] = deque()
@@ -87,11 +87,12 @@ class Gathers:
         self._start_ahead(ahead)
         self.show(index)
 
-    def keep(self, index: int) -> None:
-        """Gather a unit for a use outside its forward, into memory of its own, and keep it until the step."""
-        if self.schedule.slot_of[index] is not None:
-            self._leave_slot(index, "its weights are used outside its forward")
-        self.kept.add(index)
+    def lend(self, index: int) -> None:
+        """Gather a unit for a use outside its forward, into memory of its own, where it stays until the step."""
+        status = self.statuses[index]
+        if status.slot is not None:
+            self._leave_slot(status, "its weights are used outside its forward")
+        status.is_lent = True
         self.start(index, "forward", needed_now=True)
         self.arrive(index)
 
@@ -102,14 +103,14 @@ class Gathers:
         self.arrive(index)
 
     def show(self, index: int) -> None:
-        """Wait for a unit's gather, if it is under way, and show its compute parameters."""
-        if index in self._in_flight:
+        """Wait for a unit's gather, if it is in flight, and show its compute parameters."""
+        if self.statuses[index].weights is GATHERING:
             self._finish(index)
         self._units[index].show_compute()
 
     def arrive(self, index: int) -> None:
-        """Wait for a unit's gather, if it is under way."""
-        if index in self._in_flight:
+        """Wait for a unit's gather, if it is in flight."""
+        if self.statuses[index].weights is GATHERING:
             self._finish(index)
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
@@ -128,51 +129,51 @@ class Gathers:
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
-            if not (self.is_captured and self._gives_back(index)):
+            if not (self.is_captured and self.statuses[index].plan.layout.gathered_until == "backward"):
                 self.start(index, "forward", needed_now=False)
 
     def start_holders(self) -> None:
         """A backward begins. Units that others lie inside are held since the forward, and gathered again if it had them
         rounded: now, on every rank, whichever of them its backward comes to."""
         for index in self.schedule.read_holders:
-            if self.occupancy.rounded[index]:
+            if self.statuses[index].rounded:
                 self.start(index, "backward", needed_now=False)
 
     def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
-        if self.occupancy.is_ready(index, pass_):
+        status = self.statuses[index]
+        if status.is_ready(pass_):
             return
         if self._owed:
             # To a forward. Where nothing was put off, a unit may have been gathered for both passes.
             self._start_owed(before=index if pass_ == "forward" else None)
-            if self.occupancy.is_ready(index, pass_):
+            if status.is_ready(pass_):
                 return
-        self._start_in_turn(index, pass_, needed_now)
+        self._start_in_turn(status, pass_, needed_now)
 
     def _start_owed(self, before: int | None = None) -> None:
         while self._owed:
             index = self._owed.popleft()
             if index == before:
                 return
-            if not self.occupancy.is_ready(index, "forward"):
-                self._start_in_turn(index, "forward", needed_now=False)
+            if not self.statuses[index].is_ready("forward"):
+                self._start_in_turn(self.statuses[index], "forward", needed_now=False)
 
-    def _start_in_turn(self, index: int, pass_: Pass, needed_now: bool) -> None:
-        unit = self._units[index]
+    def _start_in_turn(self, status: UnitStatus, pass_: Pass, needed_now: bool) -> None:
+        index, unit = status.index, self._units[status.index]
         self._host_jobs.await_updates(unit)
-        slot = self.schedule.slot_of[index]
-        holder = None if slot is None else self.occupancy.holder.get(slot)
-        if holder is not None and holder != index:
-            if not self._calls.busy[holder]:
-                self._lose(holder)
+        blocker = status.blocker()
+        if blocker is not None:
+            if not blocker.num_computing:
+                self.lose(blocker)
             elif needed_now:
-                self._leave_slot(index, f"{self._units[holder].name!r}, which shares its memory, is computing")
+                self._leave_slot(status, f"{blocker.plan.name!r}, which shares its memory, is computing")
             else:
                 return
-        if index in self._in_flight:
+        if status.weights is GATHERING:
             self._finish(index)
-        todo = self.occupancy.take(index, pass_)
+        todo = status.start_gather(pass_)
         if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
-            unit.stamp(self.versions[index])
+            self._become_gathered(status)
             return
         row_slot = self._take_row_slot() if any(gather.is_encoded for gather in todo) else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
@@ -217,10 +218,14 @@ class Gathers:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
             self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
-        self._units[index].stamp(self.versions[index])
+        self._become_gathered(self.statuses[index])
+
+    def _become_gathered(self, status: UnitStatus) -> None:
+        status.finish_gather()
+        self._units[status.index].stamp(status.version)
 
     def settle(self) -> None:
-        """Wait for every gather under way."""
+        """Wait for every gather in flight."""
         self._start_owed()
         for index in list(self._in_flight):
             self._finish(index)
@@ -241,7 +246,7 @@ class Gathers:
     def _read_ahead(self, ahead: Iterable[int], pass_: Pass) -> None:
         """Start to read parameters for the next units to compute."""
         for other in ahead:
-            wanted = self._wanted_from_disk(other, self.occupancy.todo(other, pass_))
+            wanted = self._wanted_from_disk(other, self.statuses[other].todo(pass_))
             if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._staging.ask(other, wanted)):
                 return
 
@@ -253,45 +258,38 @@ class Gathers:
 
     # Memory that changes hands.
 
-    def drop(self, index: int) -> None:
-        """The computation is through with a unit: its own memory goes, if it is not to stay."""
-        if self._gives_back(index) and index not in self.kept:
-            self._lose(index)
-            self.occupancy.release(index)
-            self.memory.give_back(index)
+    def drop(self, status: UnitStatus) -> None:
+        """The computation has finished with a unit: its own memory is given back, unless it is to stay."""
+        if status.plan.layout.gathered_until == "backward" and not status.is_lent:
+            self.lose(status)
+            self.memory.give_back(status.index)
 
-    def vacate(self, index: int) -> None:
-        """Forget what lies in a unit's slot of it."""
-        self._lose(index)
-        self.occupancy.vacate(index)
-
-    def _gives_back(self, index: int) -> bool:
-        return self.schedule.units[index].layout.gathered_until == "backward"
-
-    def _lose(self, index: int) -> None:
+    def lose(self, status: UnitStatus) -> None:
         """A unit's gathered memory is about to be another's, or nobody's."""
-        if index in self._in_flight:
-            self._finish(index)
-        self._units[index].show_resting()
-        self._units[index].stamp(LOST)
+        if status.weights is GATHERING:
+            self._finish(status.index)
+        status.lose()
+        self._units[status.index].show_resting()
+        self._units[status.index].stamp(LOST)
 
-    def _leave_slot(self, index: int, why: str) -> None:
+    def _leave_slot(self, status: UnitStatus, why: str) -> None:
         """Give a unit memory of its own: the model does not run in the order of its modules."""
-        if self._calls.live(index):
+        if status.live_forwards():
             raise StateError(
-                f"unit {self._units[index].name!r} must be gathered ({why}), and a backward still needs its old place. "
+                f"unit {status.plan.name!r} must be gathered ({why}), and a backward still needs its old place. "
                 "Checkpoint fewer units together, raise memory_budget, or keep these units gathered until the backward"
             )
-        slot_of = list(self.schedule.slot_of)
-        slot_of[index] = None
-        self.schedule = self.occupancy.schedule = replace(self.schedule, slot_of=tuple(slot_of))
-        self.occupancy.held[index] = False
-        self.memory.give_own(index, self.schedule)
+        self.lose(status)
+        status.move(status.plan, None)
+        self.memory.give_own(status)
 
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
         """Memory that another unit takes next must not leave the unit it was gathered for."""
-        place = self.memory.borrowed.get(index)
-        if place is not None and [t for t in outputs if t.layout == torch.strided and _address(t) == place]:
+        slot = self.statuses[index].slot
+        if slot is None:
+            return
+        place = _address(self.memory.slots[slot])
+        if [tensor for tensor in outputs if tensor.layout == torch.strided and _address(tensor) == place]:
             raise StateError(
                 f"unit {self._units[index].name!r} returns one of its own weights (or a view of it), whose memory "
                 "other weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
@@ -300,22 +298,25 @@ class Gathers:
     # Between steps.
 
     def was_updated(self, units: Iterable[int]) -> None:
-        """Of these, the masters that are trained are newer than every copy of them."""
+        """An update has changed the master weights of these units, those that are trained."""
         self.settle()
         self.count_update(units)
         self._masters_version = self._version_of_masters()
-        self.occupancy.masters_changed(units)
+        for index in units:
+            self.statuses[index].invalidate()
         self._staging.forget()
 
     def count_update(self, units: Iterable[int]) -> None:
         self.num_updates += 1
         for index in units:
-            self.versions[index] += 2
+            self.statuses[index].version += 2
 
     def was_rewritten(self) -> None:
         """Weights were set from outside, frozen ones too."""
         self.was_updated(range(len(self._units)))
-        self.occupancy.forget_all()
+        for status in self.statuses:
+            if status.weights is not Weights.SHARDED:
+                self.lose(status)
 
     def follow_changed_masters(self) -> None:
         """Whole masters may have been changed in place, through tensors that parameters gave out."""
@@ -329,8 +330,88 @@ class Gathers:
         """Take over another order of units."""
         self.settle()
         self.schedule = schedule
-        self.occupancy = Occupancy(schedule)
+        for status, plan, slot in zip(self.statuses, schedule.units, schedule.slot_of, strict=True):
+            self.lose(status)
+            status.invalidate()
+            status.rounded.clear()
+            status.move(plan, slot)
         self.memory.rearrange(schedule)
+
+
+class GatherMemory:
+    """Memory for gathered units: slots that units share, and memory of a unit's own.
+
+    Units gathered until the end of the backward give their own memory back when they are dropped, by resizing its
+    storage to nothing: autograd's aliases keep the storage, and find the weights again once it is refilled.
+    """
+
+    def __init__(self, schedule: Schedule, statuses: list[UnitStatus], units: list[Unit], device: torch.device) -> None:
+        self._device = device
+        self._statuses = statuses
+        self._units = units
+        self.slots = [self._bytes(size) for size in schedule.slot_bytes]
+        # For rows of encoded parameters in flight.
+        self.row_slots = [self._bytes(schedule.row_slot_bytes) for _ in range(NUM_ROW_SLOTS)]
+        self.own: dict[int, Tensor] = {}
+        for status in statuses:
+            if status.slot is not None:
+                self._bind(status, self.slots[status.slot])
+                continue
+            self.give_own(status)
+            if status.plan.layout.gathered_until == "backward":
+                self.give_back(status.index)
+
+    def _bytes(self, num_bytes: int) -> Tensor:
+        # Also when it is asked for inside inference mode: training goes on with it afterwards.
+        with torch.inference_mode(False):
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def give_own(self, status: UnitStatus) -> None:
+        self.own[status.index] = self._bytes(status.plan.gathered_bytes)
+        self._bind(status, self.own[status.index])
+
+    def rearrange(self, schedule: Schedule) -> None:
+        """Take over another order of units; nothing may be gathered or in flight."""
+        # There may be fewer than before: units that are always gathered need none.
+        self.slots = [
+            old if old.numel() >= size else self._bytes(size)
+            for old, size in zip(self.slots, schedule.slot_bytes, strict=False)
+        ]
+        for status in self._statuses:
+            if status.slot is not None:
+                self.own.pop(status.index, None)
+                self._bind(status, self.slots[status.slot])
+
+    @staticmethod
+    def rows_in(row_slot: Tensor, unit: Unit) -> list[Tensor]:
+        """The part of a row slot for every flat of a unit; empty for a flat that is not encoded."""
+        found: list[Tensor] = []
+        start = 0
+        for state in unit.states:
+            num_bytes = state.flat.gathered_row_bytes
+            found.append(row_slot[start : start + num_bytes])
+            start += aligned(num_bytes)
+        return found
+
+    def fetch(self, index: int) -> None:
+        """Make sure that a unit's memory is there before it is gathered into."""
+        own = self.own.get(index)
+        if own is not None and own.untyped_storage().nbytes() != own.numel():
+            own.untyped_storage().resize_(own.numel())
+
+    def give_back(self, index: int) -> None:
+        self.own[index].untyped_storage().resize_(0)
+
+    def _bind(self, status: UnitStatus, memory: Tensor) -> None:
+        start = 0
+        for state in self._units[status.index].states:
+            flat = state.flat
+            if flat.master_is_whole:
+                state.bind(state.master)
+                continue
+            num_bytes = flat.num_elems * flat.compute.itemsize
+            state.bind(memory[start : start + num_bytes].view(flat.compute.torch))
+            start += aligned(num_bytes)
 
 
 def _address(tensor: Tensor) -> int:

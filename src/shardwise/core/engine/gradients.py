@@ -8,9 +8,9 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..unit.state import FlatState
 from ..wire.collectives import Channel, finish, start_all_reduce
-from .host_jobs import HostJobs
 from .reductions import Reductions
 from .streams import Later, host_waits_for, is_capturing
+from .updates import HostJobs
 
 
 class Gradients:
@@ -105,15 +105,6 @@ class Gradients:
         """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
         for state in states:
             state.take_gradients()
-            gradient = state.gradient
-            is_zero = not set_to_none and gradient.stage != "empty"
-            gradient.square = gradient.clipped_by = None
-            if is_zero and gradient.grads is not None:
+            if not set_to_none and state.gradient.stage != "empty" and state.gradient.grads is not None:
                 self.await_on_host(state)
-                gradient.fetch()
-                gradient.grads.zero_()
-                gradient.final_at_hand.zero_()
-            elif self._reductions.memory.gives_back:
-                gradient.give_back()
-            gradient.stage = "final" if is_zero else "empty"
-            gradient.used = gradient.used if is_zero else [False] * len(gradient.used)
+            state.gradient.forget(not set_to_none, self._reductions.memory.gives_back)

@@ -228,6 +228,6 @@ def _planned_slots(engine: Engine) -> int:
     """Slots, memory of units' own while all of it is there, and the scratch of runs with several micro-batches."""
     schedule = engine.schedule
     scratch = schedule.scratch_bytes if engine.reductions.memory.has_scratch else 0
-    own = (plan.gathered_bytes for plan, slot in zip(schedule.units, schedule.slot_of, strict=True) if slot is None)
+    own = (status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
     rows = NUM_ROW_SLOTS * schedule.row_slot_bytes
     return sum(schedule.slot_bytes) + rows + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

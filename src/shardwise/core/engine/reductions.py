@@ -14,14 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..schedule.step_schedule import NUM_REDUCTIONS, Schedule
+from ..schedule.step_schedule import NUM_REDUCTIONS, Schedule, aligned
 from ..unit.carrier import Channels
-from ..unit.reduction import start_reduction
-from ..unit.scale import GradScale
+from ..unit.gradient import GradScale, ReductionInFlight, Room
 from ..unit.state import FlatState
 from ..unit.unit import Unit
-from ..wire.collectives import Journey
-from .gather_memory import ReductionMemory, Room
 from .streams import Lane, Mark, host_waits_for
 
 
@@ -38,7 +35,7 @@ class Started:
     """The gradients of a unit's flats under way, and the point at which they began."""
 
     states: list[FlatState]
-    journeys: list[Journey]
+    reductions: list[ReductionInFlight]
     is_sync: bool
     slot: int | None
     mark: Mark
@@ -128,27 +125,18 @@ class Reductions:
         for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
             lane.after(freed)
         with lane.named(f"reduce {unit.name}"):
-            journeys = [
-                start_reduction(
-                    state.gradient,
-                    grads,
-                    room.grads,
-                    room.rows,
-                    is_sync,
-                    self._channels,
-                    self._scale,
-                    self.memory.scratch,
-                )
+            reductions = [
+                state.gradient.start_reduction(grads, room, is_sync, self._channels, self._scale, self.memory.scratch)
                 for state, grads, room in zip(states, taken, opened.rooms, strict=True)
             ]
             mark = self.lane.mark()
-        self._started.append(Started(states, journeys, is_sync, opened.slot, mark))
+        self._started.append(Started(states, reductions, is_sync, opened.slot, mark))
         self._fill = Fill(taken, mark)
         if self._finish_lane.queues:
             self._finish_oldest()
         else:
-            for journey in journeys:
-                journey.go_to_last()
+            for reduction in reductions:
+                reduction.journey.go_to_last()
 
     def _release_fill(self) -> None:
         """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
@@ -163,8 +151,8 @@ class Reductions:
         for state in states:
             lane.after(self.arrived.get(state))
         with lane:
-            for journey in started.journeys:
-                journey.finish()
+            for reduction in started.reductions:
+                reduction.gradient.finish_reduction(reduction, self._scale)
         marks = self._leave(states)
         self._finished |= dict.fromkeys(states, marks[-1])
         if started.slot is not None:
@@ -238,3 +226,76 @@ class Reductions:
         self.wait()
         self._opened.clear()
         self.memory.give_back()
+
+
+class ReductionMemory:
+    """The slots in which gradients travel, there from the first reduction of a backward to its end.
+
+    A GPU's allocator keeps what it is given back and lends it to the activations of the next forward. A CPU's gives
+    large blocks back to the system, and fresh pages cost more than the gradient that is written there: it keeps them.
+    """
+
+    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+        self._num_bytes = schedule.reduction_slot_bytes
+        self._device = device
+        self.gives_back = device.type == "cuda"
+        self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
+        self._views: dict[tuple[int, int | None], list[Room]] = {}
+        # When a slot may be written by the computation again.
+        self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
+        self._scratch: Tensor | None = None
+        self._scratch_bytes = schedule.scratch_bytes
+
+    def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
+        """For every flat of a unit, in the slot."""
+        memory = None if slot is None else self._fetch(slot)
+        key = (unit.index, slot)
+        if key not in self._views:
+            found: list[Room] = []
+            start = 0
+
+            def take(num_bytes: int) -> Tensor:
+                nonlocal start
+                assert memory is not None
+                start += aligned(num_bytes)
+                return memory[start - aligned(num_bytes) :][:num_bytes]
+
+            for state in unit.trainable_states:
+                flat = state.flat
+                in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has none
+                grads = take(flat.num_elems * flat.reduce.itemsize) if in_slot else None
+                rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
+                found.append(Room(None if grads is None else grads.view(flat.reduce.torch), rows))
+            self._views[key] = found
+        return self._views[key]
+
+    def _fetch(self, index: int) -> Tensor:
+        memory = self.slots[index]
+        if memory is None:
+            memory = self.slots[index] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        elif memory.untyped_storage().nbytes() == 0:
+            memory.untyped_storage().resize_(self._num_bytes)
+        return memory
+
+    @property
+    def lent(self) -> list[Tensor]:
+        """All that was ever asked for."""
+        return [memory for memory in (*self.slots, self._scratch) if memory is not None]
+
+    @property
+    def has_scratch(self) -> bool:
+        return self._scratch is not None
+
+    def scratch(self, num_bytes: int) -> Tensor:
+        """For gradients that come back from the host to be added to, one after the other."""
+        if self._scratch is None:
+            self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+        return self._scratch[:num_bytes]
+
+    def give_back(self) -> None:
+        """The computation has waited for all reductions. Views of the slots stay, and find the next memory."""
+        if self.gives_back:
+            self.freed = [()] * NUM_REDUCTIONS
+            for memory in self.slots:
+                if memory is not None:
+                    memory.untyped_storage().resize_(0)

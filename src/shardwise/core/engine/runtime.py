@@ -11,8 +11,9 @@ One step, in numbered phases:
     5. end of the backward: reduce what is left (parameters that got no gradient count as zero).
     6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
 
-`Calls` and `Progress` know where the model is, `Gathers` what is where, `Reductions` and `HostJobs` what is on its way.
-The engine never asks which preset runs: the schedule, the flats' depths and `Occupancy` hold the answers.
+Each unit has one record, its `UnitStatus` (schedule/unit_status.py): where its weights are, who uses them. `Progress`
+knows how far the model has come; `Gathers`, `Reductions` and `HostJobs` hold what is in flight. The engine never asks
+which preset runs: the schedule, the flats' depths and the units' records hold the answers.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -28,21 +29,20 @@ from ..mesh import Mesh
 from ..offload.host_memory import HostMemory
 from ..optim.host_updates import FlatUpdate
 from ..precision import Precision
-from ..schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..schedule.step_schedule import Schedule, make_schedule
+from ..schedule.unit_status import ForwardCall, UnitStatus, statuses_of
 from ..unit.carrier import Channels
-from ..unit.scale import GradScale
+from ..unit.gradient import GradScale
 from ..unit.state import FlatState
 from ..unit.unit import Unit
 from ..wire.collectives import exchange
 from .activation_offload import HostActivations
-from .calls import Calls, ForwardCall
 from .gathers import Gathers
 from .gradients import Gradients
-from .host_jobs import HostJobs
 from .progress import Progress
 from .reductions import Reductions
 from .streams import Lane
-from .updates import Updates
+from .updates import HostJobs, Updates
 
 
 class Engine:
@@ -73,11 +73,11 @@ class Engine:
         self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
         # Told of every step, before it is taken.
         self.at_step: list[Callable[[], None]] = []
-        self._calls = Calls(len(units))
-        self._progress = Progress(schedule)
+        self.statuses = statuses_of(schedule)
+        self._progress = Progress(schedule, self.statuses)
         self._host_jobs = HostJobs(units)
         self.gathers = Gathers(
-            schedule, units, channels_of(mesh, "gather"), mesh.device, host.staging, self._host_jobs, self._calls
+            schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host.staging, self._host_jobs
         )
         self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
         channels = channels_of(mesh, "reduce")
@@ -128,8 +128,8 @@ class Engine:
                 f"fp16: parameter {state.flat.params[index].name!r} is used outside the model's forward, where its "
                 "gradient would not be scaled: use it inside, or take bf16"
             )
-        if not self._calls.busy[unit.index]:
-            self.gathers.keep(unit.index)
+        if not self.statuses[unit.index].num_computing:
+            self.gathers.lend(unit.index)
         if param not in self._lent and param.requires_grad:
             self._lent.add(param)
             param.register_post_accumulate_grad_hook(self._gradient_came)
@@ -155,7 +155,6 @@ class Engine:
         self.updates.begin_forward()
         self.gathers.follow_changed_masters()
         self._num_forwards += 1
-        self._calls.begin_forward()
         self._progress.begin_forward()
         self._awaits_backward = self._awaits_backward or leads_to_backward
 
@@ -166,23 +165,23 @@ class Engine:
             self._enter_transform(index)
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
-        if self._calls.busy[index]:
+        status = self.statuses[index]
+        if status.num_computing:
             # Called from inside its own forward, such as a module that owns parameters of the root.
             self.gathers.make_ready(index, "forward")
         else:
-            self._calls.begin(index)
             for other in self._progress.reach_in_forward(index):
                 self._pass_in_forward(other)
             self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
             self.gathers.read_ahead_in_forward(index)
-        self._calls.busy[index] += 1
+        status.num_computing += 1
 
     def _enter_transform(self, index: int) -> None:
         """vmap, jvp and the like look at every operation, and gathers are none of theirs. What a unit returns is theirs
         as well: gradients are waited for at its parameters."""
         plan = self.schedule.units[index]
         if plan.layout.gathered_until != "always" or not all(
-            self.gathers.occupancy.is_ready(unit, "forward")
+            self.statuses[unit].is_ready("forward")
             or all(flat.master_is_whole for flat in self.schedule.units[unit].flats)
             for unit in (index, *self.schedule.before_forward[index])
         ):
@@ -195,12 +194,13 @@ class Engine:
                 self.lend(state, at)
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
-        self._calls.busy[index] -= 1
-        if self._calls.busy[index]:
+        status = self.statuses[index]
+        status.num_computing -= 1
+        if status.num_computing:
             return None
         unit = self.units[index]
         unit.show_resting()
-        if unit.was_written(self.gathers.versions[index]):
+        if unit.was_written(status.version):
             raise StateError(
                 f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
                 "average), which other ranks do not know of: change weights between steps, on all ranks alike"
@@ -208,23 +208,23 @@ class Engine:
         if leads_to_backward:
             if self._seen_order is not None:
                 self._seen_recorded.add(index)
-            return self._calls.record(index, self.gathers.versions[index])
-        self._drop_after_forward(index)
+            return self._progress.record(status)
+        self._drop_after_forward(status)
         return None
 
     def leave_forward(self) -> None:
         """Also after an error."""
         self._num_forwards = max(self._num_forwards - 1, 0)
 
-    def _drop_after_forward(self, index: int) -> None:
-        """What the next backward comes to stays, on every rank: also on one whose forward left it out."""
-        if not (self._awaits_backward and self._is_in_backward[index]) and not self._calls.live(index):
-            self.gathers.drop(index)
+    def _drop_after_forward(self, status: UnitStatus) -> None:
+        """Units that the next backward comes to stay, on every rank: also on one whose forward left them out."""
+        if not (self._awaits_backward and self._is_in_backward[status.index]) and not status.live_forwards():
+            self.gathers.drop(status)
 
     def _pass_in_forward(self, index: int) -> None:
         """A unit that this rank leaves out, and others may not."""
         self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
-        self._drop_after_forward(index)
+        self._drop_after_forward(self.statuses[index])
 
     def end_forward(self) -> None:
         for other in self._progress.reach_in_forward(None):
@@ -236,15 +236,14 @@ class Engine:
         if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
             self.abandon_backward()
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
-        if call.is_open or (self._in_backward and self._calls.is_closed(call)):
+        if call.is_open or (self._in_backward and self._progress.is_closed(call)):
             return
-        index, schedule = call.unit, self.gathers.schedule
-        unit, plan = self.units[index], schedule.units[index]
-        self._refuse_backward(call, unit, plan)
+        index, plan = call.unit, self.statuses[call.unit].plan
+        self._refuse_backward(call)
         if not self._in_backward:
             self._begin_backward()
         self._come_to(call)
-        self._calls.open(call)
+        self._progress.open(call)
         if plan.holds_units:
             # Its backward begins before that of the units inside it. What it reads is held, or on its way.
             if plan.backward_reads:
@@ -255,13 +254,13 @@ class Engine:
     def _come_to(self, call: ForwardCall | None) -> None:
         """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
         is None."""
-        ended, units = self._calls.opened_after(call), self.gathers.schedule.units
+        ended, units = self._progress.opened_after(call), self.gathers.schedule.units
         for other in ended:
             if not units[other.unit].holds_units:
                 self._close(other)
         if call is None or not units[call.unit].holds_units:
             for index in self._progress.reach_in_backward(None if call is None else call.unit):
-                if not self._calls.busy[index] and not self._calls.may_come(index, call):
+                if not self.statuses[index].num_computing and not self._progress.may_come(index, call):
                     self._pass_in_backward(index)
                 for other in ended:
                     if other.unit == index and other.is_open:
@@ -285,21 +284,24 @@ class Engine:
 
     def _pass_in_backward(self, index: int) -> None:
         """A unit that this rank leaves out, and others may not."""
-        if self._is_in_backward[index] and self._progress.is_leaf(index):
+        status = self.statuses[index]
+        if self._is_in_backward[index] and not status.plan.holds_units:
             self._enter_backward(index, self.gathers.arrive)
-        if not self._calls.live(index):
-            self.gathers.drop(index)
-        self._complete(index)
+        if not status.live_forwards():
+            self.gathers.drop(status)
+        self._complete(status)
 
-    def _refuse_backward(self, call: ForwardCall, unit: Unit, plan: UnitPlan) -> None:
-        if call.version != self.gathers.versions[call.unit]:
+    def _refuse_backward(self, call: ForwardCall) -> None:
+        status = self.statuses[call.unit]
+        name, layout = status.plan.name, status.plan.layout
+        if call.version != status.version:
             raise StateError(
-                f"backward through a forward of unit {unit.name!r} that ran before optimizer.step(): its weights have "
+                f"backward through a forward of unit {name!r} that ran before optimizer.step(): its weights have "
                 "changed since; run the forward again"
             )
-        if torch.is_grad_enabled() and plan.layout.gathered_until != "always":
+        if torch.is_grad_enabled() and layout.gathered_until != "always":
             raise StateError(
-                f"create_graph=True: a second backward would read weights of unit {unit.name!r} that are gone by then; "
+                f"create_graph=True: a second backward would read weights of unit {name!r} that are gone by then; "
                 "use a layout whose parameters are whole"
             )
         if not self._in_backward and self.scale.loss_scale is not None and not self.is_loss_scaled:
@@ -314,27 +316,26 @@ class Engine:
         self._begin_phase("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
-        self._calls.begin_backward()
         self._progress.begin_backward(self.schedule.reduce_order)
         self.gathers.start_holders()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _close(self, call: ForwardCall) -> None:
-        index = call.unit
-        if self._calls.close(call):
-            self.units[index].show_resting()
-            if not self._calls.live(index):
-                self.gathers.drop(index)
-            self._complete(index)
+        if self._progress.close(call):
+            status = self.statuses[call.unit]
+            self.units[call.unit].show_resting()
+            if not status.live_forwards():
+                self.gathers.drop(status)
+            self._complete(status)
 
-    def _complete(self, index: int) -> None:
+    def _complete(self, status: UnitStatus) -> None:
         """No more gradients come to a unit, unless its weights were lent."""
-        if index not in self.gathers.kept:
-            self._progress.complete(index)
+        if not status.is_lent:
+            status.is_complete = True
 
     def unit_in_backward(self) -> int | None:
         """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
-        begun = [call for call in self._calls.opened if self._progress.is_leaf(call.unit)]
+        begun = [call for call in self._progress.opened if not self.statuses[call.unit].plan.holds_units]
         return min(begun, key=lambda call: call.began).unit if begun else None
 
     def abandon_backward(self) -> None:
@@ -343,7 +344,7 @@ class Engine:
             return
         self.reductions.abandon()
         self._in_backward = self._awaits_backward = self.is_loss_scaled = False
-        self._calls.abandon_backward()
+        self._progress.abandon_backward()
         for state in self.trainable_states:
             state.take_gradients()
             state.gradient.places = None
@@ -420,7 +421,8 @@ class Engine:
         if updated:
             self.gathers.was_updated(changed)
             # Forwards before the update can no longer lead to a backward.
-            self._calls.forget(changed)
+            for index in changed:
+                self.statuses[index].forwards = []
             self._awaits_backward = self._awaits_backward and len(changed) < len(self.units)
         self.mesh.ledger.close_step()
         self.host.close_step()
@@ -430,14 +432,16 @@ class Engine:
             if len(changed) == len(self.units):
                 self._follow(self._seen_order)
             self._seen_order = None
-        self.gathers.kept.clear()
+        for status in self.statuses:
+            status.is_lent = False
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
         """Plan for the order in which the units really ran, when no rank saw another one. A rank may have left units
         out. A unit whose weights were used outside its forward is kept gathered from now on, and reduced last, like one
         that holds others."""
-        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), sorted(self.gathers.kept)))
+        lent = [status.index for status in self.statuses if status.is_lent]
+        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), lent))
         called = {index for others, _, _ in reports for index in others}
         recorded = {index for _, others, _ in reports for index in others}
         kept = sorted({index for _, _, others in reports for index in others})

@@ -15,7 +15,8 @@ from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
 from .flat import Flat, Hop, Pass
 from .state_bytes import LOST
-from .step_schedule import FlatGather, Occupancy, Schedule, UnitPlan
+from .step_schedule import Schedule, UnitPlan
+from .unit_status import FlatGather, UnitStatus, statuses_of
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
 Way = Literal["to_device", "to_host", "read", "write"]
@@ -52,15 +53,16 @@ def step_events(
     num_moments: float = 2,
 ) -> list[Event]:
     """A whole training step. Later steps begin with the gathers started right after the update before."""
-    occupancy = Occupancy(schedule)
+    statuses = statuses_of(schedule)
     told = _Teller(schedule)
     events: list[Event] = []
     if not first_step:
-        for _ in _micro_batches(schedule, occupancy, num_micro_batches):
+        for _ in _micro_batches(schedule, statuses, num_micro_batches):
             pass
-        occupancy.masters_changed()
-        events.extend(told(happening) for happening in _gathers(occupancy, schedule.after_step, "forward"))
-    events.extend(told(happening) for happening in _micro_batches(schedule, occupancy, num_micro_batches))
+        for status in statuses:
+            status.invalidate()
+        events.extend(told(happening) for happening in _gathers(statuses, schedule.after_step, "forward"))
+    events.extend(told(happening) for happening in _micro_batches(schedule, statuses, num_micro_batches))
     events.append(_agreement(schedule))
     if clips:
         events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
@@ -120,28 +122,30 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
                 yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
 
 
-def _micro_batches(schedule: Schedule, occupancy: Occupancy, num_micro_batches: int) -> Iterator[_Happening]:
+def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Happening]:
     units = schedule.units
     is_trained = [unit.trainable for unit in units]
     is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
     for index in range(num_micro_batches):
         for unit in schedule.order:
-            yield from _gathers(occupancy, schedule.before_forward[unit], "forward")
+            yield from _gathers(statuses, schedule.before_forward[unit], "forward")
             yield _Happening("forward", unit)
-        yield from _gathers(occupancy, schedule.read_holders, "backward")
+        yield from _gathers(statuses, schedule.read_holders, "backward")
         for unit in reversed(schedule.order):
-            yield from _gathers(occupancy, schedule.before_backward[unit], "backward")
+            yield from _gathers(statuses, schedule.before_backward[unit], "backward")
             yield _Happening("backward", unit)
             if is_dropped[unit]:
-                occupancy.release(unit)
+                statuses[unit].lose()
             if is_trained[unit]:
                 yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
 
 
-def _gathers(occupancy: Occupancy, units: Iterable[int], pass_: Pass) -> Iterator[_Happening]:
+def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Happening]:
     for unit in units:
-        if not occupancy.is_ready(unit, pass_):
-            yield _Happening("gather", unit, tuple(occupancy.take(unit, pass_)))
+        status = statuses[unit]
+        if not status.is_ready(pass_):
+            yield _Happening("gather", unit, tuple(status.start_gather(pass_)))
+            status.finish_gather()
 
 
 def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:

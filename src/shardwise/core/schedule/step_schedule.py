@@ -1,9 +1,9 @@
 """When everything happens in a step, as a pure value: no process group, no GPU, no tensors.
 
-A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a
-gather has anything to do depends on what memory holds at that moment, and that is kept by `Occupancy`,
-a small state machine over the schedule. The engine executes schedule and occupancy on real buffers;
-`events.step_events` runs the same two without any, and so predicts every collective of a step exactly.
+A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a gather has
+anything to do depends on what memory holds at that moment: that is in `unit_status.UnitStatus`, one record per unit.
+The engine executes both on real buffers; `events.step_events` runs the same two without any, and so predicts every
+collective of a step exactly.
 
 Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
 slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
@@ -14,14 +14,13 @@ Parameters may travel encoded to forwards alone. What is held so is no use to a 
 is; what a backward has gathered serves the next forward.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...base.errors import ConfigurationError
 from ...base.intervals import BLOCK_ELEMS
 from ..layout import Layout
-from .flat import Flat, Pass
+from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
@@ -176,90 +175,3 @@ def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int
             f"{needed} bytes; raise the budget or cut the model into smaller units"
         )
     return max(1, min(len(ring), budget_bytes // max(needed, 1)))
-
-
-class FlatGather(NamedTuple):
-    """One of a unit's flats to gather: whether its master is newer than all copies, and whether it travels encoded."""
-
-    at: int
-    is_stale: bool
-    is_encoded: bool
-
-
-@dataclass(slots=True)
-class Occupancy:
-    """What gathered memory holds. The engine and the prediction ask the same questions of it.
-
-    `rounded` are the flats of a unit that are held as a forward alone may see them.
-    """
-
-    schedule: Schedule
-    holder: dict[int, int] = field(default_factory=dict)
-    held: list[bool] = field(init=False)
-    fresh: list[bool] = field(init=False)
-    rest_fresh: list[bool] = field(init=False)
-    rounded: list[set[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        num_units = len(self.schedule.units)
-        self.held = [False] * num_units
-        self.fresh = [False] * num_units
-        self.rest_fresh = [False] * num_units
-        self.rounded = [set() for _ in range(num_units)]
-
-    def is_ready(self, unit: int, pass_: Pass) -> bool:
-        return self.held[unit] and self.fresh[unit] and (pass_ == "forward" or not self.rounded[unit])
-
-    def take(self, unit: int, pass_: Pass) -> list[FlatGather]:
-        """Make `unit` gathered and fresh for a pass; returns what there was to do."""
-        slot = self.schedule.slot_of[unit]
-        if slot is not None:
-            previous = self.holder.get(slot)
-            if previous is not None and previous != unit:
-                self.held[previous] = False
-            self.holder[slot] = unit
-        todo = self.todo(unit, pass_)
-        self.held[unit] = self.fresh[unit] = self.rest_fresh[unit] = True
-        flats, gathered = self.schedule.units[unit].flats, {gather.at for gather in todo}
-        self.rounded[unit] -= gathered
-        if pass_ == "forward":
-            self.rounded[unit] |= {at for at in gathered if flats[at].rounds_forwards}
-        return todo
-
-    def todo(self, unit: int, pass_: Pass) -> list[FlatGather]:
-        """The flats of a unit to gather for a pass."""
-        todo = []
-        for at, flat in enumerate(self.schedule.units[unit].flats):
-            is_there = self.held[unit] and (self.fresh[unit] or not flat.trainable)
-            if is_there and (pass_ == "forward" or at not in self.rounded[unit]):
-                continue
-            is_stale = flat.trainable and not self.rest_fresh[unit]
-            todo.append(FlatGather(at, is_stale, flat.is_encoded_for(pass_)))
-        return todo
-
-    def release(self, unit: int) -> None:
-        """Forget a unit that gives its own memory back."""
-        self.held[unit] = False
-
-    def vacate(self, unit: int) -> None:
-        """Forget a unit that lies in a slot, if it does."""
-        self.held[unit] = False
-        slot = self.schedule.slot_of[unit]
-        if slot is not None and self.holder.get(slot) == unit:
-            del self.holder[slot]
-
-    def masters_changed(self, units: Iterable[int] | None = None) -> None:
-        """After an update of these units, or of all: what is trained is stale everywhere, what is frozen is not."""
-        for unit in range(len(self.held)) if units is None else units:
-            self.fresh[unit] = self.rest_fresh[unit] = False
-            rounded, flats = self.rounded[unit], self.schedule.units[unit].flats
-            rounded.difference_update([at for at in rounded if flats[at].trainable])
-
-    def state(self) -> tuple[object, ...]:
-        """All there is to it, to be compared."""
-        rounded = [set(flats) if held else set() for flats, held in zip(self.rounded, self.held, strict=True)]
-        return dict(self.holder), list(self.held), list(self.fresh), list(self.rest_fresh), rounded
-
-    def forget_all(self) -> None:
-        self.masters_changed()
-        self.held = [False] * len(self.held)

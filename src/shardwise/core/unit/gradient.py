@@ -1,11 +1,16 @@
-"""The gradient of a flat at rest: its memory, the places where a backward writes it, and the way to the host.
+"""The gradient of a flat: its memory, the places where a backward writes it, its reduction, and the way to the host.
 
 empty     nothing is there.
 local     `grads` is a sum over micro-batches, and over the ranks of the axes down to its depth.
 final     `final` is the mean over all ranks: what the optimizer reads.
+
+empty, final -- open ------------> (unchanged; a final gradient becomes local again)
+empty, local -- start_reduction -> local      the collectives are in flight
+local        -- finish_reduction > final      unless the micro-batch was not the last one
+any          -- forget ----------> empty, or final with zeros
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -20,12 +25,71 @@ from ..schedule.flat import Flat
 from ..schedule.step_schedule import NORM_ELEMS
 from ..wire.collectives import Journey
 from .carrier import Carrier, Channels
-from .scale import GradScale
+
+
+@dataclass(frozen=True, slots=True)
+class GradScale:
+    """The mean over ranks. It is taken by the wire, where that can; else while gradients are filled in, where that is
+    one pass (the dtypes agree) or their sum could overflow; else after the sum, on the final part alone.
+
+    Under loss scaling the scale is taken out at the same time, so a final gradient is never scaled.
+    """
+
+    before: float
+    after: float
+    wire_averages: bool
+    loss_scale: Tensor | None
+
+    @classmethod
+    def mean(
+        cls,
+        num_ranks: int,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+        loss_scale: Tensor | None,
+        wire_averages: bool,
+    ) -> "GradScale":
+        share = 1.0 / num_ranks
+        if wire_averages:
+            return cls(1.0, 1.0, True, loss_scale)
+        if reduce in (compute, torch.float16):
+            return cls(share, 1.0, False, loss_scale)
+        return cls(1.0, share, False, loss_scale)
+
+    def apply(self, final: Tensor) -> None:
+        if self.after != 1.0:
+            final.mul_(self.after)
+        if self.loss_scale is not None:
+            final.mul_(1.0 / self.loss_scale)
+
+    def undo(self, final: Tensor, num_summed: int) -> None:
+        """Such that a sync gives `final` again; `num_summed` ranks take part in its hops."""
+        final.mul_(float(num_summed) if self.wire_averages else 1.0 / self.after)
+        if self.loss_scale is not None:
+            final.mul_(self.loss_scale.to(final.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A flat's part of a reduction slot: for its gradient, if that is split at rest, and for encoded rows."""
+
+    grads: Tensor | None
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionInFlight:
+    """The collectives of one gradient, and the part that they leave the result in."""
+
+    gradient: "Gradient"
+    journey: Journey
+    part: Tensor
+    is_sync: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """A gradient buffer, cut up."""
+    """A gradient buffer, cut into parameters and padding."""
 
     params: tuple[Tensor, ...]
     paddings: tuple[Tensor, ...]
@@ -188,6 +252,65 @@ class Gradient:
 
     # From local to final, and back.
 
+    def start_reduction(
+        self,
+        taken: Sequence[Tensor | None],
+        room: Room,
+        is_sync: bool,
+        channels: Channels,
+        scale: GradScale,
+        scratch: Callable[[int], Tensor],
+    ) -> ReductionInFlight:
+        """Close the open places with the gradients that autograd left, and start to reduce.
+
+        The gradient is reduced in its room, or where it rests; `scratch` is memory for sums of earlier micro-batches
+        that come back from the host. Only a first hop is started here. `taken` must be held until the fill has run.
+        """
+        flat, carrier, journey = self.flat, self.carrier, Journey()
+        buffer = self.grads if room.grads is None else room.grads
+        assert buffer is not None
+        assert self.grads is not None
+        self.close(taken, scale)
+        hops, is_first = flat.reduce_hops, self.stage == "empty"
+        self.stage = "local"
+        if is_first and len(hops) == 1 and not flat.grads_on_host and channels[hops[0].axis].num_ranks > 1:
+            # Nothing to add to: the sum goes straight to where it rests.
+            journey.go([carrier.step_to(self.grads, buffer, hops[0], channels, room.rows)])
+            journey.begin()
+        elif hops:
+            journey.go(carrier.steps(buffer, 0, hops, channels, room.rows))
+            journey.begin()
+            journey.do(partial(self._add_to_rest, buffer[self.in_whole], is_first, scratch))
+        part = buffer[self.in_whole] if flat.grads_on_host else self.grads
+        if is_sync:
+            journey.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, room.rows))
+        if not hops:
+            # Whole gradients: the first hop of the sync is the reduction itself.
+            journey.begin()
+        return ReductionInFlight(self, journey, part, is_sync)
+
+    def _add_to_rest(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
+        """Add sums over the ranks to those of earlier micro-batches. Sums on the host are added on the device."""
+        assert self.grads is not None
+        if self.flat.grads_on_host:
+            if not is_first:
+                fetched = scratch(self.grads.nbytes).view(self.grads.dtype)
+                self.carrier.copy(fetched, self.grads)
+                part.add_(fetched)
+        elif is_first:
+            self.grads.copy_(part)
+        else:
+            self.grads.add_(part)
+
+    def finish_reduction(self, reduction: ReductionInFlight, scale: GradScale) -> None:
+        """Wait for the collectives. After the last micro-batch, the gradient is final."""
+        reduction.journey.finish()
+        if reduction.is_sync:
+            self._become_final(reduction.part, scale)
+        elif self.flat.grads_on_host:
+            assert self.grads is not None
+            self.leaving = (self.grads, reduction.part)
+
     def sync(self, rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
         """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
@@ -195,20 +318,12 @@ class Gradient:
         if self.flat.grads_on_host:
             part = torch.empty_like(self.grads, device=self._device)
             self.carrier.copy(part, self.grads)
-        journey = Journey()
-        self.sync_in(part, journey, rows, channels, scale)
-        journey.finish()
+        self.carrier.run(part, self.flat.depth_of_grads, self.flat.sync_hops, channels, rows)
+        self._become_final(part, scale)
 
-    def sync_in(
-        self, part: Tensor, journey: Journey, rows: Tensor | None, channels: Channels, scale: GradScale
-    ) -> None:
-        """As `sync`, further on a journey; `part` is what `grads` hold, or would if they were on the device."""
-        flat = self.flat
-        journey.go(self.carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
+    def _become_final(self, part: Tensor, scale: GradScale) -> None:
+        """`part` holds the sum that `grads` hold, or would if they were on the device."""
         final = self.final if part is self.grads else part[self._final_in_grads]
-        journey.do(partial(self._become_final, final, scale))
-
-    def _become_final(self, final: Tensor, scale: GradScale) -> None:
         scale.apply(final)
         self.stage = "final"
         if self.flat.host_updates:
@@ -238,11 +353,6 @@ class Gradient:
 
     # To the host.
 
-    def will_leave(self, part: Tensor) -> None:
-        """What `grads` should hold is on the device."""
-        assert self.grads is not None
-        self.leaving = (self.grads, part)
-
     def leave(self) -> None:
         """Copy to the host what should go there by now."""
         if self.leaving is not None:
@@ -255,12 +365,18 @@ class Gradient:
             self.square = sum_of_squares(self._unsquared)
             self._unsquared = None
 
-    def add_from_host(self, part: Tensor, scratch: Tensor) -> None:
-        """Add what rests on the host of earlier micro-batches to a sum on the device."""
-        assert self.grads is not None
-        fetched = scratch[: self.grads.nbytes].view(self.grads.dtype)
-        self.carrier.copy(fetched, self.grads)
-        part.add_(fetched)
+    def forget(self, zeros: bool, gives_back: bool) -> None:
+        """Start anew. With `zeros`, a gradient that exists becomes zero, which still moves momenta."""
+        is_zero = zeros and self.stage != "empty"
+        self.square = self.clipped_by = None
+        if is_zero and self.grads is not None:
+            self.fetch()
+            self.grads.zero_()
+            self.final_at_hand.zero_()
+        elif gives_back:
+            self.give_back()
+        self.stage = "final" if is_zero else "empty"
+        self.used = self.used if is_zero else [False] * len(self.used)
 
     # The optimizer reads.
 
