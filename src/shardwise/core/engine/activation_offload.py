@@ -38,7 +38,7 @@ from ...base.errors import StateError
 from ..offload.host_buffers import HostBuffer, HostBuffers
 from ..offload.host_memory import HostMemory
 from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
-from ..unit.unit import Unit
+from ..unit.state import Unit
 from .streams import Lane, Mark, host_waits_for
 
 # Somebody else holds a storage of which autograd saves a smaller part than this, such as a batch of a data set.

@@ -27,7 +27,7 @@ from ...base.dtypes import FP16, FP32
 from ...base.errors import ConfigurationError, did_you_mean
 from ..precision import Precision
 from ..schedule.model import matches
-from ..unit.unit import Unit
+from ..unit.state import Unit
 from .nested_tensors import map_tensors
 
 # Layers of torch that take no other dtype than their weights'; what is not here promotes, and is left to do so. They

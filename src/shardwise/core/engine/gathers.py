@@ -23,7 +23,7 @@ from ..schedule.offload import NUM_STAGED, is_staged
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.carrier import Channels
-from ..unit.unit import Unit
+from ..unit.state import Unit
 from ..wire.collectives import Journey
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs

@@ -165,9 +165,7 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not _is_recompute():
-            engine.leave_forward()
-            if sys.exc_info()[0] is None:
-                engine.end_forward()
+            engine.end_forward(failed=sys.exc_info()[0] is not None)
         return map_tensors(output, leave) if is_scaled else None
 
     model.register_forward_pre_hook(_opaque(before), with_kwargs=True, prepend=True)

@@ -33,14 +33,12 @@ from ..schedule.step_schedule import Schedule, make_schedule
 from ..schedule.unit_status import ForwardCall, UnitStatus, statuses_of
 from ..unit.carrier import Channels
 from ..unit.gradient import GradScale
-from ..unit.state import FlatState
-from ..unit.unit import Unit
+from ..unit.state import FlatState, Unit
 from ..wire.collectives import exchange
 from .activation_offload import HostActivations
 from .gathers import Gathers
-from .gradients import Gradients
 from .progress import Progress
-from .reductions import Reductions
+from .reductions import Gradients, Reductions
 from .streams import Lane
 from .updates import HostJobs, Updates
 
@@ -79,15 +77,15 @@ class Engine:
         self.gathers = Gathers(
             schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host.staging, self._host_jobs
         )
-        self.activations = HostActivations(units, hosted_units(schedule), mesh.device, host)
+        # The activations of a unit that holds others stay on the device.
+        hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
+        self.activations = HostActivations(units, hosted, mesh.device, host)
         channels = channels_of(mesh, "reduce")
         self.reductions = Reductions(
             schedule, units, channels, self.scale, mesh.device, self._host_jobs.await_update_of
         )
         self.updates = Updates(self.reductions, mesh.device)
-        self.gradients = Gradients(
-            self.trainable_states, self.reductions, self._host_jobs, channels["world"], mesh.device
-        )
+        self.gradients = Gradients(self.trainable_states, self.reductions, channels["world"], mesh.device)
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = self._ordered_for_update()
         self._unit_of = {state: unit for unit in units for state in unit.states}
@@ -113,7 +111,16 @@ class Engine:
     def _ordered_for_update(self) -> list[list[FlatState]]:
         return [self.units[index].trainable_states for index in self.schedule.reduce_order]
 
-    # What the user's parameters ask.
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def all_states(self) -> list[FlatState]:
+        """Every flat, frozen ones too."""
+        return [state for unit in self.units for state in unit.states]
+
+    # Questions of the user's parameters.
 
     @property
     def is_computing(self) -> bool:
@@ -212,10 +219,6 @@ class Engine:
         self._drop_after_forward(status)
         return None
 
-    def leave_forward(self) -> None:
-        """Also after an error."""
-        self._num_forwards = max(self._num_forwards - 1, 0)
-
     def _drop_after_forward(self, status: UnitStatus) -> None:
         """Units that the next backward comes to stay, on every rank: also on one whose forward left them out."""
         if not (self._awaits_backward and self._is_in_backward[status.index]) and not status.live_forwards():
@@ -226,8 +229,9 @@ class Engine:
         self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
         self._drop_after_forward(self.statuses[index])
 
-    def end_forward(self) -> None:
-        for other in self._progress.reach_in_forward(None):
+    def end_forward(self, failed: bool) -> None:
+        self._num_forwards = max(self._num_forwards - 1, 0)
+        for other in () if failed else self._progress.reach_in_forward(None):
             self._pass_in_forward(other)
 
     # Phases 3 and 4: the backward, as the hooks report it.
@@ -409,11 +413,21 @@ class Engine:
         self.await_gradients()
         self.gradients.forget(states, set_to_none)
 
+    def units_changed_by(self, states: Iterable[FlatState]) -> list[int]:
+        """The units whose weights a step changes that updates these flats; frozen units go with every step."""
+        own = set(states)
+        return [
+            unit.index for unit in self.units if not unit.trainable_states or not own.isdisjoint(unit.trainable_states)
+        ]
+
+    def was_updated(self, units: Sequence[int]) -> None:
+        self.gathers.was_updated(units)
+
     def was_rewritten(self) -> None:
         self.gathers.was_rewritten()
 
     def close_step(self, updated: bool, changed: Sequence[int]) -> None:
-        """Of an optimizer that changes these units."""
+        """End the step of an optimizer that changes these units."""
         if self._gathers_anytime:
             self.gathers.settle()
         self.mesh.begin("optimizer.step()")
@@ -480,11 +494,6 @@ class Engine:
         """Nothing is left to the host to do."""
         self._host_jobs.finish_all()
         self.host.windows.flush()
-
-
-def hosted_units(schedule: Schedule) -> list[int]:
-    """Whose activations rest on the host; those of a unit that holds others do not."""
-    return [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
 
 
 def channels_of(mesh: Mesh, lane: LaneName) -> Channels:

@@ -25,8 +25,7 @@ from ..schedule.model import FoundUnit
 from ..schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from ..schedule.units import Units, find_units
 from ..unit.shard_tensor import Place
-from ..unit.state import FlatState
-from ..unit.unit import Unit
+from ..unit.state import FlatState, Unit
 from ..unit.user_parameter import adopt, place_of
 from ..wire.collectives import Channel
 from .casts import install_casts, kept_patterns, refuse_idle_patterns
@@ -34,7 +33,6 @@ from .direct_gradients import install_direct_gradients
 from .guards import find_engine, guard, refuse_shared_memory, refuse_wrapped
 from .hooks import install_encoder_hooks, install_hooks, install_root_hooks
 from .initialise import MetaModel
-from .optimizer_view import OwnFlats
 from .pretrained import serve_save_pretrained
 from .rank_agreement import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .runtime import Engine, channels_of
@@ -104,13 +102,13 @@ def shard_model(
     for number, each in enumerate(optimizers):
         cut_state(each, places)
         on_host = HostUpdates(each, plan.row_names[number], cores_for(local_rank(), num_local_ranks()))
-        own = OwnFlats(engine, number)
+        own = [state for state in engine.trainable_states if state.flat.optimizer == number]
         # An optimizer that has stepped before keeps its state.
-        known = [state for state in own.trainable_states if any(p in each.state for p in state.resting_params)]
+        known = [state for state in own if any(p in each.state for p in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
         reduce = channels_of(mesh, "reduce")
         sharded.append(
-            ShardedOptimizer(each, own, reduce, scaler, request.early_update, on_host, request.skip_nonfinite)
+            ShardedOptimizer(each, engine, own, reduce, scaler, request.early_update, on_host, request.skip_nonfinite)
         )
     if request.early_update:
         engine.updates.make_early(sharded[0].update_early)

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..offload.host_lane import HostLane, Job
 from ..optim.host_updates import FlatUpdate
-from ..unit.state import FlatState
-from ..unit.unit import Unit
+from ..unit.state import FlatState, Unit
 from .reductions import Reductions
 from .streams import Lane, Later, Mark, has_passed, host_waits_for
 
@@ -67,7 +66,7 @@ class Updates:
 class HostJobs:
     """Updates that the host makes next to the computation.
 
-    Three things wait for one: the next gather of the flat, whoever reads its masters, and the next gradient, which takes
+    Three wait for one: the next gather of the flat, whoever reads its masters, and the next gradient, which takes
     the place of the last.
     """
 

@@ -5,7 +5,7 @@ it updates, they hold this rank's parts of them instead: views of the masters. S
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,28 +29,25 @@ from .loss_scaler import LossScaler
 
 
 class Stepper(Protocol):
-    """What the optimizer asks of the engine, for the flats that are its own."""
+    """The engine, as its optimizers see it. They call it; it calls them for early updates only."""
 
-    @property
-    def owner(self) -> object: ...
     @property
     def device(self) -> torch.device: ...
     @property
     def all_states(self) -> list[FlatState]: ...
     @property
-    def trainable_states(self) -> list[FlatState]: ...
-    @property
     def update_order(self) -> list[list[FlatState]]: ...
+    def units_changed_by(self, states: Iterable[FlatState]) -> list[int]: ...
     def begin_step(self) -> None: ...
-    def finish_gradients(self) -> None: ...
+    def finish_gradients(self, states: Container[FlatState]) -> None: ...
     def await_gradients(self) -> None: ...
     def await_update_of(self, state: FlatState) -> None: ...
     def await_host_of(self, state: FlatState) -> None: ...
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
     def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
-    def forget_gradients(self, set_to_none: bool) -> None: ...
-    def was_updated(self) -> None: ...
-    def close_step(self, updated: bool) -> None: ...
+    def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool) -> None: ...
+    def was_updated(self, units: Sequence[int]) -> None: ...
+    def close_step(self, updated: bool, units: Sequence[int]) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -58,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         stepper: Stepper,
+        states: list[FlatState],
         channels: Channels,
         scaler: LossScaler | None,
         early_update: bool,
@@ -69,6 +67,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in ("state_dict", "load_state_dict", "add_param_group"):
             inner.__dict__[name] = partial(_refuse_old, name)
         self._stepper = stepper
+        # The flats that this optimizer updates. Its steps invalidate forwards through their units, and those alone: a
+        # generator's may still lead to a backward after the discriminator's step.
+        self._states = states
+        self._own = frozenset(states)
+        self._units = stepper.units_changed_by(states)
         self._channels = channels
         self._scaler = scaler
         self._host = host
@@ -118,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> UserState:
         """What is kept for each of the user's parameters that this rank has a part of: of that part."""
-        for state in self._stepper.trainable_states:
+        for state in self._states:
             if state.flat.host_updates:
                 self._stepper.await_host_of(state)  # its last update may still run there
         return UserState(self._inner, self.was_restored)
@@ -131,12 +134,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
         if not self._places:
-            for state in self._stepper.trainable_states:
+            for state in self._states:
                 self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
         return self._places[resting]
 
     def belongs_to(self, engine: object) -> bool:
-        return self._stepper.owner is engine
+        return self._stepper is engine
 
     @property
     def loss_scale(self) -> float:
@@ -202,8 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer.{verb} with early_update=True: weights are updated before all gradients are known; leave "
                 "early_update"
             )
-        self._stepper.finish_gradients()
-        final = [state for state in self._stepper.trainable_states if state.gradient.stage == "final"]
+        self._stepper.finish_gradients(self._own)
+        final = [state for state in self._states if state.gradient.stage == "final"]
         self._apply_clips(final)
         return final
 
@@ -240,14 +243,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.begin_step()
         if closure is not None:
             return self._step_with(closure)
-        self._stepper.finish_gradients()
+        self._stepper.finish_gradients(self._own)
         overflowed = self._skips and not bool(torch.isfinite(self._norm()))
         self._num_skipped += overflowed
         if not overflowed:
             self._update()
         if self._scaler is not None:
             self._scaler.after_step(overflowed)
-        self._stepper.close_step(updated=not overflowed)
+        self._stepper.close_step(not overflowed, self._units)
         return None
 
     def _update(self) -> None:
@@ -261,8 +264,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for number, part in enumerate(parts):
             if number not in self._updated:
                 self._update_part(part, early=False)
-        states = self._stepper.trainable_states
-        self._update_on_host([] if self._is_at_once else [state for state in states if state not in self._given])
+        left = [] if self._is_at_once else [state for state in self._states if state not in self._given]
+        self._update_on_host(left)
         # Asked by schedulers that were built on the inner optimizer, which may have had nothing to update itself.
         vars(self._inner)["_opt_called"] = True
         self._arrived.clear()
@@ -313,7 +316,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _current_parts(self) -> list["Part"]:
         order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
         if self._parts_are_for[0] is not order or self._parts_are_for[1] != has_hooks:
-            self._parts = cut_into_parts(self._inner, order, self._is_at_once)
+            own = [[state for state in states if state in self._own] for states in order]
+            self._parts = cut_into_parts(self._inner, own, self._is_at_once)
             self._parts_are_for = (order, has_hooks)
         return self._parts
 
@@ -373,21 +377,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def evaluate() -> float:
             self._take_back_gradients()
-            self._publish(self._stepper.trainable_states)
-            self._stepper.was_updated()
+            self._publish(self._states)
+            self._stepper.was_updated(self._units)
             with torch.enable_grad():
                 loss = closure()
-            self._stepper.finish_gradients()
+            self._stepper.finish_gradients(self._own)
             self._stepper.await_gradients()
-            self._await_host(self._stepper.trainable_states)
-            self._hand_over_gradients(self._stepper.trainable_states)
+            self._await_host(self._states)
+            self._hand_over_gradients(self._states)
             return loss
 
         with self._holding(shard_groups(self._inner)):
             loss: float = self._inner.step(evaluate)
         self._take_back_gradients()
-        self._publish(self._stepper.trainable_states)
-        self._stepper.close_step(updated=True)
+        self._publish(self._states)
+        self._stepper.close_step(True, self._units)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -398,11 +402,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._arrived.clear()
         self._take_back_gradients()
-        self._stepper.forget_gradients(set_to_none)
+        self._stepper.forget_gradients(self._states, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take in parameters of the model that are trained and in no group yet; every rank calls it."""
-        world, own = self._channels["world"], self._stepper.trainable_states
+        world, own = self._channels["world"], self._states
         names, complaint = names_of_joining(self._inner, param_group["params"], own, self._stepper.all_states)
         plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}
         told = exchange(world, (complaint, names, repr(plain)))
@@ -444,10 +448,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _norm(self, norm_type: float = 2.0) -> Tensor:
         self._stepper.await_gradients()
-        for state in self._stepper.trainable_states if norm_type != 2.0 else ():
+        for state in self._states if norm_type != 2.0 else ():
             if state.flat.host_updates:
                 self._stepper.await_host_of(state)
-        return global_norm(self._stepper.trainable_states, self._channels, self._stepper.device, norm_type)
+        return global_norm(self._states, self._channels, self._stepper.device, norm_type)
 
     @staticmethod
     def _hand_over_gradients(states: list[FlatState]) -> None:
@@ -459,7 +463,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state.resting_params[index].grad = grads[index] if grads and gradient.used[index] else None
 
     def _take_back_gradients(self) -> None:
-        for state in self._stepper.trainable_states:
+        for state in self._states:
             state.hide_gradients()
 
 
