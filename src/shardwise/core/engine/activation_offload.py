@@ -62,7 +62,7 @@ class _Memory:
 
     @property
     def host(self) -> Tensor:
-        """Where it lies there, from the first time that this is asked for."""
+        """Its place on the host, allocated at the first use."""
         if self._buffer is None:
             self._buffer = self._buffers.lend(self.num_bytes)
         return self._buffer.row[: self.num_bytes]
@@ -79,7 +79,7 @@ class _Memory:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Stretch:
-    """Memories live as long as the graph that holds them."""
+    """The memories of one stretch. They live as long as the autograd graph that holds them."""
 
     serial: int
     unit: str
@@ -112,7 +112,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Saved:
-    """What autograd holds in the place of a tensor that a unit saved: the tensor, or where to find it."""
+    """The stand-in that autograd holds for a tensor that a unit saved: the tensor, or where to find it."""
 
     unit: str
     found: Tensor | _Part
@@ -128,10 +128,9 @@ class _Open:
 
 
 class HostActivations:
-    """Told where a forward is by `before` and `after`; recomputes inside a backward must not be told of.
+    """Offloads activations. The engine reports each unit's forward with `before` and `after`, recomputes excepted.
 
-    `hosted` are the units whose activations rest on the host; none of them holds other units. What moves is told to
-    `host`.
+    `hosted` are the units whose activations are offloaded; none of them holds other units. `host` counts the bytes.
     """
 
     def __init__(self, units: Sequence[Unit], hosted: Collection[int], device: torch.device, host: HostMemory) -> None:
@@ -157,7 +156,7 @@ class HostActivations:
         self._here: list[_Stretch] = []
         self._reached: _Stretch | None = None
 
-    # What the engine reports.
+    # Reports of the engine.
 
     def before(self, index: int) -> None:
         """A unit's forward begins: its weights are gathered."""
@@ -175,7 +174,7 @@ class HostActivations:
                     self._take(saved)
 
     def after(self, index: int) -> None:
-        """It ended, or failed, perhaps before `before` was called."""
+        """A unit's forward ended, or failed, perhaps before `before` was called."""
         if self._open and self._open[-1].index == index:
             self._open.pop()
             self._pass_boundary()
@@ -365,7 +364,7 @@ def _bytes_in(tensor: Tensor) -> Tensor:
 
 
 def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:
-    """Autograd does not look for itself where there are hooks."""
+    """Raise for a saved tensor that was changed since: autograd does not check where there are hooks."""
     if is_overwritten:
         raise StateError(
             "one of the variables needed for gradient computation has been modified by an inplace operation since unit "

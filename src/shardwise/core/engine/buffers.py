@@ -36,7 +36,7 @@ def sync_buffers(model: nn.Module) -> None:
 
 
 def tell_of_statistics(model: nn.Module, mesh: Mesh) -> None:
-    """Say once that ranks will have statistics of their own."""
+    """Warn once that each rank will have running statistics of its own."""
     own = [
         path
         for path, module in model.named_modules()

@@ -25,7 +25,7 @@ NUM_EAGER_CALLS = 3
 
 
 class Replay:
-    """Where every captured step begins and ends: no gradients, the first units gathered, all others stale."""
+    """The state in which every captured step begins and ends: no gradients, the first units gathered, others stale."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,8 +35,9 @@ class Replay:
         self._held_at_first: list[bool] = []
 
     def begin(self) -> None:
-        """What has been gathered besides, by an evaluation, counts as stale: a recording that relied on it would never
-        gather it again. Nothing is gathered into memory that the step gives back and finds elsewhere the next time."""
+        """Bring all units to the state of the recording. Units that an evaluation has gathered count as stale: a
+        recording that relied on them would never gather them again. No unit is gathered into memory that the step gives
+        back, because it would lie elsewhere the next time."""
         self._engine.begin_step()
         self._engine.abandon_backward()
         if any(state.gradient.stage != "empty" for state in self._engine.trainable_states):
@@ -55,7 +56,7 @@ class Replay:
             self._held_at_first = self._held_at_first or [status.weights is not Weights.SHARDED for status in statuses]
 
     def end_recording(self) -> None:
-        """The end of a captured step, which must be its beginning."""
+        """Check that a captured step ends as it began."""
         self._engine.join_lanes()
         self._lose_the_rest()
         if snapshot(self._engine.statuses) != self._begins_with:
@@ -65,7 +66,7 @@ class Replay:
             )
 
     def end(self) -> None:
-        """Forwards before it can no longer lead to a backward; the first units hold the new weights."""
+        """Count the update: forwards before it cannot lead to a backward; the first units hold the new weights."""
         self._gathers.count_update(range(len(self._engine.units)))
         for status in self._engine.statuses:
             if status.is_ready("forward"):
@@ -156,7 +157,7 @@ class CapturedStep:
             own.copy_(given, non_blocking=True)
 
     def _refuse_other_settings(self) -> None:
-        """Plain numbers were written into the recorded kernels."""
+        """Refuse changed hyper-parameters that are plain numbers: they were written into the recorded kernels."""
         for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
             for key, value in now.items():
                 if value != recorded.get(key):

@@ -80,8 +80,8 @@ def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
 
 
 def _needs_fp32(module: nn.Module) -> bool:
-    """Running statistics are fp32, and weights that are made from others are made in fp32: by a parametrization, or by
-    torch's older weight norm and spectral norm before each forward."""
+    """True for modules with running statistics, which are fp32, and with weights that are computed from others: by a
+    parametrization, or by torch's older weight norm and spectral norm before each forward."""
     kind = type(module)
     return (
         (isinstance(module, _NormBase) and module.running_mean is not None)
@@ -102,7 +102,7 @@ def refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str])
 def install_casts(
     modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, kept: Sequence[str]
 ) -> None:
-    """Hooks and forwards that cast. `kept` are patterns of modules that compute in fp32."""
+    """Install hooks and forwards that cast. `kept` are patterns of modules that compute in fp32."""
     device = units[0].states[0].device.type
     if precision.compute != FP32:
         _cast_at_layers(modules, units, precision, kept, device)
@@ -199,7 +199,7 @@ def _run_under_autocast(module: nn.Module, device: str, dtype: torch.dtype) -> N
 
 
 def explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:
-    """Tell what to do about dtypes that do not mix, with the error of a forward in 16 bits."""
+    """Add advice to the error of a forward in 16 bits, if it is about dtypes that do not mix."""
     words = str(error)
     is_about_dtypes = any(word in words for word in ("dtype", "scalar type", "BFloat16", "Half", "Input type"))
     if isinstance(error, RuntimeError) and is_about_dtypes and not getattr(error, "__notes__", None):

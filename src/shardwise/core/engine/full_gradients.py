@@ -29,7 +29,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 
 
 def complete(engine: Engine, states: Iterable[FlatState]) -> None:
-    """Let gradients be the mean over all ranks, clipped as they are to be, and at hand."""
+    """Finish gradients: the mean over all ranks, clipped, and where the optimizer reads them."""
     engine.finish_gradients()
     engine.await_gradients()
     for state in states:
@@ -56,7 +56,7 @@ class HiddenGradients:
         return ""
 
     def write(self, views: Views, found: Found) -> None:
-        """Nothing was shown that could have changed."""
+        """Do nothing: no gradient was shown that could have changed."""
 
 
 class WholeGradients:

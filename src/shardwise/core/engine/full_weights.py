@@ -70,7 +70,7 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Where in `buffer` each of the user's parameters lies."""
+    """The view of each of the user's parameters in `buffer`."""
     for user, interval, spec in zip(state.user_params, state.flat.intervals, state.flat.params, strict=True):
         yield user, buffer[interval.start : interval.stop].view(spec.shape)
 
@@ -187,7 +187,7 @@ def _complaint(
     known: set[str],
     strict: bool,
 ) -> str:
-    """What is wrong with a state dict, in a sentence; nothing if it fits."""
+    """Say what is wrong with a state dict; empty if it fits."""
     params = [spec for unit in engine.units for state in unit.states for spec in state.flat.params]
     missing = [spec.name for spec in params if _given_name(spec, state_dict) is None]
     missing += [key for key in buffers if key not in state_dict]

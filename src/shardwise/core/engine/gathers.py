@@ -63,8 +63,8 @@ class Gathers:
         self._host_jobs = host_jobs
         self.memory = GatherMemory(schedule, statuses, units, device)
         self.lane = Lane(device)
-        # Where waiting costs the caller time, only the first hop of a gather runs beside the computation, which is the
-        # one between nodes; the others follow when it is needed. Not where some ranks may gather later than others.
+        # Where waiting costs the caller time, only the first hop of a gather overlaps with the computation: the
+        # one between nodes. The others follow when it is needed. Not where some ranks may gather later than others.
         self._defers = not self.lane.queues and not any(
             state.flat.host_updates for unit in units for state in unit.states
         )
@@ -72,9 +72,10 @@ class Gathers:
         self.is_captured = False
         # Of units that are GATHERING, in the order in which they began.
         self._in_flight: dict[int, GatherInFlight] = {}
-        # Units to gather before any other: put off while the host updates them.
+        # Units to gather before any other: they were postponed while the host updated them.
         self._owed: deque[int] = deque()
         self._row_slots = deque(self.memory.row_slots)
+        self._has_codecs = schedule.row_slot_bytes > 0
         self._is_staged = [any(is_staged(state.flat) for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
@@ -114,8 +115,8 @@ class Gathers:
             self._finish(index)
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
-        """As far as the host is through with its updates: whether it is, is no reason to wait for it now. On another
-        rank it may be, so what is put off comes before every other gather, and before anybody waits for all of them."""
+        """Start gathers up to the first unit that the host still updates: nobody waits for the host here. On another
+        rank that update may be done, so postponed gathers come before every other, and before a wait for all."""
         for position, other in enumerate(ahead):
             if not self._host_jobs.is_updated(self._units[other]):
                 self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
@@ -123,9 +124,9 @@ class Gathers:
             self.start(other, "forward", needed_now=False)
 
     def start_first(self) -> None:
-        """Those of the next step, ahead of it. What the host updates is left to the next forward: it may be through on
-        one rank and not on another, and there may be no next one. A captured step leaves out what it would find
-        elsewhere each time."""
+        """Start the first gathers of the next step. Units that the host updates are left to the next forward: their
+        update may be done on one rank and not on another, and there may be no next step. A captured step leaves out
+        units whose memory lies elsewhere each time."""
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
@@ -133,8 +134,8 @@ class Gathers:
                 self.start(index, "forward", needed_now=False)
 
     def start_holders(self) -> None:
-        """A backward begins. Units that others lie inside are held since the forward, and gathered again if it had them
-        rounded: now, on every rank, whichever of them its backward comes to."""
+        """At the beginning of a backward, gather units that hold others and that the forward had rounded. Every rank
+        does so now, whichever of them its backward comes to."""
         for index in self.schedule.read_holders:
             if self.statuses[index].rounded:
                 self.start(index, "backward", needed_now=False)
@@ -161,8 +162,8 @@ class Gathers:
     def _start_in_turn(self, status: UnitStatus, pass_: Pass, needed_now: bool) -> None:
         index, unit = status.index, self._units[status.index]
         self._host_jobs.await_updates(unit)
-        blocker = status.blocker()
-        if blocker is not None:
+        blocker = None if status.slot is None else status.slots.get(status.slot)
+        if blocker is not None and blocker is not status:
             if not blocker.num_computing:
                 self.lose(blocker)
             elif needed_now:
@@ -173,9 +174,11 @@ class Gathers:
             self._finish(index)
         todo = status.start_gather(pass_)
         if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
-            self._become_gathered(status)
+            status.finish_gather()
+            unit.stamp(status.version)
             return
-        row_slot = self._take_row_slot() if any(gather.is_encoded for gather in todo) else None
+        is_encoded = self._has_codecs and any(gather.is_encoded for gather in todo)
+        row_slot = self._take_row_slot() if is_encoded else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             journeys: list[Journey] = []
@@ -218,11 +221,8 @@ class Gathers:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
             self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
-        self._become_gathered(self.statuses[index])
-
-    def _become_gathered(self, status: UnitStatus) -> None:
-        status.finish_gather()
-        self._units[status.index].stamp(status.version)
+        self.statuses[index].finish_gather()
+        self._units[index].stamp(self.statuses[index].version)
 
     def settle(self) -> None:
         """Wait for every gather in flight."""
@@ -230,7 +230,7 @@ class Gathers:
         for index in list(self._in_flight):
             self._finish(index)
 
-    # What rests on disk.
+    # Parameters on disk.
 
     def read_ahead_in_forward(self, index: int) -> None:
         if self._is_staged[index]:
@@ -251,12 +251,12 @@ class Gathers:
                 return
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
-        """What of a unit is read from disk: not a copy at rest that is about to be made anew."""
+        """Parts of a unit to read from disk. A copy at rest that the gather renews is not among them."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
         return [state.away for state in at_rest if state.away is not None and is_staged(state.flat)]
 
-    # Memory that changes hands.
+    # Giving memory back.
 
     def drop(self, status: UnitStatus) -> None:
         """The computation has finished with a unit: its own memory is given back, unless it is to stay."""
@@ -265,7 +265,7 @@ class Gathers:
             self.memory.give_back(status.index)
 
     def lose(self, status: UnitStatus) -> None:
-        """A unit's gathered memory is about to be another's, or nobody's."""
+        """Become SHARDED: the gathered memory is about to be another unit's, or nobody's."""
         if status.weights is GATHERING:
             self._finish(status.index)
         status.lose()
@@ -284,11 +284,11 @@ class Gathers:
         self.memory.give_own(status)
 
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
-        """Memory that another unit takes next must not leave the unit it was gathered for."""
+        """Refuse a unit that returns its own weights: another unit takes their memory next."""
         slot = self.statuses[index].slot
         if slot is None:
             return
-        place = _address(self.memory.slots[slot])
+        place = self.memory.slots[slot].untyped_storage().data_ptr()
         if [tensor for tensor in outputs if tensor.layout == torch.strided and _address(tensor) == place]:
             raise StateError(
                 f"unit {self._units[index].name!r} returns one of its own weights (or a view of it), whose memory "

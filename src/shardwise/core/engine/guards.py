@@ -1,7 +1,7 @@
-"""What a user may touch on a sharded model, and what is refused with a reason instead of going wrong.
+"""Refusals: changes to a sharded model that would go wrong raise an error that says what to do instead.
 
-What parameters answer is in `unit/user_parameter.py`. Here is what concerns modules: saving, copying, casting and
-moving them raises, and so does giving them parameters or modules that are not sharded.
+Parameters are guarded in `unit/user_parameter.py`. The modules are guarded here: saving, copying, casting and moving
+them raises, and so does giving them parameters or modules that are not sharded.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Weights go elsewhere: what lies in the same memory under another name would not follow them."""
+    """Refuse weights that share memory under two names: one would not follow the other into its flat."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
     for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
@@ -83,7 +83,7 @@ def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> N
 
 @cache
 def _watch_registrations() -> None:
-    """torch calls these for every module of the process; they look at sharded ones."""
+    """Register hooks that torch calls for every module of the process; they check sharded ones."""
     register_module_parameter_registration_hook(_refuse_parameter)
     register_module_module_registration_hook(_refuse_module)
 
@@ -137,12 +137,12 @@ def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether it has nothing to guard: one activation function may serve many models, sharded or not."""
+    """True if a module has nothing to guard: one activation function may serve many models, sharded or not."""
     return not (module._modules or module._parameters or module._buffers)
 
 
 def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """In the place of `_apply`: models cast and move their own parts, which need not change them."""
+    """Replace `_apply`: refuse a cast or move, unless it changes nothing (models cast and move their own parts)."""
     where = engine_of(module).mesh.device
     kinds = {(param.dtype, where) for param in module.parameters(recurse)}
     for dtype, device in kinds | {(buffer.dtype, buffer.device) for buffer in module.buffers(recurse)}:

@@ -23,7 +23,7 @@ from .guards import engine_of
 from .nested_tensors import map_tensors, tensors_in
 from .runtime import Engine
 
-# Of a module's attributes, torch's own.
+# The attributes of a module that are torch's own.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # Forwards of a unit in which its modules are searched for tensors that they keep.
 NUM_LOOKS = 2
@@ -44,7 +44,7 @@ class _UnitHooks:
         # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
         self._seen_by_hooks: list[Tensor] = []
         self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        # Whether autocast kept its casts, for each call that has not returned.
+        # The setting of autocast's cache before each call that has not returned.
         self._kept_casts: list[bool] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -62,7 +62,7 @@ class _UnitHooks:
             self._engine.activations.before(self._index)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Somebody has a hook here, and may keep what it is given for a loss of his own."""
+        """Note the output of a module with a hook of the user's, which may use it in a loss."""
         if not _is_recompute():
             self._seen_by_hooks.extend(tensors_in(output))
 
@@ -80,7 +80,7 @@ class _UnitHooks:
         return [tensor for values, name in self._keepers.values() for tensor in tensors_in(values.get(name))]
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after an error in the forward too, with nothing as output."""
+        """End a forward. It is called after an error too, with None as output."""
         if self._kept_casts:
             torch.set_autocast_cache_enabled(self._kept_casts.pop())
         if output is None and self._engine.precision.compute != FP32:
@@ -144,7 +144,7 @@ class _UnscaleGradient(torch.autograd.Function):
 
 
 def install_root_hooks(engine: Engine, model: nn.Module) -> None:
-    """What happens once per forward of the model: a clean start, inputs cast, gradients scaled inside it for fp16."""
+    """Install what happens once per forward of the model: a clean start, casts of inputs, loss scaling for fp16."""
     compute = engine.precision.compute.torch
     is_scaled = engine.scale.loss_scale is not None
 
@@ -219,8 +219,8 @@ def register_forward(module: nn.Module, method: str) -> None:
 
 
 def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Torch's `TransformerEncoder` asks the first layer's weights whether they are plain tensors, before it has that
-    layer computed, and skips padding if they are: it finds compute parameters, whose values it does not read."""
+    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It asks
+    whether they are plain tensors, and skips padding if they are; it does not read their values."""
     for encoder in modules.values():
         if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
             inside = set(encoder.layers[0].modules())
@@ -231,10 +231,10 @@ def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None
 
 
 def _is_recompute() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing."""
+    """True if this forward runs inside a backward: activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Compilers call the hook; they do not look into it."""
+    """Keep compilers from tracing a hook; they call it."""
     return torch.compiler.disable(hook)

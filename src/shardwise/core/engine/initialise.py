@@ -46,7 +46,7 @@ class MetaModel:
         self._reset(owners)
 
     def fill_buffers(self) -> None:
-        """Modules with meta buffers that own no parameters, such as rotary tables."""
+        """Fill meta buffers of modules that own no parameters, such as rotary tables."""
         owners = [
             path
             for path, module in self._modules.items()
@@ -89,7 +89,7 @@ class MetaModel:
 
 
 def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:
-    """NaN, so that a reset that forgets a tensor is seen at the first loss instead of training on old memory."""
+    """Allocate NaNs: a reset that forgets a tensor then shows at the first loss, instead of training on old memory."""
     fill = float("nan") if tensor.is_floating_point() else 0
     if device.type == "cpu":
         return passing(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)

@@ -1,4 +1,4 @@
-"""What a rank holds at this moment, in bytes by class, counted on the tensors themselves, beside what was planned.
+"""Memory of one rank at this moment, in bytes by class, counted on the tensors themselves, and as it was predicted.
 
 Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory comes and
 goes: a GPU gives that of gradients back with `zero_grad`, and units gathered until the backward give theirs back there.
@@ -75,7 +75,7 @@ class Memory:
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """What this rank holds of a sharded model and, where it is given, of its optimizer. Nothing waits for the GPU."""
+    """Count the memory of a sharded model on this rank, and of its optimizer if given. Nothing waits for the GPU."""
     engine = engine_of(model)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise StateError(
@@ -167,12 +167,12 @@ class _Counter:
 
 
 def _given_back(tensors: list[Tensor]) -> int:
-    """What is missing in the storages of tensors that have one each."""
+    """Bytes that tensors with a storage each have given back."""
     return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _whole_bytes(states: list[FlatState]) -> int:
-    """Of compute copies that are never dropped. They lie in memory that their units share."""
+    """Bytes of compute copies that are never dropped. They lie in memory that their units share."""
     flats = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
     return sum(flat.num_elems * flat.compute.itemsize for flat in flats)
 
@@ -187,7 +187,7 @@ def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
 
 
 def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Of the optimizer's state, what is shaped like its parameter."""
+    """Tensors of the optimizer's state that are shaped like their parameter."""
     if optimizer is not None:
         # Lists: updates on the host may add to them meanwhile.
         for param, entries in list(optimizer.inner.state.items()):
@@ -214,7 +214,7 @@ def _in_use(device: torch.device) -> tuple[int, int, int | None]:
 
 
 def _resident_bytes() -> tuple[int, int]:
-    """Of this process, now and at most. getrusage alone would tell of the process that started this one."""
+    """Resident bytes of this process, now and at the peak. getrusage alone may give the peak of its parent."""
     status = Path("/proc/self/status")
     if not status.exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

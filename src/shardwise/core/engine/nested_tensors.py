@@ -111,7 +111,7 @@ def _with_pairs(value: Any, pairs: dict[Any, Any]) -> Any:
 
 
 def _made(make: Callable[[], Any], value: Any) -> Any:
-    """What `make` makes, or the value itself where its own code has it that there is no second one."""
+    """Return what `make` makes, or the value itself where its class does not allow a copy."""
     try:
         twin = make()
     except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, copy.Error):

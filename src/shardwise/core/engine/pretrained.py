@@ -73,12 +73,12 @@ def _write(self: Any, save_directory: Any, **words: Any) -> None:
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a `PreTrainedModel`. PEFT's wrappers have the attributes of what they wrap, but not the class's."""
+    """True for a `PreTrainedModel`. PEFT's wrappers have the attributes of what they wrap, but not the class's."""
     return getattr(type(model), "base_model_prefix", None) is not None
 
 
 def _wanted(model: Any) -> Callable[[str], bool]:
-    """Of a model that PEFT wraps, its adapters are written, and embeddings, which may belong to them."""
+    """Choose the weights to write: of a model that PEFT wraps, its adapters and embeddings (they may belong to one)."""
     adapters = None if _is_pretrained(model) else getattr(model, "peft_config", None)
     if adapters is None:
         return lambda name: True

@@ -53,7 +53,7 @@ def attempt(
 
 
 def require_agreement(world: Channel, facts: Facts) -> None:
-    """An error on every rank, naming the first thing that differs and both values of it."""
+    """Raise on every rank if the facts differ, with the first one that does and both values of it."""
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     if len(set(exchange(world, digest))) == 1:
         return
@@ -67,7 +67,7 @@ def require_agreement(world: Channel, facts: Facts) -> None:
 
 
 def facts_about(model: nn.Module, found: list[FoundUnit], plans: list[UnitPlan], settings: dict[str, Any]) -> Facts:
-    """What must be the same everywhere, from the general to the particular."""
+    """Facts that must be the same on every rank, from the general to the particular."""
     facts = [
         ("shardwise's version", VERSION),
         ("torch's version", torch.__version__),
@@ -103,7 +103,7 @@ def facts_about_optimizer(optimizer: torch.optim.Optimizer | None, names: dict[T
 
 
 def checksum(param: Tensor) -> str:
-    """A sum of the bits that knows where they are: rows and columns are weighed by their number."""
+    """A sum of the bits that depends on their places: rows and columns are weighted by their number."""
     if param.is_meta:
         return "meta"
     bits = param.detach().contiguous().view(-1).view(_BITS[param.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""Gradients on their way: from where a backward writes them to where the optimizer reads them.
+"""Reductions of gradients: from where a backward writes them to where the optimizer reads them.
 
 A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
 backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
@@ -140,7 +140,7 @@ class Reductions:
                 reduction.journey.go_to_last()
 
     def _release_fill(self) -> None:
-        """Autograd's tensors belong to the compute stream: it may reuse their memory only after the fill."""
+        """Let go of autograd's gradients. Their memory is the compute stream's, which may reuse it after the fill."""
         if self._fill is not None:
             self.lane.compute_waits_for(self._fill.read)
             self._fill = None
@@ -162,7 +162,7 @@ class Reductions:
             self.on_final(states)
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
-        """Let gradients leave that should; returns the points at which nothing of them is needed on the device."""
+        """Copy gradients to the host where they belong there; returns the points at which the device is done."""
         mark = self._finish_lane.mark()
         leaving = [state for state in states if state.gradient.leaving is not None]
         if not leaving:
@@ -185,7 +185,7 @@ class Reductions:
         return marks
 
     def sync(self, state: FlatState) -> None:
-        """Bring what micro-batches left behind to the optimizer's layout, outside a backward."""
+        """Bring the sums of micro-batches to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
             num_bytes = state.flat.exchanged_bytes
             rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
@@ -195,7 +195,7 @@ class Reductions:
         self._finish_lane.after(self.arrived.get(state))
 
     def _release_left(self, num_kept: int) -> None:
-        """Memory of the compute stream: it may reuse it only after the copy."""
+        """Give back gradients that are on the host now. The compute stream may reuse their memory after the copy."""
         while len(self._left) > num_kept:
             state, marks = self._left.popleft()
             for mark in marks:
@@ -203,13 +203,13 @@ class Reductions:
             state.gradient.give_back()
 
     def finish_all(self) -> None:
-        """Nothing is left to be queued."""
+        """Queue all that is left of the reductions under way."""
         self._release_fill()
         while self._started:
             self._finish_oldest()
 
     def wait(self) -> None:
-        """Let the computation wait for every reduction; what they needed is given back."""
+        """Let the computation wait for every reduction, then give their memory back."""
         if self._finished:
             self._finish_lane.join()
             self._leave_lane.join()
@@ -222,7 +222,7 @@ class Reductions:
         return self._finished.get(state)
 
     def abandon(self) -> None:
-        """A backward was broken off: what was on its way arrives, what was being written is forgotten."""
+        """Finish the reductions of a backward that was broken off, and forget the gradients being written."""
         self.finish_all()
         self.wait()
         self._opened.clear()
@@ -248,7 +248,7 @@ class ReductionMemory:
         self._scratch_bytes = schedule.scratch_bytes
 
     def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
-        """For every flat of a unit, in the slot."""
+        """The room in a slot for every flat of a unit."""
         memory = None if slot is None else self._fetch(slot)
         key = (unit.index, slot)
         if key not in self._views:
@@ -280,7 +280,7 @@ class ReductionMemory:
 
     @property
     def lent(self) -> list[Tensor]:
-        """All that was ever asked for."""
+        """All memory that was ever allocated here."""
         return [memory for memory in (*self.slots, self._scratch) if memory is not None]
 
     @property
@@ -288,13 +288,13 @@ class ReductionMemory:
         return self._scratch is not None
 
     def scratch(self, num_bytes: int) -> Tensor:
-        """For gradients that come back from the host to be added to, one after the other."""
+        """Memory for sums that come back from the host, one after the other."""
         if self._scratch is None:
             self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
         return self._scratch[:num_bytes]
 
     def give_back(self) -> None:
-        """The computation has waited for all reductions. Views of the slots stay, and find the next memory."""
+        """Give the slots back, once the computation has waited for all reductions. Their views find the next memory."""
         if self.gives_back:
             self.freed = [()] * NUM_REDUCTIONS
             for memory in self.slots:
@@ -357,7 +357,7 @@ class Gradients:
                 state.gradient.used = [next(answers) > 0 for _ in state.gradient.used]
 
     def _refuse_other_settings(self) -> None:
-        """Where the ranks' numbers are not all this rank's own."""
+        """Refuse optimizers whose settings differ between ranks."""
         if self._sum is not None:
             later, own = self._sum
             self._sum = None
@@ -370,7 +370,7 @@ class Gradients:
 
     @property
     def local(self) -> list[FlatState]:
-        """Flats of which micro-batches have left parts to be brought to the optimizer's layout."""
+        """Flats whose gradients are sums of micro-batches, not in the optimizer's layout yet."""
         return [state for state in self._states if state.gradient.stage == "local"]
 
     def sync(self, states: list[FlatState]) -> None:
@@ -380,7 +380,7 @@ class Gradients:
         self.agree_on_use()
 
     def await_on_host(self, state: FlatState) -> None:
-        """Until the gradient of a flat is on the host, and no update reads it."""
+        """Wait until the gradient of a flat is on the host, and no update reads it."""
         self._reductions.await_update(state)
         host_waits_for(self._reductions.arrived.get(state))
 

@@ -4,11 +4,11 @@ One step, in numbered phases:
 
     1. before a unit's forward: start the gathers the schedule names (this unit, and the next ones ahead), wait
        for this unit's, show its compute parameters.
-    2. after its forward: show the resting ones again. Its slot may now be taken by another unit.
+    2. after its forward: show the user's parameters again. Another unit may now take its slot.
     3. before its backward: as 1, in reverse order.
     4. after its backward, when that of an earlier unit begins: hand its gradient to the reduce lane, in the schedule's
        order on every rank.
-    5. end of the backward: reduce what is left (parameters that got no gradient count as zero).
+    5. end of the backward: reduce the remaining gradients (parameters without one count as zero).
     6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
 
 Each unit has one record, its `UnitStatus` (schedule/unit_status.py): where its weights are, who uses them. `Progress`
@@ -67,9 +67,9 @@ class Engine:
         self.is_sync = True
         # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
-        # What is done before and after a forward of a module; of the whole model, under None.
+        # Hooks before and after a forward of a module; those of the whole model are under None.
         self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
-        # Told of every step, before it is taken.
+        # Called at the beginning of every optimizer step.
         self.at_step: list[Callable[[], None]] = []
         self.statuses = statuses_of(schedule)
         self._progress = Progress(schedule, self.statuses)
@@ -95,11 +95,11 @@ class Engine:
         # Parameters whose gradients may come from outside every unit.
         self._lent: set[nn.Parameter] = set()
         self._in_backward = False
-        # Whether a forward has run that a backward may come back to.
+        # A forward has run that a backward may come back to.
         self._awaits_backward = False
         self._graph_task = -1
-        # The order of units in the first forward, and those that a backward may come to, until the first step has been
-        # taken. Then what is known: no backward comes to frozen units that no rank's graph led through.
+        # The order of units in the first forward, and the units that a backward may come to; None after the first step.
+        # From then on, no backward comes to frozen units that no rank's graph led through.
         self._seen_order: list[int] | None = []
         self._seen_recorded: set[int] = set()
         self._is_in_backward = [True] * len(units)
@@ -124,11 +124,11 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        """Inside a forward of the model, or a backward."""
+        """True inside a forward of the model, or a backward."""
         return self._num_forwards > 0 or torch._C._current_graph_task_id() != -1
 
     def lend(self, state: FlatState, index: int) -> nn.Parameter:
-        """A compute parameter for a use outside the forward of its unit; its gradient counts."""
+        """Return a compute parameter for a use outside the forward of its unit; its gradient counts."""
         unit, param = self._unit_of[state], state.compute_params[index]
         if self.scale.loss_scale is not None and not self.is_computing:
             raise StateError(
@@ -184,8 +184,8 @@ class Engine:
         status.num_computing += 1
 
     def _enter_transform(self, index: int) -> None:
-        """vmap, jvp and the like look at every operation, and gathers are none of theirs. What a unit returns is theirs
-        as well: gradients are waited for at its parameters."""
+        """Refuse vmap, jvp and the like where they would see a gather: they look at every operation. They wrap the
+        outputs too, so a backward is noticed at the parameters instead."""
         plan = self.schedule.units[index]
         if plan.layout.gathered_until != "always" or not all(
             self.statuses[unit].is_ready("forward")
@@ -225,7 +225,7 @@ class Engine:
             self.gathers.drop(status)
 
     def _pass_in_forward(self, index: int) -> None:
-        """A unit that this rank leaves out, and others may not."""
+        """Join the collectives of a unit that this rank leaves out; other ranks may compute it."""
         self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
         self._drop_after_forward(self.statuses[index])
 
@@ -256,8 +256,8 @@ class Engine:
         self._enter_backward(index, self.gathers.show)
 
     def _come_to(self, call: ForwardCall | None) -> None:
-        """Close what has run before, and pass by what was left out: units that others lie inside behind those. The end
-        is None."""
+        """Close the forwards whose backward has run, and pass by the units that were left out. A unit that holds
+        others comes after those. None is the end of the backward."""
         ended, units = self._progress.opened_after(call), self.gathers.schedule.units
         for other in ended:
             if not units[other.unit].holds_units:
@@ -274,7 +274,7 @@ class Engine:
                 self._close(other)
 
     def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
-        """The collectives before a unit's backward: the same ones on a rank that computes it and one that does not."""
+        """Start the collectives before a unit's backward: the same on a rank that computes it and one that does not."""
         schedule = self.gathers.schedule
         for other in schedule.before_backward[index]:
             self.gathers.start(other, "backward", needed_now=other == index)
@@ -287,7 +287,7 @@ class Engine:
             self.reductions.open_for_compute(index)
 
     def _pass_in_backward(self, index: int) -> None:
-        """A unit that this rank leaves out, and others may not."""
+        """Join the collectives of a unit that this rank leaves out; other ranks may compute it."""
         status = self.statuses[index]
         if self._is_in_backward[index] and not status.plan.holds_units:
             self._enter_backward(index, self.gathers.arrive)
@@ -333,12 +333,12 @@ class Engine:
             self._complete(status)
 
     def _complete(self, status: UnitStatus) -> None:
-        """No more gradients come to a unit, unless its weights were lent."""
+        """Mark that no more gradients come to a unit, unless its weights were lent."""
         if not status.is_lent:
             status.is_complete = True
 
     def unit_in_backward(self) -> int | None:
-        """Of the units that run one after the other, the one whose backward was begun last and has not ended."""
+        """The unit whose backward began last and has not ended, among units that hold no others."""
         begun = [call for call in self._progress.opened if not self.statuses[call.unit].plan.holds_units]
         return min(begun, key=lambda call: call.began).unit if begun else None
 
@@ -368,15 +368,15 @@ class Engine:
     # Phase 6: the step, as the optimizer asks for it.
 
     def begin_step(self) -> None:
-        """An update is asked for: what works beside the training may have something to say."""
+        """Refuse replaced parameters, then run the step callbacks. A failed background save raises here."""
         for unit in self.units:
             if name := unit.replaced():
                 raise StateError(
                     f"unit {unit.name!r} has another parameter {name!r} than at sw.shard, which would not be trained: "
                     "replace parameters before sw.shard, change values inside `with sw.whole(model, write=True):`"
                 )
-        for say in tuple(self.at_step):
-            say()
+        for callback in tuple(self.at_step):
+            callback()
 
     def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
         """Bring gradients, all or those of `states`, to the optimizer's layout, also when no micro-batch was the last.
@@ -474,14 +474,14 @@ class Engine:
     # Between steps.
 
     def join_lanes(self) -> None:
-        """Let the computation wait for everything that is queued beside it."""
+        """Let the computation wait for all lanes."""
         self.gathers.settle()
         self.activations.join()
         for lane in (self.gathers.lane, *self.reductions.lanes, self.updates.lane):
             lane.join()
 
     def rest(self) -> None:
-        """Nothing under way, and every module shows its part of the masters."""
+        """Finish everything in flight, and let every module show the user's parameters."""
         if self.whole_modules:
             raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
         self.abandon_backward()
@@ -491,7 +491,7 @@ class Engine:
             unit.show_resting()
 
     def finish_updates(self) -> None:
-        """Nothing is left to the host to do."""
+        """Wait for all updates on the host."""
         self._host_jobs.finish_all()
         self.host.windows.flush()
 

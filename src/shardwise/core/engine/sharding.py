@@ -37,13 +37,13 @@ from .pretrained import serve_save_pretrained
 from .rank_agreement import Facts, all_or_none, facts_about, facts_about_optimizer, require_agreement
 from .runtime import Engine, channels_of
 
-# From the units of a model, and the patterns of modules that stay in fp32, to the layout of each unit.
+# A function from the units of a model, and the patterns of modules that stay in fp32, to the layout of each unit.
 ChooseLayouts = Callable[[list[FoundUnit], tuple[str, ...]], list[Layout]]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRequest:
-    """How a model is sharded, without its strategy."""
+    """The arguments of `sw.shard` besides the strategy."""
 
     precision: Precision
     axes: Axes
@@ -218,14 +218,14 @@ def _prepare(
 
 
 def _numbered(unit: FoundUnit, optimizer_of: dict[str, int]) -> FoundUnit:
-    """With the optimizer of each parameter; what no optimizer has goes with the first."""
+    """Add the number of its optimizer to each parameter; 0 where no optimizer has it."""
     return replace(
         unit, params=tuple(replace(param, optimizer=optimizer_of.get(param.name, 0)) for param in unit.params)
     )
 
 
 def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
-    """What depends on dtypes; the rest a layout refuses."""
+    """Refuse codecs that do not fit the dtypes; a layout refuses the rest."""
     if flat.params_codec is not None and not flat.params_codec.has_scales and flat.compute.itemsize == 2:
         raise ConfigurationError(
             f"unit {unit_name!r}: params_as='{flat.params_codec}' with parameters in {flat.compute.name}: they would "
@@ -247,7 +247,7 @@ def _host_memory(plan: _Prepared, where: torch.device, disk_path: Path | None) -
 def _build_units(
     model: nn.Module, plan: _Prepared, where: torch.device, seed: int | None, host: HostMemory
 ) -> tuple[list[Unit], list[tuple[nn.Parameter, Place]]]:
-    """Take the weights into flats. The user's parameters stand for them afterwards; their memory is let go."""
+    """Copy the weights into flats. The user's parameters stand for them afterwards; their memory is freed."""
     modules = dict(model.named_modules())
     meta = MetaModel(model, seed or 0, where)
     built = []

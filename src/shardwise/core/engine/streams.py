@@ -1,4 +1,4 @@
-"""Lanes: queues of work beside the computation. Streams and events are used here only.
+"""Lanes: queues of work that overlaps with the computation. Streams and events are used here only.
 
 On a GPU a lane is a stream. Work on it begins after what the compute stream had been given before, and the
 compute stream waits for it only where it is told to. On a CPU a lane is nothing: copies happen at once,
@@ -29,7 +29,7 @@ class Lane:
 
     @property
     def queues(self) -> bool:
-        """Whether waiting on this lane is queued like everything else, and costs the caller nothing."""
+        """True where waiting on this lane is queued like everything else, and costs the caller nothing."""
         return self._stream is not None
 
     def named(self, name: str) -> "Lane":
@@ -108,7 +108,7 @@ def has_passed(mark: Mark) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the device is given is recorded instead of run."""
+    """True while work for the device is recorded into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -135,7 +135,7 @@ class Later:
 
 
 def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
-    """What entering torch.cuda.stream does, at a tenth of its cost."""
+    """Do what entering torch.cuda.stream does, at a tenth of its cost."""
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 

@@ -21,7 +21,7 @@ class Updates:
     def __init__(self, reductions: Reductions, device: torch.device) -> None:
         self._reductions = reductions
         self.lane = Lane(device)
-        # With early updates: where this step's forward began, and whether weights have changed since.
+        # With early updates: the point where this step's forward began, and that weights have changed since.
         self._forward_began: Mark = None
         self._awaits_step = False
 
@@ -46,8 +46,8 @@ class Updates:
             )
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
-        """Inside, work goes to a lane of its own, behind the reductions of `states`; others may still be on their way.
-        Unless it is early, it also comes behind all that the computation has been given, which may read weights."""
+        """Return the lane of updates, behind the reductions of `states`; others may still be in flight. Unless the
+        update is early, it also comes behind all work of the compute stream so far, which may read weights."""
         lane = self.lane.after(self._forward_began) if early else self.lane.after_compute()
         for state in states:
             lane.after(self._reductions.reduced_at(state))
@@ -75,7 +75,7 @@ class HostJobs:
         self._lane = HostLane()
         weakref.finalize(self, self._lane.end)
         self._jobs: dict[FlatState, Job] = {}
-        # What clips the gradients of this step, on its way to the host.
+        # The clipping factors of this step, on their way to the host.
         self._clips: dict[Tensor, Later] = {}
 
     def give(self, updates: Iterable[FlatUpdate], order: Sequence[int], arrived: Mapping[FlatState, Mark]) -> None:

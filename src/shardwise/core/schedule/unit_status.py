@@ -103,11 +103,6 @@ class UnitStatus:
             todo.append(FlatGather(at, flat.trainable and is_old, flat.is_encoded_for(pass_)))
         return todo
 
-    def blocker(self) -> "UnitStatus | None":
-        """Another unit whose weights lie in this one's slot."""
-        other = None if self.slot is None else self.slots.get(self.slot)
-        return None if other is self else other
-
     def live_forwards(self) -> list[ForwardCall]:
         """Forwards that a backward may still come to."""
         if not self.forwards:

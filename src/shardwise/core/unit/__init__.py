@@ -1,19 +1,19 @@
-"""A unit: parameters that travel together, and the life of their tensors.
+"""A unit: parameters that are gathered and reduced together, and the life of their tensors.
 
 Every other file uses these words and no others:
 
-    master    what the optimizer updates. This rank's part at the optimizer's depth of the chain, in the
+    master    the weights that the optimizer updates. This rank's part at the optimizer's depth of the chain, in the
               master dtype. The only truth; everything else is made from it.
     rest      a copy in the compute dtype at the depth of the parameters, only where the optimizer is
               split further than they are (`Flat.rest_on`).
-    whole     all of the flat in the compute dtype: what forward and backward read. It lies in a gather
+    whole     all of the flat in the compute dtype, as forward and backward read it. It lies in a gather
               slot or in memory of its own. The module's parameters are views into it: nothing is copied
               in before a gather or out after it. Where the layout splits nothing and the dtypes agree,
               it is the master (`Flat.master_is_whole`).
     grads     the gradient at rest, at the depth of the gradients, in the reduce dtype.
-    final     the part of `grads` at the optimizer's depth; once reduced, it is what the optimizer reads.
-    away      what of all this is on the host or on disk (`away.py`), where the layout says so. A gradient that the
-              host reads leaves the device once it is final, or after each micro-batch.
+    final     the part of `grads` at the optimizer's depth; once reduced, the optimizer reads it.
+    away      the parts of all this on the host or on disk (`offload/host_memory.py`), where the layout says so. A
+              gradient that the host reads leaves the device once it is final, or after each micro-batch.
 
 Outside forward and backward the modules of a unit show the `user` parameters: the objects that were there before
 `sw.shard`, which stand for the whole weights and have no memory (`user_parameter.py`), so nobody ever reads memory that
@@ -23,5 +23,6 @@ All three sets of objects live as long as the unit, so hooks, compiled code and 
 
 Autograd keeps aliases of the compute parameters between forward and backward, so a unit's `whole` must have
 the same storage in both. It is written through tensors that share no version counter with the parameters; the
-engine stamps those itself, with one version while the memory holds the weights and another while it does not.
+engine stamps those itself, with one version while the memory holds the weights and another while it does not. When
+that is: [Note: states of a unit] in `schedule/unit_status.py`.
 """

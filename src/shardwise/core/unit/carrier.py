@@ -1,7 +1,7 @@
-"""How a flat's bytes travel: from rank to rank, hop by hop and in place, and between device and host.
+"""Moves of a flat's bytes: from rank to rank, hop by hop and in place, and between device and host.
 
-Gathers and reductions alike. Nothing else starts a collective on a flat. Where it travels encoded, `rows` is memory for
-what is under way; a hop over one rank moves nothing, and encodes nothing.
+Gathers and reductions both use it; nothing else starts a collective on a flat. Where a flat is sent encoded, `rows` is
+memory for the encoded bytes. A hop over one rank moves nothing, and encodes nothing.
 """
 
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ class Carrier:
         self._flat = flat
         self._away = away
         self._num_encoded = 0
-        # What encoding lost of a gradient, by hop, to be added to the next one.
+        # The error of encoding a gradient, by hop, to be added to the next one.
         self.lost: dict[Hop, Tensor] = {}
 
     def steps(
         self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
     ) -> list[Step]:
-        """Of `hops` on `buffer`, which holds the span at `depth`: one for each collective, in their order."""
+        """The collectives of `hops` on `buffer`, which holds the span at `depth`, in their order."""
         spans = self._flat.spans
         outer = spans[depth]
         steps: list[Step] = []
@@ -64,7 +64,7 @@ class Carrier:
         return steps
 
     def step_to(self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None) -> Step:
-        """Of one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
+        """The collective of one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
         channel = channels[hop.axis]
         if rows is None:
             return partial(start_reduce_scatter, channel, buffer, self.unit_name, out=out)
@@ -97,7 +97,7 @@ class Carrier:
             part.add_(self.lost[hop])
 
     def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
-        """What is not finite has arrived as such, and is not told twice."""
+        """Keep the error of encoding for the next gradient. Values that are not finite have arrived as such."""
         if hop not in self.lost:
             self.lost[hop] = torch.empty(part.numel(), dtype=LOST_DTYPE, device=part.device)
         lost = self.lost[hop]
@@ -105,12 +105,12 @@ class Carrier:
         torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def next_seed(self) -> int:
-        """Another one for every encoding on every rank."""
+        """A different seed for every encoding on every rank."""
         self._num_encoded += 1
         return hash((self._num_encoded, *self._flat.axis_indices))
 
     def row_steps(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[Step]:
-        """As `steps`, of all the rows that a flat's masters are encoded to."""
+        """The collectives of `hops` on all the rows that a flat's masters are encoded to."""
         flat, codec = self._flat, self._flat.params_codec
         assert codec is not None
         steps: list[Step] = []
@@ -122,7 +122,7 @@ class Carrier:
         return steps
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """What passes between device and host so is counted."""
+        """Copy, and count bytes that pass between device and host."""
         target.copy_(source, non_blocking=True)
         if self._away is not None:
             memory = self._away.memory

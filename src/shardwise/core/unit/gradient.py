@@ -29,10 +29,11 @@ from .carrier import Carrier, Channels
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
-    """The mean over ranks. It is taken by the wire, where that can; else while gradients are filled in, where that is
-    one pass (the dtypes agree) or their sum could overflow; else after the sum, on the final part alone.
+    """Factors of gradients before and after their sum, which make it the mean over ranks.
 
-    Under loss scaling the scale is taken out at the same time, so a final gradient is never scaled.
+    The communicator takes the mean, where it can; else gradients are scaled while they are filled in, where that is one
+    pass (the dtypes agree) or their sum could overflow; else the final part is scaled after the sum. The loss scale is
+    taken out at the same time, so a final gradient is never scaled.
     """
 
     before: float
@@ -63,7 +64,7 @@ class GradScale:
             final.mul_(1.0 / self.loss_scale)
 
     def undo(self, final: Tensor, num_summed: int) -> None:
-        """Such that a sync gives `final` again; `num_summed` ranks take part in its hops."""
+        """Scale back, so that a sync gives `final` again; `num_summed` ranks take part in its hops."""
         final.mul_(float(num_summed) if self.wire_averages else 1.0 / self.after)
         if self.loss_scale is not None:
             final.mul_(self.loss_scale.to(final.device))
@@ -106,8 +107,8 @@ CACHED_ELEMS = 1 << 17
 
 
 def sum_of_squares(row: Tensor) -> Tensor:
-    """In fp64, so that it does not depend on how gradients are split. That takes a copy: it is made piece by piece, in
-    one place, because malloc would take a new one for each."""
+    """Sum squares in fp64, so that the result does not depend on how gradients are split. The copy in fp64 is made
+    piece by piece in one buffer, because malloc would take a new one for each piece."""
     pieces = row.split(CACHED_ELEMS if row.device.type == "cpu" else NORM_ELEMS)
     wide = torch.empty(pieces[0].numel(), dtype=torch.float64, device=row.device)
     norms = [torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece)) for piece in pieces]
@@ -115,8 +116,8 @@ def sum_of_squares(row: Tensor) -> Tensor:
 
 
 class Gradient:
-    """`held` says which parameters the final part touches, and where in it they lie; `on_host` is the host's memory
-    for it, where the host updates."""
+    """The gradient of one flat. `held` maps the parameters in the final part to their places in it; `on_host` is memory
+    on the host for it, where the host updates."""
 
     def __init__(
         self, flat: Flat, device: torch.device, carrier: Carrier, held: Mapping[int, slice], on_host: Tensor | None
@@ -169,7 +170,7 @@ class Gradient:
             self.grads.untyped_storage().resize_(num_elems * self.flat.reduce.itemsize)
 
     def give_back(self) -> None:
-        """Let the memory go. The tensor, and every view of it, stay and find the next memory by themselves."""
+        """Give the memory back. The tensor and its views stay, and find the next memory by themselves."""
         if self.grads is not None and not self.flat.grads_on_host:
             self.grads.untyped_storage().resize_(0)
 
@@ -344,7 +345,7 @@ class Gradient:
         self.stage = "local"
 
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
-        """Take what was given from outside for the mean over all ranks, while nobody reads the last one."""
+        """Set the mean over all ranks from outside, while nobody reads the last one."""
         self.fetch()
         self.final_at_hand.copy_(part)
         self.square = self.clipped_by = None
@@ -354,13 +355,13 @@ class Gradient:
     # To the host.
 
     def leave(self) -> None:
-        """Copy to the host what should go there by now."""
+        """Copy the gradient to the host, if it is due there."""
         if self.leaving is not None:
             self.carrier.copy(*self.leaving)
             self.leaving = None
 
     def take_square(self) -> None:
-        """Of a gradient that is leaving, while its copy is under way."""
+        """Take the sum of squares of a leaving gradient, while its copy is in flight."""
         if self._unsquared is not None:
             self.square = sum_of_squares(self._unsquared)
             self._unsquared = None
@@ -389,7 +390,7 @@ class Gradient:
         return self.final
 
     def final_by_param(self) -> dict[int, Tensor]:
-        """What the optimizer reads, in the master's dtype, each part shaped like the resting parameter."""
+        """The gradients that the optimizer reads, in the master's dtype, each shaped like the resting parameter."""
         final = self.final_at_hand
         if self.flat.reduce == self.flat.master and final is self.final:
             return self._final_views
@@ -402,7 +403,7 @@ class Gradient:
         return {index: row.view(flat.params[index].shape) for index, row in rows.items()}
 
     def apply_clip(self) -> None:
-        """Let a gradient that has arrived on the host, and that nobody reads now, be what it was clipped to."""
+        """Multiply a gradient on the host, which nobody reads now, by its clipping factor."""
         if self.clipped_by is not None:
             self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
             self.square = self.clipped_by = None

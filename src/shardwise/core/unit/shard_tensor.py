@@ -19,7 +19,7 @@ DATA_GET: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Lender(Protocol):
-    """What a parameter asks of the engine."""
+    """The engine, as the user's parameters see it."""
 
     @property
     def is_computing(self) -> bool: ...
@@ -30,7 +30,7 @@ class Lender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a user's parameter went. `shown` is what stands for it inside `sw.whole`."""
+    """The place of a user's parameter in its flat. `shown` stands for it inside `sw.whole`."""
 
     state: FlatState
     index: int
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """This rank holds all of the weight, on its device."""
+        """True if this rank holds all of the weight, on its device."""
         flat = self.state.flat
         return flat.num_master == flat.num_elems and flat.master_on == "device"
 
@@ -94,7 +94,7 @@ _ELEMENTWISE = frozenset({
     "nan_to_num", "neg", "ones", "ones_like", "pow", "radd", "reciprocal", "rmul", "rsqrt", "rsub", "rtruediv", "sign",
     "sqrt", "square", "sub", "subtract", "to", "true_divide", "truediv", "type", "zero", "zeros", "zeros_like",
 })
-# What says something about a tensor without reading it.
+# Names of functions that describe a tensor without reading it.
 TELLS = frozenset({
     "__get__", "__set__", "size", "numel", "nelement", "dim", "ndimension", "element_size", "stride", "get_device",
     "data_ptr", "untyped_storage", "__len__", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "type_as",
@@ -145,7 +145,7 @@ def _as_part(local: Tensor, place: Place, is_master: bool) -> ShardTensor:
 
 
 def _cut(place: Place) -> tuple[object, ...]:
-    """What must be equal for two parts to be of the same elements."""
+    """A key that is equal for two parts of the same elements."""
     state = place.state
     held = state.held.get(place.index)
     if held is None:
@@ -215,7 +215,7 @@ def is_in_place(func: Any, kwargs: Any) -> bool:
 
 
 def targets_of(args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operation in place changes."""
+    """The tensors that an in-place operation changes."""
     target = kwargs.get("out", args[0] if args else kwargs.get("tensor", kwargs.get("input")))
     return list(target) if isinstance(target, (list, tuple)) else [target]
 

@@ -1,4 +1,4 @@
-"""Tensors that stand for what rests elsewhere: whoever reads them is told so."""
+"""Stand-ins for tensors that are stored elsewhere: reading one raises an error that says where."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from ...base.errors import StateError
 
-# What tells about a tensor without reading it: attributes, and what memory tools ask.
+# Functions that describe a tensor without reading it: attributes, and the questions of memory tools.
 _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
 # The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
 _TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
 
 
 class Elsewhere(Tensor):
-    """Stands for the gradient of a resting parameter, which lies in a flat shard: whoever touches it is told so."""
+    """Stands for the gradient of a resting parameter, which lies in a flat shard; using it raises."""
 
     why = (
         "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
@@ -43,7 +43,7 @@ class NotShown(Elsewhere):
 
 
 class OnDisk(Elsewhere):
-    """Stands for the master weights of a resting parameter, or for what its optimizer keeps."""
+    """Stands for the master weights of a resting parameter, or for its optimizer state."""
 
     why = (
         "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "

@@ -59,7 +59,7 @@ class FlatState:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the computation."""
         return self.compute_params[0].device
 
     def _master_at_rest(self, device: torch.device) -> Tensor:
@@ -80,19 +80,19 @@ class FlatState:
         return nn.Parameter(view, requires_grad=flat.trainable)
 
     def read_master(self) -> Tensor:
-        """All of it that is this rank's; a copy, if it rests on disk."""
+        """This rank's part of the master; a copy, if it is on disk."""
         if self._draft is not None:
             return self._draft
         return self.away.rows.all_of(MASTER) if self.away is not None and self.away.rows is not None else self.master
 
     def master_part(self, where: slice) -> Tensor:
-        """Elements of it: a view, or a copy if it rests on disk."""
+        """Elements of the master: a view, or a copy if it is on disk."""
         rows = None if self.away is None else self.away.rows
         return self.master[where] if rows is None else rows.part(MASTER, where)
 
     @contextmanager
     def writing(self) -> Iterator[Tensor]:
-        """The master, to be changed from outside; what is made from it off the device follows in the end."""
+        """Give the master to be changed from outside; its copies on the host or on disk follow in the end."""
         rows = None if self.away is None else self.away.rows
         self._draft = master = self.read_master()
         try:
@@ -110,14 +110,14 @@ class FlatState:
             self._draft[self.held[index]].copy_(self.part_of(index, value))
 
     def part_of(self, index: int, value: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor that is shaped like a parameter, as a row."""
+        """This rank's part of a whole tensor that is shaped like a parameter, as a row."""
         flat = self.flat
         own = flat.spans[flat.depth_of_master]
         common = flat.intervals[index].overlap(own)
         return value.detach().reshape(-1)[common.within(flat.intervals[index])]
 
     def publish(self, moves: Moves | None = None) -> None:
-        """The master was changed: let what is made from it off the device follow. What a step moves so is counted."""
+        """Renew the copies of a changed master on the host or on disk. Bytes that a step moves so are counted."""
         if self.away is not None:
             self.away.publish(self.read_master(), moves or Moves())
 
@@ -151,9 +151,9 @@ class FlatState:
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
     def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> Journey:
-        """Bring the master to `whole`.
+        """Start to gather the masters of all ranks into `whole`.
 
-        `staged` is what was read from disk for it; `rows` is memory for what is under way, if it is encoded.
+        `staged` holds the bytes that were read from disk; `rows` is memory for encoded bytes in flight.
         """
         flat, journey = self.flat, Journey()
         if rows is not None:
@@ -183,7 +183,7 @@ class FlatState:
         return journey
 
     def _bring_own_part(self, is_stale: bool, staged: Tensor | None) -> None:
-        """Where nobody else's master is in the copy at rest."""
+        """Fill this rank's part of `whole`, where the copy at rest holds this rank's master only."""
         if self.flat.rest_on == "device" and is_stale:
             assert self.rest is not None
             self.carrier.copy(self.rest, self.updated)
@@ -193,7 +193,8 @@ class FlatState:
     def _go_encoded(
         self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
     ) -> None:
-        """Encoded once and decoded once, whatever the hops. Every rank computes with what arrives, its own part too."""
+        """Gather encoded rows: encoded once and decoded once, whatever the hops. Every rank computes with the decoded
+        values, of its own part too."""
         flat, codec = self.flat, self.flat.params_codec
         assert codec is not None
         own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
@@ -221,7 +222,7 @@ class FlatState:
         return self.master if out is None else out
 
     def _rest_from(self, at_rest: Tensor) -> None:
-        """The copy off the device follows the gathered one: here the optimizer is split further than it."""
+        """Renew the copy on the host or on disk from the gathered one, where the optimizer is split further than it."""
         assert self.away is not None
         if self.rest is not None:
             self.carrier.copy(self.rest, at_rest)
@@ -259,7 +260,7 @@ class Unit:
                     self._sites.append((registered, site.attribute, compute, user))
 
     def show_compute(self) -> None:
-        """What somebody else has put there for a while (`torch.func.functional_call`) stays."""
+        """Register the compute parameters. Tensors that somebody put there (`torch.func.functional_call`) stay."""
         for registered, attribute, compute, user in self._sites:
             if registered[attribute] is user:
                 registered[attribute] = compute
@@ -285,12 +286,12 @@ class Unit:
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def was_written(self, version: int) -> bool:
-        """Whether a forward changed its own compute parameters, where that is lost or other ranks do not know."""
+        """True if a forward changed its own compute parameters, where that is lost or unknown to other ranks."""
         changed = [state for state in self.states for param in state.compute_params if param._version != version]
         return bool([state for state in changed if not state.flat.master_is_whole or state.flat.num_ranks > 1])
 
     def is_registered_in(self, registered: set[int]) -> bool:
-        """Whether one of the modules with these parameter dicts holds a parameter of this unit."""
+        """True if one of the modules with these parameter dicts holds a parameter of this unit."""
         return any(id(site[0]) in registered for site in self._sites)
 
     def show(self, instead: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from .stand_ins import Elsewhere
 
 
 def place_of(param: Tensor) -> Place | None:
-    """Where a parameter of a sharded model went; None for any other tensor."""
+    """The place of a parameter of a sharded model; None for any other tensor."""
     return param.place if isinstance(param, UserParameter) else None
 
 
@@ -60,7 +60,7 @@ class UserParameter(nn.Parameter):
 
 
 def adopt(original: nn.Parameter, place: Place) -> nn.Parameter:
-    """Make the user's own Parameter stand for a weight at a place; what it was is let go of."""
+    """Make the user's own Parameter stand for a weight at a place, and free its old memory."""
     blank = place.state.blank.expand(place.shape)
     with torch.no_grad():
         original.grad = None
@@ -77,7 +77,7 @@ def adopt(original: nn.Parameter, place: Place) -> nn.Parameter:
 
 
 def _move_hooks(original: nn.Parameter, compute: nn.Parameter) -> None:
-    """Gradients come to the compute parameter. The dicts are shared, so that handles of hooks still remove them."""
+    """Move hooks to the compute parameter, where gradients come. The dicts are shared, so that handles still work."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks, after = original._backward_hooks, original._post_accumulate_grad_hooks
         if hooks:
