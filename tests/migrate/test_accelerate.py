@@ -120,7 +120,7 @@ def test_a_refusal_names_every_key_in_one_sentence() -> None:
         ({"mixed_precision": "bf17"}, "mixed_precision", "did you mean 'bf16'"),
         ({"mixed_precison": "bf16"}, "mixed_precison", "did you mean 'mixed_precision'"),
         ({"main_process_port": 99999999, "num_machines": 2}, "main_process_port", "at most 65535"),
-        ({"fsdp_config": "full"}, "fsdp_config", "no mapping"),
+        ({"fsdp_config": "full"}, "fsdp_config", "not a mapping"),
         ({"dynamo_config": {"dynamo_backend": "TVM"}}, "dynamo_config.dynamo_backend", "INDUCTOR only"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment", "SageMaker"),
         ({"tpu_use_cluster": True}, "tpu_use_cluster", "no TPUs"),

@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 import shardwise.migrate.api as api
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
-from shardwise.migrate.accelerate.environment import NAMED, PREFIXES, read_environment
-from shardwise.migrate.accelerate.fsdp_keys import KNOWN
-from shardwise.migrate.accelerate.keys import DEEPSPEED, DYNAMO, FP8, PARALLELISM, TOP
 from shardwise.migrate.account import Account
-from shardwise.migrate.hugging_face.keys import KEYS
-from shardwise.migrate.hugging_face.programs import PROGRAMS
-from shardwise.migrate.hugging_face.training import NAMES
-from shardwise.migrate.migrated import Migrated
-from shardwise.migrate.write import yaml_of
+from shardwise.migrate.environment import read_environment
+from shardwise.migrate.fsdp import known_keys
+from shardwise.migrate.migrated import Migrated, yaml_of
+from shardwise.migrate.tables import rules, table
 from shardwise.trainer.config import resolve
 from tests.migrate.test_fsdp import MEANS
 from tests.migrate.told import assert_all_told
 
+TOP, DEEPSPEED, DYNAMO, FP8, PARALLELISM = (
+    rules("accelerate", block)
+    for block in ("top", "deepspeed_config", "dynamo_config", "fp8_config", "parallelism_config")
+)
+KEYS, PROGRAMS = rules("hugging_face", "trainer"), rules("hugging_face", "programs")
+NAMES, VARIABLES = table("hugging_face")["settings"], table("accelerate")["variables"]
+PREFIXES = table("accelerate")["variable_prefixes"]
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 WORDS = st.sampled_from(
@@ -44,7 +47,7 @@ VALUES = st.recursive(
     max_leaves=3,
 )  # fmt: skip
 SAYS = ("sharding_strategy", "reshard_after_forward")
-FSDP = [*KNOWN, "fsdp_shardign", "x"]
+FSDP = [*sorted(known_keys()), "fsdp_shardign", "x"]
 GROUPS = [*PARALLELISM, *(f"parallelism_config_{key}" for key in PARALLELISM), "dp_shard_size", "dp_replicate_size"]
 STAGES = [
     *DEEPSPEED, "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
@@ -189,9 +192,7 @@ def test_a_named_strategy_stays_itself_or_is_refused(name: str, more: Any, group
 @FEW
 @given(
     st.dictionaries(
-        st.sampled_from(
-            [*NAMED, *(prefix + word for prefix, _, _ in PREFIXES for word in ("VERSION", "X", "BACKEND"))]
-        ),
+        st.sampled_from([*VARIABLES, *(prefix + word for prefix in PREFIXES for word in ("VERSION", "X", "BACKEND"))]),
         WORDS,
     )
 )

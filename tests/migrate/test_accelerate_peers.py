@@ -16,7 +16,7 @@ from tests.migrate.told import assert_all_told
 
 pytestmark = pytest.mark.peers
 
-UNKNOWN = "nobody here knows it"
+UNKNOWN = "unknown key"
 # Of the plugin, and never of a file.
 NOT_IN_FILES = {"hf_ds_config", "is_train_batch_min", "transformer_moe_cls_names", "enable_msamp", "msamp_opt_level"}
 
@@ -51,8 +51,8 @@ def test_fsdp() -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
 
-    from shardwise.migrate.accelerate.fsdp import POLICIES, STATE_DICTS
-    from shardwise.migrate.names import SHARDING_STRATEGIES
+    from shardwise.migrate.fsdp import POLICIES, STATE_DICTS
+    from shardwise.migrate.strategies import SHARDING_STRATEGIES
 
     assert list(SHARDING_STRATEGIES) == FSDP_SHARDING_STRATEGY
     assert list(POLICIES) == FSDP_AUTO_WRAP_POLICY
@@ -103,7 +103,7 @@ def test_training_arguments() -> None:
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    from shardwise.migrate.hugging_face.schedule import OTHER_SCHEDULES, SCHEDULES
+    from shardwise.migrate.hugging_face_training import OTHER_SCHEDULES, SCHEDULES
 
     assert not unknown(dict.fromkeys(fields_of(TrainingArguments), "x"), "hugging-face")
     assert {kind.value for kind in SchedulerType} <= {*SCHEDULES, *OTHER_SCHEDULES}
@@ -147,11 +147,11 @@ def test_a_trainer_understands_fsdp_as_we_do(keys: dict[str, Any], tmp_path: Pat
 def test_what_a_trainer_does_unsaid() -> None:
     from transformers import TrainingArguments
 
-    from shardwise.migrate.hugging_face.training import EPOCHS, UNSAID
+    from shardwise.migrate.hugging_face_training import DEFAULTS, EPOCHS
 
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     assert defaults["num_train_epochs"] == EPOCHS
-    for name, value in UNSAID.items():
+    for name, value in DEFAULTS.items():
         assert name in ("min_lr_ratio", "eval_fraction") or defaults[name] == value, name
 
 
@@ -163,7 +163,7 @@ def test_what_a_trainer_does_unsaid() -> None:
 def test_deepspeeds_keys_are_completed_as_accelerate_does(word: str, keys: dict[str, Any]) -> None:
     from accelerate.utils import DeepSpeedPlugin
 
-    from shardwise.migrate.accelerate.completed import completed
+    from shardwise.migrate.accelerate import completed
 
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **copy.deepcopy(keys)})
     plugin.set_mixed_precision(word)

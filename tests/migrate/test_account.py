@@ -27,8 +27,8 @@ def test_rows_come_in_the_order_of_the_document() -> None:
         "a.x": ("ignored", "of x"),
         "a.y": ("used", "y here"),
         "b": ("used", "b here"),
-        "c": ("ignored", "nothing is said in it"),
-        "d": ("ignored", "nothing is said"),
+        "c": ("ignored", "it is empty"),
+        "d": ("ignored", "it is empty"),
     }
     assert list(fates(top)) == ["a.x", "a.y", "b", "c", "d"]
 
@@ -36,7 +36,7 @@ def test_rows_come_in_the_order_of_the_document() -> None:
 def test_what_nobody_asked_for_is_refused_with_the_nearest_name() -> None:
     top = block(stag="3", other="1")
     top.whole("stage")
-    assert fates(top)["stag"] == ("refused", "nobody here knows it; did you mean 'stage'?")
+    assert fates(top)["stag"] == ("refused", "unknown key; did you mean 'stage'?")
     assert fates(top)["other"][0] == "refused"
 
 
@@ -44,7 +44,7 @@ def test_no_name_is_suggested_that_only_begins_alike() -> None:
     top = block(temperature="1", lr="1e-4")
     for key in ("template", "lora", *(f"other_{number}" for number in range(20))):
         top.has(key)
-    assert {text for _, text in fates(top).values()} == {"nobody here knows it; no key is called nearly so"}
+    assert {text for _, text in fates(top).values()} == {"unknown key; no known key is similar"}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_no_name_is_suggested_that_only_begins_alike() -> None:
         (lambda top: top.whole("key", 7, most=3), "4", "it must be at most 3"),
         (lambda top: top.whole("key", 7), ["1"], "it is a list, not a single value"),
         (lambda top: top.whole("key", 7), {"a": "1"}, "it is a mapping, not a single value"),
-        (lambda top: top.whole("key", 7), "auto", "nobody chooses it; write a value, or leave it out"),
+        (lambda top: top.whole("key", 7), "auto", "auto is not possible; write a value, or leave it out"),
         (lambda top: top.number("key", 7, least=0), "-1", "it must be at least 0"),
         (lambda top: top.number("key", 7), "nan", "it is not a number"),
         (lambda top: top.flag("key", 7), "2", "it is not true or false"),
@@ -89,12 +89,12 @@ def test_auto_is_asked_for() -> None:
 def test_what_was_read_and_not_decided_is_refused() -> None:
     top = block(key="1")
     top.whole("key")
-    assert fates(top) == {"key": ("refused", "nothing becomes of it here; leave it out")}
+    assert fates(top) == {"key": ("refused", "it has no effect here; leave it out")}
 
 
 def test_what_was_read_and_not_decided_because_of_a_refusal_says_so() -> None:
     top = block(key="1", other="2", file="nowhere")
     top.whole("key")
     top.refused("file", "no such file")
-    assert fates(top)["key"] == ("ignored", "nothing is decided about it, because file is refused")
+    assert fates(top)["key"] == ("ignored", "it is undecided because file is refused")
     assert fates(top)["other"][0] == "refused"

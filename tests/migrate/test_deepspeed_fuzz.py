@@ -15,9 +15,8 @@ from shardwise.base.documents import texts_of
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
 from shardwise.migrate.api import from_deepspeed, read
-from shardwise.migrate.deepspeed.keys import IGNORED
-from shardwise.migrate.deepspeed.switches import SWITCHED
-from shardwise.migrate.names import STAGES
+from shardwise.migrate.strategies import STAGES
+from shardwise.migrate.tables import table
 from tests.migrate.support import require_all_told, require_sound, rows
 
 # What readers ask for beside the tables.
@@ -53,8 +52,11 @@ USED = {
     "wandb": "enabled",
     "compile": "deepcompile disable backend",
 }
-KEYS = {path: {*IGNORED.get(path, ()), *USED.get(path, "").split()} for path in {*IGNORED, *USED}}
-KEYS[""] |= set(SWITCHED)
+KEYS = {path: set(keys.split()) for path, keys in USED.items()}
+for section, table_rows in table("deepspeed").items():
+    KEYS.setdefault("" if section in ("top", "switches") else section, set()).update(
+        key for row in table_rows for key in row["keys"]
+    )
 ALL_KEYS = sorted({key for keys in KEYS.values() for key in keys})
 
 WORDS = [

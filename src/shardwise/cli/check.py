@@ -14,7 +14,7 @@ from ..base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..migrate.account import Entry
-    from ..migrate.memory import Beside
+    from ..migrate.memory import MemoryComparison
     from ..migrate.migrated import Migrated
 
 MEMORY, ANSWER = "Memory", "Answer"
@@ -59,13 +59,13 @@ def check(
         shardwise train --deepspeed ds_config.json --train-file mine.jsonl
     """
     from ..migrate.api import known_kind, read
-    from ..migrate.memory import Beside, beside
+    from ..migrate.memory import MemoryComparison, compare_memory
 
     migrated = read(file, None if kind is None else known_kind(kind))
-    memory: Beside | str = "something is refused"
+    memory: MemoryComparison | str = "something is refused"
     if not migrated.refused:
         try:
-            memory = beside(migrated, model, gpus, nodes)
+            memory = compare_memory(migrated, model, gpus, nodes)
         except ConfigurationError as error:
             if model is not None or gpus is not None:
                 raise
@@ -79,7 +79,7 @@ def check(
         raise typer.Exit(2)
 
 
-def _as_json(migrated: "Migrated", memory: "Beside | str") -> dict[str, Any]:
+def _as_json(migrated: "Migrated", memory: "MemoryComparison | str") -> dict[str, Any]:
     return {
         "file": migrated.source,
         "kind": migrated.kind,
@@ -90,7 +90,7 @@ def _as_json(migrated: "Migrated", memory: "Beside | str") -> dict[str, Any]:
     }
 
 
-def _told(migrated: "Migrated", memory: "Beside | str", width: int) -> Iterator[str]:
+def _told(migrated: "Migrated", memory: "MemoryComparison | str", width: int) -> Iterator[str]:
     from ..core.layout import layout_of
     from ..migrate.migrated import TITLES
 
@@ -148,7 +148,7 @@ def _in_parts(name: str, width: int) -> str:
     return " ".join((*parts, name))
 
 
-def _memory(memory: "Beside", width: int) -> Iterator[str]:
+def _memory(memory: "MemoryComparison", width: int) -> Iterator[str]:
     """Columns that have nothing in them are left out."""
     from ..base.text import size
 

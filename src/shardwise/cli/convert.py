@@ -97,7 +97,7 @@ def convert(
 
 def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
     from ..migrate.api import read
-    from ..migrate.write import yaml_of
+    from ..migrate.migrated import yaml_of
 
     if target.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigurationError(f"{target}: a configuration is YAML; give a name that ends in .yaml")

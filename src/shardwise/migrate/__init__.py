@@ -1,1 +1,1 @@
-"""Configurations of DeepSpeed, Accelerate and Hugging Face, as they are: what every key becomes."""
+"""Configurations of DeepSpeed, Accelerate and Hugging Face programs, as settings of the trainer."""

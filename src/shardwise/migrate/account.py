@@ -1,9 +1,9 @@
-"""What became of every key of somebody else's configuration.
+"""An account of every key of another library's configuration.
 
 A reader asks a `Block` (the document, or a mapping in it) for values by key and type, and says what each becomes. At
-the end `Account.entries` has one row for every key that was written: used, ignored for a reason, or refused for one. A
-value of the wrong type and a key that nobody knows are refused; nothing is dropped. The reader goes on after a refusal
-with the default, so that all that is wrong is told at once.
+the end `Account.entries` has one entry for every key that was written: used, ignored for a reason, or refused for a
+reason. A value of the wrong type and an unknown key are refused; nothing is dropped. After a refusal the reader
+continues with the default, so that all errors are reported at once.
 """
 
 import math
@@ -17,45 +17,45 @@ from ..base.errors import did_you_mean, nearest, printable
 Fate = Literal["used", "ignored", "refused"]
 
 AUTO = "auto"
-# How keys begin that people write where a format has no comments; no library has a key of its own that does.
+# Beginnings of keys that stand for comments where a format has none; no library has such a key.
 COMMENTS = ("_", "comment", "//", "#", "$schema")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-LONGEST = 60  # of a value that is shown
-FEW = 12  # keys that are told to somebody who meant another one
+MAX_SHOWN = 60  # characters of a value
+MAX_SUGGESTED = 12  # keys that are listed for an unknown one
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key: what it is here, or why it is nothing."""
+    """One key: what it becomes, or why it becomes nothing."""
 
-    key: str  # with the blocks that it stands in: zero_optimization.stage
-    value: str  # as it was written
+    key: str  # with its blocks: zero_optimization.stage
+    value: str  # as written
     fate: Fate
     text: str  # what it becomes, or why not
 
 
 @dataclass(slots=True)
 class Account:
-    """Of one document. `source` is its name in sentences."""
+    """The entries of one document, which is called `source` in messages."""
 
     source: str
     _fates: dict[str, Entry] = field(default_factory=dict)
     _blocks: dict[str, "Block"] = field(default_factory=dict)
 
     def block(self, path: str, values: Mapping[str, Tree]) -> "Block":
-        made = Block(self, path, values)
-        self._blocks[path] = made
-        return made
+        """Register a mapping of the document."""
+        self._blocks[path] = Block(self, path, values)
+        return self._blocks[path]
 
     def settle(self, key: str, value: Tree, fate: Fate, text: str) -> None:
-        """A refusal stays one, whatever is said afterwards; else the last word counts."""
+        """Record what becomes of a key. The last call counts, except that a refusal stays."""
         before = self._fates.get(key)
         if before is None or before.fate != "refused":
             self._fates[key] = Entry(key, shown(value), fate, text)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """In the order in which they were written. What nobody asked for is refused."""
+        """One entry per key, in the order of the document. Keys that no reader asked for are refused."""
         places: dict[str, list[str]] = {}
         for block in self._blocks.values():
             for key in block.known:
@@ -72,35 +72,33 @@ class Account:
             if path in self._fates:
                 yield self._fates[path]
             elif block.values[key] == {}:
-                yield Entry(path, "{}", "ignored", "nothing is said in it")
+                yield Entry(path, "{}", "ignored", "it is empty")
             if path in self._blocks:
                 yield from self._rows(self._blocks[path])
 
 
 class Block:
-    """A mapping of the document, and who has asked for what in it."""
+    """A mapping of the document, and the keys that a reader has asked for."""
 
     def __init__(self, account: Account, path: str, values: Mapping[str, Tree]) -> None:
         self.account, self.path, self.values = account, path, values
         self._known: set[str] = set()
         self._inner: set[str] = set()
 
-    # What is written
-
     def has(self, key: str) -> bool:
-        """Something is written there; null is as good as nothing, and says nothing."""
+        """Return True if the key has a value; null is none."""
         self._known.add(key)
         return self.values.get(key) is not None
 
     def auto(self, key: str, becomes: str) -> bool:
-        """Whether it is left to be chosen ("auto"), which then becomes this."""
+        """Return True if the value is "auto", and record what that becomes."""
         if not self.has(key) or str(self.values[key]).lower() != AUTO:
             return False
         self.used(key, becomes)
         return True
 
     def inner(self, key: str) -> "Block":
-        """A mapping in this one; empty where there is none."""
+        """The mapping under a key; empty if there is none."""
         self._known.add(key)
         value = self.values.get(key)
         if value is None:
@@ -108,12 +106,12 @@ class Block:
         elif isinstance(value, dict):
             self._inner.add(key)
         else:
-            self.refused(key, "it is no mapping of keys to values")
+            self.refused(key, "it is not a mapping of keys to values")
             value = {}
         return self.account.block(self.path_of(key), value)
 
     def opened(self, key: str, values: Mapping[str, Tree]) -> "Block":
-        """Another document, which this key names: its keys are told under it."""
+        """Another document, which this key names: its entries stand under the key."""
         return self.account.block(self.paths[key], values)
 
     def text(self, key: str, default: str = "") -> str:
@@ -122,7 +120,7 @@ class Block:
         return str(self.values[key]).strip()
 
     def word(self, key: str, choices: Iterable[str], default: str) -> str:
-        """One of the choices, in any capitals; the choice as it stands there."""
+        """One of the choices, written in any capitals."""
         if not self._is_scalar(key):
             return default
         known = {choice.lower(): choice for choice in choices}
@@ -146,7 +144,7 @@ class Block:
         return self._within(key, _number(self.values[key]), default, least, most, "a number")
 
     def whole(self, key: str, default: int = 0, least: float = -math.inf, most: float = 2**63 - 1) -> int:
-        """A whole number; 5e8 and "500000000" are the same one."""
+        """A whole number; 5e8 and "500000000" are the same."""
         if not self._is_scalar(key):
             return default
         value = _number(self.values[key])
@@ -164,7 +162,7 @@ class Block:
         return [number for number in found if number is not None]
 
     def texts(self, key: str, default: Sequence[str] = ()) -> Sequence[str]:
-        """A list, or one text with commas."""
+        """A list of texts, or one text with commas."""
         if not self.has(key):
             return default
         value = self.values[key]
@@ -178,9 +176,8 @@ class Block:
             return default
         return value
 
-    # What becomes of it. Keys that are not written are passed over.
-
     def settle(self, key: str, fate: Fate, text: str) -> None:
+        """Record what becomes of a key, if it is written."""
         self._known.add(key)
         if self.values.get(key) is not None:
             self.account.settle(self.path_of(key), self.values[key], fate, text)
@@ -195,7 +192,7 @@ class Block:
         self.settle(key, "refused", why)
 
     def ignored_whole(self, why: str) -> None:
-        """Every key of this block that nothing was said of, one in it and all."""
+        """Ignore every key of this block that has no entry yet."""
         self._settle_rest("ignored", why)
 
     def refused_whole(self, why: str) -> None:
@@ -207,18 +204,18 @@ class Block:
 
     @property
     def known(self) -> frozenset[str]:
-        """Keys that its reader has asked for, written or not."""
+        """Keys that a reader has asked for, written or not."""
         return frozenset(self._known)
 
     def refuse_unknown(self, places: Mapping[str, Sequence[str]]) -> None:
-        """`places` is where keys of the same name are known: one in the wrong block is told the right one."""
+        """`places` are the paths of known keys, by name: an entry of a key in the wrong block names the right one."""
         for key, value in self.values.items():
             path = self.path_of(key)
             is_told = path in self.account._fates or key in self._inner
             if is_told:
                 continue
             if value is None:
-                self.account.settle(path, value, "ignored", "nothing is said")
+                self.account.settle(path, value, "ignored", "it is empty")
                 continue
             if key.startswith(COMMENTS):
                 self.account.settle(path, value, "ignored", "a comment")
@@ -227,16 +224,16 @@ class Block:
                 continue
             right = places.get(key, ())
             meant = f"did you mean {right[0]!r}?" if len(right) == 1 else _nearest(key, self._known)
-            self.account.settle(path, value, "refused", f"nobody here knows it; {meant}")
+            self.account.settle(path, value, "refused", f"unknown key; {meant}")
 
     def settle_undecided(self, refused: str | None) -> None:
-        """Keys that were read, and nothing was said of: what was refused may have ended the reading of the file."""
+        """Settle keys that were read and have no entry: a refused key may have ended the reading of the file."""
         for key, value in self.values.items():
             if key in self._known and key not in self._inner and self.path_of(key) not in self.account._fates:
                 if refused is not None:
-                    self.ignored(key, f"nothing is decided about it, because {refused} is refused")
+                    self.ignored(key, f"it is undecided because {refused} is refused")
                 else:
-                    self.account.settle(self.path_of(key), value, "refused", "nothing becomes of it here; leave it out")
+                    self.account.settle(self.path_of(key), value, "refused", "it has no effect here; leave it out")
 
     def _settle_rest(self, fate: Fate, text: str) -> None:
         for key in self.values:
@@ -245,7 +242,7 @@ class Block:
                 self.account.settle(self.path_of(key), self.values[key], fate, text)
 
     def _is_scalar(self, key: str) -> bool:
-        """Something is written there: no list, no mapping, and not `auto`, which has to be asked for first."""
+        """Return True if the key has a single value; refuse lists, mappings, and `auto`, which `auto()` accepts."""
         if not self.has(key):
             return False
         value = self.values[key]
@@ -253,7 +250,7 @@ class Block:
             self.refused(key, f"it is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value")
             return False
         if str(value).lower() == AUTO:
-            self.refused(key, "nobody chooses it; write a value, or leave it out")
+            self.refused(key, "auto is not possible; write a value, or leave it out")
             return False
         if not str(value).strip().isprintable():
             self.refused(key, "it has characters that cannot be printed")
@@ -275,7 +272,7 @@ class Block:
 
 
 def name_of(key: str) -> str:
-    """In a path: a key with a dot in it is not a key in a block, one without a name has one, and all can be printed."""
+    """A key as part of a path: printable, and quoted if it is empty or has a dot."""
     return key if key and not set(key) & set(".'") and key.isprintable() else ascii(key)
 
 
@@ -291,11 +288,11 @@ def _nearest(key: str, known: Collection[str]) -> str:
     near = nearest(key, known)
     if near is not None:
         return f"did you mean {near!r}?"
-    return did_you_mean(key, known) if len(known) <= FEW else "no key is called nearly so"
+    return did_you_mean(key, known) if len(known) <= MAX_SUGGESTED else "no known key is similar"
 
 
 def shown(value: Tree) -> str:
-    """A value in a table or a sentence."""
+    """A value in one short line."""
     if isinstance(value, dict):
         text = "{" + ", ".join(f"{name}: {shown(part)}" for name, part in value.items()) + "}"
     elif isinstance(value, list):
@@ -303,4 +300,4 @@ def shown(value: Tree) -> str:
     else:
         text = "null" if value is None else str(value)
     text = printable(" ".join(text.split()))
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

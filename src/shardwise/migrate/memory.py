@@ -1,10 +1,10 @@
-"""Memory of a rank: what the plan says of us, beside what the library that the file was written for would need.
+"""Memory of a rank: ours, compared with that of the library for which the file was written.
 
 DeepSpeed's figures are its own: `estimate_zero2_model_states_mem_needs` counts 2 bytes of a 16-bit parameter, 2 of its
-gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments); its sister of stage 3 counts one of the
-two gradients. It has none of stages 0 and 1, which are counted as stage 2. FSDP and DDP hold fp32 parameters and
-gradients beside the moments, and 16-bit copies while they compute; DDP has its gradients a second time, in buckets.
-Peaks are the planner's, which knows us and torch's FSDP.
+gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments); its counterpart of stage 3 counts one of
+the two gradients. It has none for stages 0 and 1, which are counted as stage 2. FSDP and DDP hold fp32 parameters and
+gradients in addition to the moments, and 16-bit copies while they compute; DDP has its gradients a second time, in
+buckets. Peaks are the planner's, which plans for us and for torch's FSDP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,33 +25,33 @@ from ..planner.training import Lora, Training
 from ..trainer.settings import num_nodes
 from .migrated import TITLES, Migrated
 
-# What is counted where no model is named.
+# Without a model: a billion parameters in a hundred tensors.
 NUM_PARAMS = 10**9
-NUM_PIECES = 100
-A_GPU = "H100-80GB"
+NUM_TENSORS = 100
+DEFAULT_GPU = "H100-80GB"
 NUM_RANKS = 8
 
-# Bytes of a parameter that is trained: itself, its gradient, and what the optimizer has beside its moments. Torch's
-# count in the format that is trained in.
+# Bytes of a trained parameter, of its gradient, and of the optimizer's state without moments. torch's are multiples of
+# the master's size.
 TORCH = {"fsdp": (1, 1, 0), "ddp": (1, 2, 0)}
 DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 8), (2, 0, 8), (4, 4, 0)
-# Of a layer's parameters while they are gathered, and their gradients.
-GATHERED = 4
+# Bytes per parameter of a gathered layer, with its gradient.
+GATHERED_BYTES = 4
 SOURCES = {
-    "deepspeed": "states as DeepSpeed estimates them for 16 bits in stages 2 and 3, and others alike; its buckets; of "
-    "the host what rests there, where its estimate takes 1.5 times that and more",
-    "fsdp": "shards in {master}, and what is gathered",
+    "deepspeed": "states as DeepSpeed estimates them for 16 bits in stages 2 and 3, and other stages alike; its "
+    "buckets; host memory of the offloaded state alone, of which its estimate is 1.5 times or more",
+    "fsdp": "shards in {master}, and gathered parameters",
     "ddp": "states in {master}, and gradients in buckets",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of a rank's device, and of the host and the disk of its node. No peak: nobody can say."""
+    """Bytes on a rank's device, and on the host and the disk of its node. `peak` is None if it is not planned."""
 
     who: str
     states: float
-    extra: float  # buffers and what is gathered, where it is known
+    extra: float  # buffers and gathered parameters, where they are known
     host: float
     disk: float
     peak: float | None
@@ -59,14 +59,16 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class MemoryComparison:
+    """Our need first, then the other library's."""
+
     model: str
     cluster: str
     needs: tuple[Need, Need]
 
 
-def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int | None) -> Beside:
-    """Both needs; of a billion parameters where no model is named."""
+def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, nodes: int | None) -> MemoryComparison:
+    """Plan both needs, for a billion parameters if no model is named."""
     cluster = _cluster(migrated, gpus, nodes)
     settings = migrated.settings
     training = Training(
@@ -83,13 +85,13 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
     units, name, peaks = _units(model, training, cluster, migrated)
     layout = layout_of(migrated.strategy)
     flats = [flats_of(unit, layout, training.formats, cluster.axes, ()) for unit in units]
-    away = off_device(flats, training.num_moments)
+    offloaded = off_device(flats, training.num_moments)
     ours = Need(
         f"shardwise, {migrated.strategy}",
         state_bytes((flat for unit in flats for flat in unit), training.num_moments).total,
         0,
-        away.host * cluster.node_size,
-        away.disk * cluster.node_size,
+        offloaded.host * cluster.node_size,
+        offloaded.disk * cluster.node_size,
         peaks[0],
         "states to the byte" if model else "states; --model M --gpus G plans the peak",
     )
@@ -98,19 +100,19 @@ def beside(migrated: Migrated, model: str | None, gpus: str | None, nodes: int |
     sizes = [sum(param.num_elems for param in unit.params) for unit in units]
     largest = max(sizes) if model else 0
     theirs = _original(migrated, layout, cluster, training, counts, largest)
-    return Beside(name, str(cluster), (ours, replace(theirs, peak=peaks[1])))
+    return MemoryComparison(name, str(cluster), (ours, replace(theirs, peak=peaks[1])))
 
 
 def _original(
     migrated: Migrated, layout: Layout, cluster: Cluster, training: Training, counts: Mapping[bool, int], largest: int
 ) -> Need:
-    """`counts`: of parameters that are trained, and of others, which are there in the format that is computed in."""
+    """`counts` are the numbers of trained and of frozen parameters; frozen ones are held in the compute dtype."""
     engine = migrated.original.engine
     half = training.formats.compute.itemsize
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
     params, grads, optimizer = _bytes(engine, training.formats, layout)
     moment = FP32.itemsize if engine == "deepspeed" else training.formats.master.itemsize
-    device, away = 0.0, {"host": 0.0, "disk": 0.0}
+    device, offloaded = 0.0, {"host": 0.0, "disk": 0.0}
     for num_bytes, place, kept in (
         ((params * counts[True] + half * counts[False]) / share[layout.params], layout.params_on, 0.0),
         (grads * counts[True] / share[layout.grads], layout.grads_on, 0.0),
@@ -122,18 +124,18 @@ def _original(
     ):
         device += num_bytes if place == "device" else kept * num_bytes
         if place != "device":
-            away[place] += (1 - kept) * num_bytes * cluster.node_size
+            offloaded[place] += (1 - kept) * num_bytes * cluster.node_size
     source = SOURCES[engine].format(master=training.formats.master.name)
     extra = half * migrated.original.bucket_elems
     if layout.gathered_until == "forward":
-        extra += GATHERED * largest
+        extra += GATHERED_BYTES * largest
     elif layout.gathered_until == "backward":
         extra += half * sum(counts.values())
-    return Need(TITLES[migrated.kind], device, extra, away["host"], away["disk"], None, source)
+    return Need(TITLES[migrated.kind], device, extra, offloaded["host"], offloaded["disk"], None, source)
 
 
-def _lora(asked: Mapping[str, Any] | None) -> Lora | None:
-    return None if asked is None else Lora(asked.get("r", 16), tuple(asked.get("targets", ())))
+def _lora(keys: Mapping[str, Any] | None) -> Lora | None:
+    return None if keys is None else Lora(keys.get("r", 16), tuple(keys.get("targets", ())))
 
 
 def _bytes(engine: str, formats: Precision, layout: Layout) -> tuple[int, int, int]:
@@ -147,13 +149,13 @@ def _bytes(engine: str, formats: Precision, layout: Layout) -> tuple[int, int, i
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:
-    """What was said here, else in the file, else eight ranks, or two groups. Such groups are nodes of the plan."""
+    """The given GPUs, else the file's, else eight ranks or two groups. Groups of ranks are nodes of the plan."""
     settings = migrated.settings
     if gpus is None:
         group = settings.get("node_size") or 1
         per_node = settings.get("nproc_per_node") or (NUM_RANKS if NUM_RANKS % group == 0 else 2 * group)
-        said = num_nodes(str(settings.get("nnodes", 1)))[1]
-        gpus, nodes = f"{per_node}x{A_GPU}", said if nodes is None else nodes
+        in_file = num_nodes(str(settings.get("nnodes", 1)))[1]
+        gpus, nodes = f"{per_node}x{DEFAULT_GPU}", in_file if nodes is None else nodes
     cluster = make_cluster(gpus, 1 if nodes is None else nodes)
     group = settings.get("node_size")
     if group in (None, cluster.node_size):
@@ -169,11 +171,11 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
 def _units(
     model: str | None, training: Training, cluster: Cluster, migrated: Migrated
 ) -> tuple[Sequence[FoundUnit], str, tuple[float | None, float | None]]:
-    """What is to be held, its name, and the peaks of both where the planner knows them."""
+    """The units, the model's name, and both peaks where the planner knows them."""
     if model is None:
-        # Many, so that a part of the optimizer can stay on the device, which is whole parameters.
-        size, dtype = (1, NUM_PARAMS // NUM_PIECES), training.formats.master
-        names = map(str, range(NUM_PIECES))
+        # Many tensors, because an optimizer is offloaded in part by whole tensors.
+        size, dtype = (1, NUM_PARAMS // NUM_TENSORS), training.formats.master
+        names = map(str, range(NUM_TENSORS))
         params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)
         return [FoundUnit(ROOT, "", params, False, True)], "a billion parameters", (None, None)
     knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS

@@ -1,10 +1,12 @@
-"""A configuration of another library, read: what it asks for in our words, and what became of every key."""
+"""The result of reading another library's configuration: settings, keywords of `sw.shard`, and every key's entry."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..base.errors import ConfigurationError
+from ..base.errors import ConfigurationError, printable
+from ..trainer.config import as_yaml
 from ..trainer.offload import offload_of
 from ..trainer.settings import units_asked
 from .account import Entry
@@ -16,15 +18,15 @@ TITLES: dict[Kind, str] = {
     "hugging-face": "Hugging Face",
 }
 # Settings of the trainer that are keywords of `sw.shard`, too.
-SHARED = ("strategy", "precision", "reduce_dtype", "node_size", "skip_nonfinite")
+SHARD_KEYWORDS = ("strategy", "precision", "reduce_dtype", "node_size", "skip_nonfinite")
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What the library that the file was written for would run, for a comparison of memory."""
+    """The engine for which the file was written, for a comparison of memory."""
 
     engine: Literal["deepspeed", "fsdp", "ddp"]
-    bucket_elems: float = 0  # of buffers that it keeps beside the states
+    bucket_elems: float = 0  # of its buffers, in addition to the states
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,10 @@ class Migrated:
         return tuple(entry for entry in self.entries if entry.fate == "refused")
 
     def require_accepted(self) -> None:
-        """One sentence with everything that is refused."""
+        """Raise one error that names every refused key."""
         if self.refused:
-            told = "; ".join(f"{entry.key} {entry.value}: {entry.text}" for entry in self.refused)
-            raise ConfigurationError(f"{self.source}: {told}")
+            reasons = "; ".join(f"{entry.key} {entry.value}: {entry.text}" for entry in self.refused)
+            raise ConfigurationError(f"{self.source}: {reasons}")
 
     @property
     def strategy(self) -> str:
@@ -53,16 +55,31 @@ class Migrated:
 
     @property
     def precision(self) -> str:
-        """What the file leaves open is bf16, as it is for `sw.shard`."""
+        """The precision; bf16 if the file leaves it open, as in `sw.shard`."""
         return str(self.settings.get("precision") or "bf16")
 
     @property
     def words(self) -> dict[str, Any]:
-        """model, optimizer = sw.shard(model, optimizer, **words)"""
-        found = {name: self.settings[name] for name in SHARED if self.settings.get(name) is not None}
+        """Keywords of `sw.shard`: model, optimizer = sw.shard(model, optimizer, **words)."""
+        found = {name: self.settings[name] for name in SHARD_KEYWORDS if self.settings.get(name) is not None}
         if self.settings.get("units"):
             found["units"] = units_asked(self.settings["units"])
         folder = offload_of(self.settings.get("offload", ())).folder
         if folder is not None:
             found["disk_path"] = str(folder)
         return found
+
+
+def yaml_of(migrated: Migrated) -> str:
+    """Our configuration file, with the ignored keys as comments."""
+    title = f"{printable(migrated.source)} ({TITLES[migrated.kind]})"
+    lines = [f"# From {title}, by shardwise convert; for shardwise train."]
+    lines += [f"{name}: {as_yaml(value)}" for name, value in migrated.settings.items()]
+    ignored = [entry for entry in migrated.entries if entry.fate == "ignored"]
+    if ignored:
+        lines += ["", "# Not taken over:"]
+    for entry in ignored:
+        # Printable, so that a line break in it cannot turn a comment into a setting.
+        text = printable(f"{entry.key}: {entry.value}: {entry.text}")
+        lines += textwrap.wrap(text, 116, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
