@@ -74,6 +74,7 @@ def initialised() -> tuple[bool, int]:
     return before, int(total)
 
 
+@pytest.mark.quick("1", "4")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_results_come_back_by_rank(run_ranks: Pool, size: int) -> None:
     results = run_ranks(size, where_am_i, "hello", mark="!")

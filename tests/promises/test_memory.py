@@ -197,6 +197,7 @@ def test_every_preset_has_its_bytes() -> None:
     assert set(IN_MIXED_PRECISION) == set(PRESETS)
 
 
+@pytest.mark.quick("bf16 gradients-*", "fp32-zero3", "pure bf16-hsdp")
 @pytest.mark.parametrize(
     ("options", "preset", "form"),
     [row[1:] for row in FORMS],

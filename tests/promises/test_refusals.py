@@ -413,6 +413,7 @@ def broken_forward(loss: Callable[[nn.Module, Tensor], Tensor], model: nn.Module
         handle.remove()
 
 
+@pytest.mark.quick("zero2", "zero3", "zero3_nvme")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "shard_grad_op", "zero3", "hpz", "zero2_offload", "zero3_nvme"])
 def test_training_goes_on_after_a_mistake(run_ranks: Pool, strategy: str) -> None:
     with_mistakes, without = (

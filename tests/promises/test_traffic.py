@@ -144,6 +144,7 @@ def test_ledger_equals_prediction_for_other_models(run_ranks: Pool, model: str, 
         assert_as_planned(steps[1:])
 
 
+@pytest.mark.quick("hfsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "hfsdp", "hpz"])
 def test_no_micro_batch_was_the_last(run_ranks: Pool, strategy: str) -> None:
     """All under `sw.accumulate`: the step itself brings the gradients home, for the same bytes."""

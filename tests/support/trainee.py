@@ -22,6 +22,9 @@ from tests.support.training import adamw, weight_error
 # What a rank of two can tell apart. `hsdp` and its like need two nodes: `NODES`, on four ranks.
 LAYOUTS = ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"]
 NODES = ["hsdp", "hfsdp", "hpz"]
+# One for each time at which parameters are whole: always, from forward to backward, while a unit runs. The scenarios of
+# `tests/loops` run under the others, too.
+ONE_OF_EACH = ["zero2", "shard_grad_op", "zero3"]
 
 # fp32 sums in another order: a few roundings of 6e-8 each, grown over a few steps.
 TOLERANCE = 1e-5

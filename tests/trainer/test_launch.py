@@ -120,6 +120,7 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_get_their_settings_and_their_places(tmp_path: Path) -> None:
     code, out, err = run("tell", tmp_path, 'sample_prompt="costs $$5 or ${local_rank}"')
     assert (code, out, err) == (0, "rank 0 was here\n", "")
@@ -150,6 +151,7 @@ def test_the_first_failure_is_told_once(tmp_path: Path) -> None:
     assert "ValueError: the true cause" in (tmp_path / "logs" / "rank-00001.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_crash_is_started_again(tmp_path: Path) -> None:
     code, _, err = run("crash_once", tmp_path, "max_restarts=1")
     assert code == 0
@@ -267,6 +269,7 @@ def test_ctrl_c_while_waiting_for_another_machine(tmp_path: Path) -> None:
         assert "SIGINT before any rank ran" in process.stderr.read()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     with launcher("never_stop", tmp_path, "max_restarts=3") as process:
         pids = [int(said(tmp_path, rank)) for rank in (0, 1)]

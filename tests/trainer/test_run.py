@@ -45,6 +45,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_any_split_of_the_global_batch_gives_the_same_losses(run_ranks: Pool, questions: Path, tmp_path: Path) -> None:
     """Micro-batches hold very different numbers of targets, some none at all."""
     found = {}

@@ -291,6 +291,7 @@ def go_on_with_torch(path: Path) -> list[float]:
     return peers.train(model, optimizer, peers.AFTER)
 
 
+@pytest.mark.slow
 def test_torch_goes_on_from_ours_bit_for_bit(run_ranks: Pool, tmp_path: Path) -> None:
     expected = run_ranks(2, save_own, tmp_path / "own")[0]
     told: list[int] = []

@@ -22,7 +22,7 @@ from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS
+from tests.support.trainee import ONE_OF_EACH
 
 WIDTH, NUM_BLOCKS, NUM_ROWS = 128, 5, 256
 ROW_BYTES = WIDTH * 4
@@ -258,7 +258,7 @@ BUILDS = [Stack, full, selective, CheckpointedOutside, fused]
 @pytest.mark.quick("full", "CheckpointedOutside")
 @pytest.mark.parametrize("build", BUILDS)
 def test_training_is_the_same_to_the_last_bit(run_ranks: Pool, build: Any) -> None:
-    run_ranks(2, told, train, build, LAYOUTS, {})
+    run_ranks(2, told, train, build, ONE_OF_EACH, {})
 
 
 @pytest.mark.quick("Stack", "selective")

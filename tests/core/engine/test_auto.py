@@ -87,6 +87,7 @@ def test_with_room_nothing_is_split_that_need_not_be(run_ranks: Pool) -> None:
     assert all(loss > 0 for loss in first)
 
 
+@pytest.mark.slow
 def test_memory_that_is_left_keeps_units_gathered(run_ranks: Pool) -> None:
     """Between what zero3 and zero2 need, a part of the units is kept: that is the memory's size, not a preset's."""
     sizes = run_ranks(2, needed)[0]

@@ -17,7 +17,7 @@ from shardwise.core.engine.guards import engine_of
 from shardwise.core.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS, NODES, Trainee, check, check_refused, features, tell_alone
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, check_refused, features, tell_alone
 from tests.support.training import adamw
 
 Weights = dict[str, Tensor]
@@ -318,7 +318,7 @@ def looks_for_gradients(trainee: Trainee) -> list[float]:
 
 
 def test_gradients_looked_for_in_the_parameters_are_refused(run_ranks: Pool) -> None:
-    check(run_ranks, looks_for_gradients, Stack, LAYOUTS)
+    check(run_ranks, looks_for_gradients, Stack, ONE_OF_EACH)
 
 
 def gradients_cleared_by_hand(trainee: Trainee) -> list[float]:
@@ -355,7 +355,7 @@ def touched(trainee: Trainee) -> list[float]:
 
 
 def test_touching_does_not_disturb(run_ranks: Pool) -> None:
-    check(run_ranks, touched, Stack, LAYOUTS)
+    check(run_ranks, touched, Stack, ONE_OF_EACH)
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def clamped(trainee: Trainee) -> list[float]:
 
 
 def test_parameters_changed_in_place_are_changed(run_ranks: Pool) -> None:
-    check(run_ranks, clamped, Stack, LAYOUTS)
+    check(run_ranks, clamped, Stack, ONE_OF_EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -698,7 +698,7 @@ def described(state: Weights) -> list[Any]:
     return [(key, value.shape, value.dtype, value.device.type, value.requires_grad) for key, value in state.items()]
 
 
-@pytest.mark.quick("bf16-*", "*-in-tree tied")
+@pytest.mark.quick("fp16-*", "pure-bf16-in-tree tied", "fp32-in-tree")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 def test_the_state_dict_has_the_models_own_keys_shapes_and_dtypes(run_ranks: Pool, name: str, precision: str) -> None:

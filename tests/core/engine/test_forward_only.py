@@ -123,6 +123,7 @@ def two_micro_batches(strategy: str, budget: int | None, checkpointed: bool) -> 
     return told
 
 
+@pytest.mark.quick("*-True")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forwards_compute_with_what_arrived_and_backwards_with_what_is_exact(

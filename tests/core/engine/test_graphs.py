@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import Strategy
 from tests.harness import Pool
-from tests.support.trainee import LAYOUTS, NODES, Trainee, check, check_refused, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, check_refused, features
 
 NUM_STEPS = 3
 
@@ -84,7 +84,7 @@ def refused(trainee: Trainee, call: Callable[[], Any], *words: str) -> None:
 
 
 def test_plain(run_ranks: Pool) -> None:
-    check(run_ranks, train, Stack, LAYOUTS)
+    check(run_ranks, train, Stack, ONE_OF_EACH)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ class CalledTwice(Stack):
 
 
 def test_a_module_called_twice(run_ranks: Pool) -> None:
-    check(run_ranks, train, CalledTwice, LAYOUTS)
+    check(run_ranks, train, CalledTwice, ONE_OF_EACH)
 
 
 class CallsItself(Block):
@@ -149,7 +149,7 @@ class Discards(Stack):
 
 
 def test_a_call_whose_result_is_discarded(run_ranks: Pool) -> None:
-    check(run_ranks, train, Discards, LAYOUTS)
+    check(run_ranks, train, Discards, ONE_OF_EACH)
 
 
 class Nested(nn.Module):
@@ -175,7 +175,7 @@ def nested() -> nn.Module:
 @pytest.mark.quick("units1", "300")
 @pytest.mark.parametrize("units", [("Nested", "Block"), ("Nested",), ("Block",), ("Linear", "LayerNorm"), 300, 1])
 def test_nested_units_and_other_cuts(run_ranks: Pool, units: Any) -> None:
-    check(run_ranks, train, nested, LAYOUTS, units=units if isinstance(units, int) else list(units))
+    check(run_ranks, train, nested, ONE_OF_EACH, units=units if isinstance(units, int) else list(units))
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def train_shuffled(trainee: Trainee) -> list[float]:
 
 
 def test_blocks_that_run_in_another_order_than_registered(run_ranks: Pool) -> None:
-    check(run_ranks, train, Backwards, LAYOUTS)
+    check(run_ranks, train, Backwards, ONE_OF_EACH)
 
 
 def test_another_order_in_every_forward(run_ranks: Pool) -> None:
@@ -284,7 +284,7 @@ class Branches(Stack):
 
 
 def test_parallel_branches(run_ranks: Pool) -> None:
-    check(run_ranks, train, Branches, LAYOUTS)
+    check(run_ranks, train, Branches, ONE_OF_EACH)
 
 
 class TwoInputs(Block):
@@ -414,7 +414,7 @@ def never_zeroed(trainee: Trainee) -> list[float]:
     ],
 )
 def test_several_forwards_and_backwards(run_ranks: Pool, story: Any) -> None:
-    check(run_ranks, story, Stack, LAYOUTS)
+    check(run_ranks, story, Stack, ONE_OF_EACH)
 
 
 @pytest.mark.slow
@@ -436,7 +436,7 @@ def without_backward(trainee: Trainee) -> list[float]:
 
 
 def test_forwards_without_backward_and_steps_without_gradient(run_ranks: Pool) -> None:
-    check(run_ranks, without_backward, Stack, LAYOUTS)
+    check(run_ranks, without_backward, Stack, ONE_OF_EACH)
 
 
 def retained(trainee: Trainee) -> list[float]:
@@ -453,7 +453,7 @@ def retained(trainee: Trainee) -> list[float]:
 
 
 def test_retained_graphs(run_ranks: Pool) -> None:
-    check(run_ranks, retained, Stack, LAYOUTS)
+    check(run_ranks, retained, Stack, ONE_OF_EACH)
 
 
 def retained_crosswise(trainee: Trainee) -> list[float]:
@@ -500,7 +500,7 @@ def gradients_only(trainee: Trainee) -> list[float]:
 
 
 def test_gradients_of_inputs_without_those_of_parameters(run_ranks: Pool) -> None:
-    check(run_ranks, gradients_only, Stack, LAYOUTS)
+    check(run_ranks, gradients_only, Stack, ONE_OF_EACH)
 
 
 def inputs_with_gradients(trainee: Trainee) -> list[float]:
@@ -522,7 +522,7 @@ def inputs_with_gradients(trainee: Trainee) -> list[float]:
 
 
 def test_inputs_that_require_gradients(run_ranks: Pool) -> None:
-    check(run_ranks, inputs_with_gradients, Stack, LAYOUTS)
+    check(run_ranks, inputs_with_gradients, Stack, ONE_OF_EACH)
 
 
 def penalised(trainee: Trainee) -> list[float]:
@@ -626,7 +626,7 @@ def unused_in_accumulation(trainee: Trainee) -> list[float]:
     "story", [unused_on_some_ranks, unused_on_all_ranks, unused_now_and_then, unused_in_accumulation]
 )
 def test_unused_parameters(run_ranks: Pool, story: Any) -> None:
-    check(run_ranks, story, Chooses, LAYOUTS)
+    check(run_ranks, story, Chooses, ONE_OF_EACH)
 
 
 @pytest.mark.slow
@@ -656,13 +656,13 @@ def run_of_units_skipped_on_one_rank(trainee: Trainee) -> list[float]:
 
 
 def test_units_skipped_on_all_ranks(run_ranks: Pool) -> None:
-    check(run_ranks, skipped_on_all_ranks, Skips, LAYOUTS)
+    check(run_ranks, skipped_on_all_ranks, Skips, ONE_OF_EACH)
 
 
 @pytest.mark.quick("run_of_units_skipped_on_one_rank")
 @pytest.mark.parametrize("story", [skipped_on_one_rank, run_of_units_skipped_on_one_rank])
 def test_units_skipped_on_one_rank(run_ranks: Pool, story: Any) -> None:
-    check(run_ranks, story, Skips, LAYOUTS)
+    check(run_ranks, story, Skips, ONE_OF_EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -781,7 +781,7 @@ def test_kinds_of_outputs(run_ranks: Pool, kind: str) -> None:
 
 
 def test_a_plain_object_as_output(run_ranks: Pool) -> None:
-    check(run_ranks, train, Wrapping("opaque"), LAYOUTS)
+    check(run_ranks, train, Wrapping("opaque"), ONE_OF_EACH)
 
 
 def opaque_without_grad(strategy: str) -> Tensor:
@@ -897,7 +897,7 @@ class GivesItsOwn(Stack):
 
 
 def test_a_parameter_handed_to_blocks(run_ranks: Pool) -> None:
-    check(run_ranks, train, GivesItsOwn, LAYOUTS)
+    check(run_ranks, train, GivesItsOwn, ONE_OF_EACH)
 
 
 class CallsSibling(Block):
@@ -942,7 +942,7 @@ def one_sibling_of_all() -> nn.Module:
 @pytest.mark.quick("siblings_of_one_slot")
 @pytest.mark.parametrize("build", [siblings_of_other_slots, siblings_of_one_slot, one_sibling_of_all])
 def test_units_that_call_other_units(run_ranks: Pool, build: Any) -> None:
-    check(run_ranks, train, build, LAYOUTS, may_refuse=["zero3"] if build is one_sibling_of_all else [])
+    check(run_ranks, train, build, ONE_OF_EACH, may_refuse=["zero3"] if build is one_sibling_of_all else [])
 
 
 class ByKeyword(Block):
@@ -995,11 +995,11 @@ class Reads(nn.Module):
 
 def test_a_weight_read_outside_its_own_unit_is_right_or_refused(run_ranks: Pool) -> None:
     """Under zero3 its unit has run before, and a backward needs its place."""
-    check(run_ranks, train, Reads, LAYOUTS, may_refuse=["zero3"], units=["Linear", "Block"])
+    check(run_ranks, train, Reads, ONE_OF_EACH, may_refuse=["zero3"], units=["Linear", "Block"])
 
 
 def test_a_weight_of_the_root_may_be_read_anywhere_in_it(run_ranks: Pool) -> None:
-    check(run_ranks, train, Reads, LAYOUTS, units=["Block"])
+    check(run_ranks, train, Reads, ONE_OF_EACH, units=["Block"])
 
 
 class CallsChildren(nn.Module):
@@ -1016,7 +1016,7 @@ class CallsChildren(nn.Module):
 
 
 def test_children_called_without_their_unit(run_ranks: Pool) -> None:
-    check(run_ranks, train, CallsChildren, LAYOUTS)
+    check(run_ranks, train, CallsChildren, ONE_OF_EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1061,7 +1061,7 @@ def head_only(trainee: Trainee) -> list[float]:
 
 @pytest.mark.parametrize("story", [by_parts, head_only])
 def test_parts_called_without_the_model(run_ranks: Pool, story: Any) -> None:
-    check(run_ranks, story, Parts, LAYOUTS)
+    check(run_ranks, story, Parts, ONE_OF_EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1157,7 +1157,7 @@ def evaluated_in_between(trainee: Trainee) -> list[float]:
 @pytest.mark.quick("Backwards")
 @pytest.mark.parametrize("build", [Stack, Backwards])
 def test_evaluation_in_the_middle_of_training(run_ranks: Pool, build: Any) -> None:
-    check(run_ranks, evaluated_in_between, build, LAYOUTS)
+    check(run_ranks, evaluated_in_between, build, ONE_OF_EACH)
 
 
 @pytest.mark.slow
@@ -1319,7 +1319,7 @@ class Surviving:
 def test_training_goes_on_after_an_error(run_ranks: Pool, direction: str, inside: bool) -> None:
     for index in (0, 2, 4):
         build = TrappedInside if inside else Trapped
-        check(run_ranks, Surviving(direction, index, inside), build, LAYOUTS)
+        check(run_ranks, Surviving(direction, index, inside), build, ONE_OF_EACH)
 
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "zero3"])
@@ -1353,7 +1353,7 @@ def error_then_accumulate(trainee: Trainee) -> list[float]:
 
 
 def test_a_failed_forward_keeps_gradients_that_were_complete(run_ranks: Pool) -> None:
-    check(run_ranks, error_then_accumulate, Trapped, LAYOUTS)
+    check(run_ranks, error_then_accumulate, Trapped, ONE_OF_EACH)
 
 
 def freed(trainee: Trainee) -> list[float]:
@@ -1368,7 +1368,7 @@ def freed(trainee: Trainee) -> list[float]:
 
 
 def test_backward_through_a_freed_graph(run_ranks: Pool) -> None:
-    check(run_ranks, freed, Stack, LAYOUTS)
+    check(run_ranks, freed, Stack, ONE_OF_EACH)
 
 
 def freed_then_another(trainee: Trainee) -> list[float]:
@@ -1385,7 +1385,7 @@ def freed_then_another(trainee: Trainee) -> list[float]:
 
 
 def test_a_good_backward_right_after_one_through_a_freed_graph(run_ranks: Pool) -> None:
-    check(run_ranks, freed_then_another, Stack, LAYOUTS)
+    check(run_ranks, freed_then_another, Stack, ONE_OF_EACH)
 
 
 def stale(trainee: Trainee) -> list[float]:
@@ -1401,7 +1401,7 @@ def stale(trainee: Trainee) -> list[float]:
 
 
 def test_backward_of_a_forward_before_the_step_is_refused(run_ranks: Pool) -> None:
-    check(run_ranks, stale, Stack, LAYOUTS)
+    check(run_ranks, stale, Stack, ONE_OF_EACH)
 
 
 def overflowing(trainee: Trainee) -> list[float]:
@@ -1414,7 +1414,7 @@ def overflowing(trainee: Trainee) -> list[float]:
 
 
 def test_a_nan_does_not_outlive_zero_grad(run_ranks: Pool) -> None:
-    check(run_ranks, overflowing, Stack, LAYOUTS)
+    check(run_ranks, overflowing, Stack, ONE_OF_EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1461,5 +1461,5 @@ def hooked_later(trainee: Trainee) -> list[float]:
 
 
 def test_hooks_of_the_user(run_ranks: Pool) -> None:
-    check(run_ranks, train, with_hooks, LAYOUTS)
-    check(run_ranks, hooked_later, Stack, LAYOUTS)
+    check(run_ranks, train, with_hooks, ONE_OF_EACH)
+    check(run_ranks, hooked_later, Stack, ONE_OF_EACH)

@@ -89,6 +89,7 @@ def _sharded(model: nn.Module, strategy: Strategy, precision: sw.Precision | str
     return sw.shard(model, given, strategy, precision=precision, **disk_for(strategy), **options)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("odd", [False, True])
 def test_every_byte_is_accounted_for(run_ranks: Pool, odd: bool) -> None:
     ways = [(STRATEGIES[name], "bf16") for name in [*NAMED, "mapping"]]

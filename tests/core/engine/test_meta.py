@@ -176,6 +176,7 @@ def buffers_and_loss(name: str, strategy: str, on_meta: bool) -> tuple[Weights, 
     return {key: value.clone() for key, value in model.named_buffers()}, float(loss.detach())
 
 
+@pytest.mark.quick("t5")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
 def test_hugging_face_models_train_from_meta(run_ranks: Pool, name: str) -> None:
     expected, _ = run_ranks(2, buffers_and_loss, name, "zero3", False)[0]
@@ -473,6 +474,7 @@ def load(strategy: str, precision: str, how: str, node_size: int | None) -> tupl
     return found, same
 
 
+@pytest.mark.quick("ddp-rank 0", "zero3-lazy", "hfsdp-all ranks")
 @pytest.mark.parametrize("how", ["all ranks", "rank 0", "lazy"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
 def test_loading_whole_weights(run_ranks: Pool, strategy: str, how: str) -> None:

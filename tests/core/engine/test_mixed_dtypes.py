@@ -14,7 +14,7 @@ import shardwise as sw
 from tests.core.engine.test_models import train
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS, Trainee, check, features
+from tests.support.trainee import ONE_OF_EACH, Trainee, check, features
 from tests.support.training import adamw
 
 # A rounding to bf16 is 4e-3; against one process in fp32, over a few steps.
@@ -90,6 +90,7 @@ def train_at_once(trainee: Trainee) -> list[float]:
 NORMS = [weight_norm, spectral_norm, orthogonal, old_weight_norm, old_spectral_norm]
 
 
+@pytest.mark.quick("weight_norm", "old_spectral_norm")
 @pytest.mark.parametrize("build", NORMS, ids=lambda build: build.__name__)
 def test_weights_made_from_others(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, train_at_once, build, ["zero2", "zero3"], tolerance=1e-4)
@@ -101,7 +102,7 @@ def test_weights_made_from_others(run_ranks: Pool, build: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
 def test_weights_made_from_others_under_any_layout(run_ranks: Pool, build: Any, precision: str) -> None:
     options = {"tolerance": 1e-4 if precision == "fp32" else BF16, "precision": precision}
-    check(run_ranks, train_at_once, build, [*LAYOUTS, "zero3_offload"], **options)
+    check(run_ranks, train_at_once, build, [*ONE_OF_EACH, "zero3_offload"], **options)
     check(run_ranks, train_at_once, build, MAPPING, **options)
     check(run_ranks, train_at_once, build, "hsdp", world=4, node_size=2, **options)
 
@@ -149,6 +150,7 @@ def convolved_losses(model: nn.Module, optimizer: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.quick("bf16", "fp16")
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16", "bf16-autocast", "fp16"])
 def test_batch_norm_in_16_bits(run_ranks: Pool, precision: str) -> None:
     torch.manual_seed(0)
@@ -234,9 +236,10 @@ class Placed(nn.Module):
         return x
 
 
+@pytest.mark.quick("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_fp32_meets_layers_in_16_bits(run_ranks: Pool, precision: str) -> None:
-    check(run_ranks, train, Placed, [*LAYOUTS, "zero3_offload"], tolerance=BF16, precision=precision)
+    check(run_ranks, train, Placed, [*ONE_OF_EACH, "zero3_offload"], tolerance=BF16, precision=precision)
 
 
 def remaining_hooks(name: str) -> tuple[int, int]:

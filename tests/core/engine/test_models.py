@@ -14,7 +14,7 @@ from shardwise.core.engine.guards import engine_of
 from shardwise.core.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, SEQ, VOCAB, tokens
-from tests.support.trainee import LAYOUTS, NODES, Told, Trainee, check, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Told, Trainee, check, features
 from tests.support.training import adamw
 
 NUM_STEPS = 4
@@ -102,7 +102,7 @@ def tied_inside() -> nn.Module:
 
 @pytest.mark.parametrize("build", [tied_ends, tied_blocks, tied_inside])
 def test_tied_weights(run_ranks: Pool, build: Any) -> None:
-    check(run_ranks, train, build, LAYOUTS)
+    check(run_ranks, train, build, ONE_OF_EACH)
 
 
 @pytest.mark.parametrize("units", [["Linear", "Block"], 1])
@@ -139,7 +139,7 @@ def frozen_but_one() -> nn.Module:
 
 @pytest.mark.parametrize("build", [frozen_blocks, frozen_but_one])
 def test_frozen_parameters(run_ranks: Pool, build: Any) -> None:
-    told = check(run_ranks, train, build, LAYOUTS, make_optimizer=trained_only)
+    told = check(run_ranks, train, build, ONE_OF_EACH, make_optimizer=trained_only)
     torch.manual_seed(0)
     given = dict(build().named_parameters())
     for found in (ranks[0] for ranks in told.values()):
@@ -566,7 +566,7 @@ def scalars() -> nn.Module:
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_odd_shapes(run_ranks: Pool, world: int) -> None:
-    check(run_ranks, train, OddStack, LAYOUTS, world=world)
+    check(run_ranks, train, OddStack, ONE_OF_EACH, world=world)
 
 
 @pytest.mark.quick("scalars")

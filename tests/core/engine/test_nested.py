@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.core.engine.nested_tensors import map_tensors, tensors_in
 from tests.core.engine.test_models import Stack, train
 from tests.harness import Pool
-from tests.support.trainee import LAYOUTS, Trainee, check, features
+from tests.support.trainee import ONE_OF_EACH, Trainee, check, features
 from tests.support.training import adamw
 
 Pair = namedtuple("Pair", "first second")
@@ -168,7 +168,7 @@ def train_on_objects(trainee: Trainee) -> list[float]:
 
 @pytest.mark.parametrize("build", [Chain, ChainOfSlots])
 def test_outputs_may_be_plain_objects(run_ranks: Pool, build: Any) -> None:
-    check(run_ranks, train_on_objects, build, [*LAYOUTS, "zero3_offload"])
+    check(run_ranks, train_on_objects, build, [*ONE_OF_EACH, "zero3_offload"])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def encode(trainee: Trainee) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_fast_path_of_transformer_encoder(run_ranks: Pool) -> None:
-    check(run_ranks, encode, Encoder, [*LAYOUTS, "zero3_offload"], tolerance=1e-4)
+    check(run_ranks, encode, Encoder, [*ONE_OF_EACH, "zero3_offload"], tolerance=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Moving(Stack):
 
 
 def test_a_model_may_move_its_parts_to_where_they_are(run_ranks: Pool) -> None:
-    check(run_ranks, train, Moving, [*LAYOUTS, "zero3_offload"])
+    check(run_ranks, train, Moving, [*ONE_OF_EACH, "zero3_offload"])
 
 
 def moved(strategy: str) -> list[bool]:

@@ -291,6 +291,7 @@ def assert_reported(found: list[Ending], *words: str) -> None:
     assert len({ending.error for ending in found}) <= 1
 
 
+@pytest.mark.quick("another_order")
 @pytest.mark.parametrize("script", [another_order, a_state_dict_on_one_rank])
 def test_a_report_on_every_rank(run_ranks: Pool, script: Script) -> None:
     assert_reported(endings(run_ranks, script, "zero3"), "rank 0", "rank 1")

@@ -110,6 +110,7 @@ def decayed_by_hand(trainee: Trainee) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_elementwise_changes_are_changes_of_the_weights(run_ranks: Pool) -> None:
     check(run_ranks, decayed_by_hand, Stack, EVERYWHERE)
     check(run_ranks, decayed_by_hand, Stack, NODES, world=4, node_size=2)
@@ -238,6 +239,7 @@ def frozen_for_a_while(trainee: Trainee) -> list[float]:
     return losses + train(trainee, 2, first=6)
 
 
+@pytest.mark.slow
 def test_parameters_are_frozen_and_thawed_after_sharding(run_ranks: Pool) -> None:
     check(run_ranks, frozen_for_a_while, Stack, EVERYWHERE)
     check(run_ranks, frozen_for_a_while, Stack, NODES, world=4, node_size=2)
@@ -337,6 +339,7 @@ def scale_in_the_loss(trainee: Trainee) -> list[float]:
     return [*losses, float(trainee.model.scale.detach())]
 
 
+@pytest.mark.slow
 def test_a_small_parameter_of_the_model_is_used_by_the_loss(run_ranks: Pool) -> None:
     check(run_ranks, scale_in_the_loss, Scaled, EVERYWHERE)
     check(run_ranks, scale_in_the_loss, Scaled, NODES, world=4, node_size=2)
@@ -555,6 +558,7 @@ def through_no_forward(trainee: Trainee) -> None:
     trainee.step()
 
 
+@pytest.mark.slow
 def test_another_method_is_made_a_forward(run_ranks: Pool) -> None:
     check(run_ranks, through_a_method, Encoder, EVERYWHERE)
     check_refused(run_ranks, through_no_forward, Encoder, SPLIT, ["position", "register_forward"])

@@ -66,6 +66,7 @@ ASKS = st.builds(
 )
 
 
+@pytest.mark.quick("around the cache-c", "through the cache-python")
 @settings(deadline=None, max_examples=60, suppress_health_check=KEEP)
 @given(st.lists(ASKS, max_size=25))
 def test_any_requests_in_any_order(

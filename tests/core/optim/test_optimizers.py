@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 import shardwise as sw
 from shardwise.core.optim.groups import shard_groups
 from tests.harness import Pool
-from tests.support.trainee import LAYOUTS, NODES, Trainee, check, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, features
 
 NUM_STEPS = 6
 
@@ -161,7 +161,7 @@ def grouped_story(trainee: Trainee) -> list[float]:
 
 
 def test_groups_stay_right(run_ranks: Pool) -> None:
-    check(run_ranks, grouped_story, Model, LAYOUTS, make_optimizer=ByName())
+    check(run_ranks, grouped_story, Model, ONE_OF_EACH, make_optimizer=ByName())
 
 
 def sums_of_groups(strategy: str) -> list[tuple[int, float]]:
@@ -191,7 +191,7 @@ def some_parameters(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_parameters_outside_the_optimizer_are_not_updated(run_ranks: Pool) -> None:
-    check(run_ranks, train, Model, LAYOUTS, make_optimizer=some_parameters)
+    check(run_ranks, train, Model, ONE_OF_EACH, make_optimizer=some_parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def model_zero_grad(trainee: Trainee) -> list[float]:
 
 
 def test_zero_grad_of_the_model(run_ranks: Pool) -> None:
-    check(run_ranks, model_zero_grad, Model, LAYOUTS)
+    check(run_ranks, model_zero_grad, Model, ONE_OF_EACH)
 
 
 def touch_the_optimizer() -> None:
