@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folder
-from shardwise.checkpoint.dtypes import NAMES
-from shardwise.checkpoint.index import File, Index, Optimizer, Piece, Saved, Stored
+from shardwise.checkpoint.index import NAMES, File, Index, Optimizer, Piece, Saved, Stored
 from shardwise.checkpoint.index_json import to_json
-from shardwise.checkpoint.tensor_files import entry_of, lay_out, write_file
+from shardwise.checkpoint.tensor_files import Source, lay_out, write_file
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0})
+
+
+def source_of(name: str, tensor: Tensor) -> Source:
+    return Source(name, tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
 
 def save_by_hand(
@@ -60,7 +63,7 @@ def save_by_hand(
     files: list[File] = []
     places: list[Mapping[str, int]] = []
     for number, part in enumerate(parts):
-        layout = lay_out([entry_of(key, tensor) for key, tensor in part.items()])
+        layout = lay_out([source_of(key, tensor) for key, tensor in part.items()])
         files.append(write_file(into / folder.rank_file(number), layout))
         places.append(layout.offsets)
 

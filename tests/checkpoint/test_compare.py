@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.compare import require_same_groups
 from shardwise.checkpoint.index import Saved, Stored
+from shardwise.checkpoint.loading import require_same_groups
 
 STORED = Stored((4,), "F32", ())
 TRAINED, FROZEN = torch.zeros(4, requires_grad=True), torch.zeros(4)

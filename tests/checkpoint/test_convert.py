@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import folder
-from shardwise.checkpoint.conversion import num_bytes_of, without_optimizer, write_bare_weights, write_own
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import Opened, open_checkpoint
+from shardwise.checkpoint.writer import num_bytes_of, without_optimizer, write_bare_weights, write_own
 from tests.checkpoint.by_hand import save_by_hand, some_tensors
 
 TIED = {"embed.weight": ("head.weight",)}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.compare import holds
+from shardwise.checkpoint.loading import holds
 from tests.checkpoint.test_refusals import edit, refused
 from tests.harness import Pool
 from tests.promises.test_checkpoints import values

@@ -18,7 +18,8 @@ from shardwise.base.intervals import Interval
 from shardwise.checkpoint import disk, reader
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.tensor_files import entry_of, lay_out, read_header, write_file
+from shardwise.checkpoint.tensor_files import lay_out, read_header, write_file
+from tests.checkpoint.by_hand import source_of
 from tests.harness import num_open_files
 
 BLOCK = 16384
@@ -39,7 +40,7 @@ def write(folder: Path, rows: Sequence[Tensor]) -> tuple[list[File], Stored]:
     for number, row in enumerate(rows):
         beside = torch.arange(1 + 700 * number).to(torch.int16)
         path = folder / f"file-{number}"
-        files.append(write_file(path, lay_out([entry_of("other", beside), entry_of("row", row)])))
+        files.append(write_file(path, lay_out([source_of("other", beside), source_of("row", row)])))
         (piece,) = read_header(path, number)[1]["row"].pieces
         pieces.append(Piece(number, piece.offset, start, start + row.numel()))
         start += row.numel()

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import disk
-from shardwise.checkpoint.dtypes import NAMES
+from shardwise.checkpoint.index import NAMES
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.tensor_files import Entry, entry_of, lay_out, read_header, write_file
+from shardwise.checkpoint.tensor_files import Source, lay_out, read_header, write_file
+from tests.checkpoint.by_hand import source_of
 
 BLOCK = 4096
 
@@ -24,8 +25,8 @@ def some_of_each() -> dict[str, Tensor]:
     return found | {"scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "matrix": torch.rand(50, 70).t()}
 
 
-def entries(given: dict[str, Tensor]) -> list[Entry]:
-    return [entry_of(key, value) for key, value in given.items()]
+def entries(given: dict[str, Tensor]) -> list[Source]:
+    return [source_of(key, value) for key, value in given.items()]
 
 
 def same(seen: Tensor, expected: Tensor) -> bool:
@@ -70,8 +71,8 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
 def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     odd = {f"{name}/{n}": torch.zeros(n).to(dtype) for dtype, name in NAMES.items() for n in (1, 3)}
     layout = lay_out(entries(odd))
-    for entry in layout.entries:
-        assert layout.offsets[entry.key] % entry.dtype.itemsize == 0
+    for source in layout.sources:
+        assert layout.offsets[source.name] % source.dtype.itemsize == 0
     write_file(tmp_path / "file", layout)
     assert {key: stored.pieces[0].offset for key, stored in read_header(tmp_path / "file")[1].items()} == layout.offsets
 
@@ -79,10 +80,10 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
 def test_tensors_are_made_when_their_turn_comes(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def entry(key: str) -> Entry:
-        return Entry(key, torch.float32, (2,), lambda: asked.append(key) or torch.ones(2))  # type: ignore[func-returns-value]
+    def source(name: str) -> Source:
+        return Source(name, torch.float32, (2,), lambda: asked.append(name) or [torch.ones(2)])  # type: ignore[func-returns-value]
 
-    layout = lay_out([entry("a"), entry("b")])
+    layout = lay_out([source("a"), source("b")])
     assert asked == []
     write_file(tmp_path / "file", layout)
     assert asked == ["a", "b"]
@@ -144,14 +145,14 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_file_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'a' is torch.complex128, which a file cannot hold"):
-        lay_out([entry_of("a", torch.zeros(1, dtype=torch.complex128))])
+        lay_out([source_of("a", torch.zeros(1, dtype=torch.complex128))])
     with pytest.raises(CheckpointError, match="two tensors would be called 'a'"):
-        lay_out([entry_of("a", torch.zeros(1)), entry_of("a", torch.zeros(1))])
+        lay_out([source_of("a", torch.zeros(1)), source_of("a", torch.zeros(1))])
     with pytest.raises(CheckpointError, match="two tensors would be called '__metadata__'"):
-        lay_out([entry_of("__metadata__", torch.zeros(1))], {"a": "b"})
-    for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
-        with pytest.raises(CheckpointError, match=r"'a' was announced as torch.float32 \(2,\) and is"):
-            write_file(tmp_path / "file", lay_out([Entry("a", torch.float32, (2,), lambda wrong=wrong: wrong)]))
+        lay_out([source_of("__metadata__", torch.zeros(1))], {"a": "b"})
+    for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(CheckpointError, match=r"'a' was announced"):
+            write_file(tmp_path / "file", lay_out([Source("a", torch.float32, (2,), lambda wrong=wrong: [wrong])]))
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint.index import Check, File
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.checkpoint.whole_tensors import NAMES, merge_files
+from shardwise.checkpoint.saving import WHOLE_FILES, merge_checks
 from tests.checkpoint.test_refusals import refused
 from tests.checkpoint.test_state import Odd, build, in_groups, steps
 from tests.harness import Pool
@@ -30,8 +30,8 @@ def save_whole(path: Path, strategy: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "hsdp"])
 def test_anybody_reads_whole_tensors(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
     (weights, *_) = run_ranks(3, save_whole, tmp_path / "here", strategy)
-    assert {entry.name for entry in (tmp_path / "here").iterdir()} == {*NAMES, "index.json", "complete"}
-    model, optimizer = (load_file(tmp_path / "here" / name) for name in NAMES)
+    assert {entry.name for entry in (tmp_path / "here").iterdir()} == {*WHOLE_FILES, "index.json", "complete"}
+    model, optimizer = (load_file(tmp_path / "here" / name) for name in WHOLE_FILES)
     assert set(model) == set(weights)
     for name, value in weights.items():
         assert model[name].dtype == value.dtype
@@ -64,8 +64,8 @@ def save_model_alone(path: Path) -> None:
 
 def test_a_model_alone_is_one_file(run_ranks: Pool, tmp_path: Path) -> None:
     run_ranks(2, save_model_alone, tmp_path / "here")
-    assert {entry.name for entry in (tmp_path / "here").iterdir()} == {NAMES[0], "index.json", "complete"}
-    nn.Linear(30, 40).load_state_dict(load_file(tmp_path / "here" / NAMES[0]))
+    assert {entry.name for entry in (tmp_path / "here").iterdir()} == {WHOLE_FILES[0], "index.json", "complete"}
+    nn.Linear(30, 40).load_state_dict(load_file(tmp_path / "here" / WHOLE_FILES[0]))
 
 
 def fail_to_save(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_full_disk_on_one_rank_fails_on_all(run_ranks: Pool, tmp_path: Path) -
 def test_what_the_ranks_wrote_into_a_file_comes_together_in_order() -> None:
     first = [File("a", 30, (Check(0, 10, 1), Check(20, 5, 3))), File("b", 7, ())]
     second = [File("a", 30, (Check(25, 5, 4), Check(10, 10, 2))), File("b", 7, (Check(0, 7, 9),))]
-    assert merge_files([first, second]) == [
+    assert merge_checks([first, second]) == [
         File("a", 30, (Check(0, 10, 1), Check(10, 10, 2), Check(20, 5, 3), Check(25, 5, 4))),
         File("b", 7, (Check(0, 7, 9),)),
     ]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.writer import Source, converted, split, write_sources
+from shardwise.checkpoint.tensor_files import Source
+from shardwise.checkpoint.writer import converted, split, write_sources
 
 
 def test_what_fp16_cannot_hold_is_refused_by_name() -> None:

@@ -60,9 +60,9 @@ class Limited:
 
 
 def _main(cpu_s: int, num_bytes: int) -> None:
-    import shardwise.checkpoint.conversion
     import shardwise.checkpoint.interop.dcp_write
-    import shardwise.checkpoint.verification  # noqa: F401  what a command would import
+    import shardwise.checkpoint.verification
+    import shardwise.checkpoint.writer  # noqa: F401  what a command would import
     from shardwise.cli import app  # noqa: F401
 
     for line in sys.stdin:

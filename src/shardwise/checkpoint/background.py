@@ -16,7 +16,7 @@ import torch
 from ..base.intervals import round_up
 from ..core.engine.runtime import Engine
 from ..core.wire.collectives import Channel, exchange
-from .dtypes import DTYPES
+from .index import DTYPES
 from .share import Portion, Share
 
 _ALIGNMENT_BYTES = 64

@@ -11,7 +11,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -77,9 +76,7 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for block in self._blocks:
             block.wait()
         os.close(self._file)

@@ -10,7 +10,8 @@ import errno
 import hashlib
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import CheckpointError, DamageError, SaveError
@@ -19,6 +20,15 @@ from ..base.regular_file import read_regular
 INDEX, MARKER = "index.json", "complete"
 # Half a million tensors with two moments each, or two million without; a marker is 64 characters.
 MOST_INDEX_BYTES, MOST_MARKER_BYTES = 256 << 20, 1 << 10
+
+
+@contextmanager
+def os_errors_as(kind: type[CheckpointError], what: str) -> Iterator[None]:
+    """Raise OSErrors as another kind, with their reason behind `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
 
 
 def rank_file(rank: int) -> str:
@@ -65,10 +75,8 @@ def is_sealed(folder: Path, text: bytes) -> bool:
 
 
 def _read(path: Path, most_bytes: int) -> bytes:
-    try:
+    with os_errors_as(DamageError, f"cannot read {path}"):
         return read_regular(path, most_bytes)
-    except OSError as error:
-        raise DamageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _why_not(path: Path) -> CheckpointError:
@@ -86,11 +94,9 @@ def begin(path: Path) -> Path:
     if path.exists() and not (path.is_dir() and ((path / INDEX).is_file() or not any(path.iterdir()))):
         raise SaveError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
     partial = partial_of(path)
-    try:
+    with os_errors_as(SaveError, f"cannot make {partial}"):
         settle(path)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise SaveError(f"cannot make {partial}: {error.strerror or error}") from error
     return partial
 
 
@@ -118,7 +124,7 @@ def complete(path: Path, index: str) -> None:
             f"cannot complete {partial}: its {INDEX} would have {len(text):,} bytes, and at most {MOST_INDEX_BYTES:,} "
             "are read: save fewer tensors"
         )
-    try:
+    with os_errors_as(SaveError, f"cannot complete {partial}"):
         _write(partial / INDEX, text)
         sync(partial)
         # Whoever sees the marker sees all of it, also on a disk that is full, or after a death.
@@ -127,8 +133,6 @@ def complete(path: Path, index: str) -> None:
         draft.rename(partial / MARKER)
         sync(partial)
         put_in_place(path)
-    except OSError as error:
-        raise SaveError(f"cannot complete {partial}: {error.strerror or error}") from error
 
 
 def put_in_place(path: Path) -> None:

@@ -15,7 +15,27 @@ import torch
 
 from ..base.errors import CheckpointError
 from ..base.intervals import Interval
-from .dtypes import DTYPES
+
+# The dtypes that files can hold, and their names in safetensors.
+NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
@@ -92,6 +112,11 @@ class Saved:
     group: int | None = None
     state: dict[str, Stored | Plain] = field(default_factory=dict)
 
+    @property
+    def stored_state(self) -> dict[str, Stored]:
+        """Return the tensors of the optimizer's state."""
+        return {key: item for key, item in self.state.items() if isinstance(item, Stored)}
+
     def is_split(self, key: str) -> bool:
         """Whether a tensor of state is shaped like the parameter. A count of steps never is, whatever its shape."""
         item = self.state[key]
@@ -122,9 +147,8 @@ class Index:
         for name, saved in self.tensors.items():
             yield name, saved.stored
         for name, saved in self.tensors.items():
-            for key, item in saved.state.items():
-                if isinstance(item, Stored):
-                    yield f"{key} of {name}", item
+            for key, item in saved.stored_state.items():
+                yield f"{key} of {name}", item
 
 
 def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:

@@ -9,8 +9,20 @@ from typing import Any
 
 from ..base.errors import CheckpointError, DamageError
 from ..base.json_file import parse
-from .dtypes import DTYPES
-from .index import MAX_COUNT, Check, File, Index, Optimizer, Piece, Plain, Saved, Stored, require_sound, shape_from
+from .index import (
+    DTYPES,
+    MAX_COUNT,
+    Check,
+    File,
+    Index,
+    Optimizer,
+    Piece,
+    Plain,
+    Saved,
+    Stored,
+    require_sound,
+    shape_from,
+)
 
 FORMAT, FORMAT_VERSION = "shardwise checkpoint", 2
 

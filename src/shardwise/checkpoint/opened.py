@@ -38,10 +38,8 @@ def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
     checkpoint in it. `groups`: the parameters that an optimizer has, for one that was saved by number. Raises
     CheckpointError, with the path, where there is none or it cannot be understood.
     """
-    try:
+    with folder.os_errors_as(CheckpointError, f"cannot read {path}"):
         return _open(path, groups)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _open(path: Path, groups: Groups) -> Opened:

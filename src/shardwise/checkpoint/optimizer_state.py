@@ -21,8 +21,7 @@ from ..core.optim.loss_scaler import LossScaler
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.unit.stand_ins import OnDisk
 from ..core.unit.user_parameter import place_of
-from .dtypes import NAMES
-from .index import Optimizer, Plain, Saved, Stored
+from .index import NAMES, Optimizer, Plain, Saved, Stored
 
 # How a run computes its updates, not what they are: this is the running program's to say.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable")

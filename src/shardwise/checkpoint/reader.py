@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from ..base.errors import DamageError
 from ..base.intervals import Interval, round_up
 from ..base.regular_file import num_bytes_of, open_regular
 from .disk import BLOCK_BYTES
+from .folder import os_errors_as
 from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
@@ -90,10 +90,9 @@ class Reader:
 
     def require_length(self, number: int) -> None:
         """That a file is there, as long as it was; without opening it."""
-        try:
-            self._compare_length(number, num_bytes_of(self._path(number)))
-        except OSError as error:
-            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
+        with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
+            num_bytes = num_bytes_of(self._path(number))
+        self._compare_length(number, num_bytes)
 
     def _spans(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
         size = stored.torch_dtype.itemsize
@@ -148,10 +147,8 @@ class Reader:
             return self._open[number]
         if len(self._open) == _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
-        try:
+        with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
             file = open_regular(self._path(number))
-        except OSError as error:
-            raise DamageError(f"cannot read {self._path(number)}: {error.strerror or error}") from error
         try:
             self._compare_length(number, os.fstat(file).st_size)
         except DamageError:
@@ -175,9 +172,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._threads.shutdown()
         while self._open:
             os.close(self._open.popitem()[1])
@@ -212,10 +207,8 @@ class _Slot:
     def _fill(self, file: int, block: Check, is_summed: bool, path: Path) -> Tensor:
         begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
         with memoryview(self._memory) as memory:
-            try:
+            with os_errors_as(DamageError, f"cannot read {path}"):
                 num = read_at(file, memory[: round_up(end - begin, ALIGNMENT)], begin)
-            except OSError as error:
-                raise DamageError(f"cannot read {path}: {error.strerror or error}") from error
             if begin + num < end:
                 raise DamageError(f"{path} ends at byte {begin + num}: it was truncated")
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:

@@ -2,7 +2,7 @@
 
     1. rank 0 makes an empty folder beside the place the checkpoint is for.
     2. every rank writes its parts: into a file of its own, or, where whole tensors are asked for, into its places of
-       two files that all ranks share.
+       two files that all ranks share. The places follow from the shapes alone, so nothing is gathered.
     3. rank 0 hears what was written, and writes the index, then the marker; then it renames.
 
 After each phase the ranks meet: what failed on one has failed on all, and an older checkpoint is as it was. In the
@@ -12,31 +12,34 @@ background (`start_save`) the same is done by a thread, over a group of its own,
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, SaveError, StateError
 from ..core.engine.guards import engine_of
-from ..core.engine.rank_agreement import Facts, require_agreement
+from ..core.engine.rank_agreement import Facts, attempt, require_agreement
 from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.wire.collectives import Channel, collect, exchange
 from ..version import VERSION
-from . import folder, whole_tensors
+from . import folder
 from .background import Saving, finish_last, host_copy_of
-from .index import File, Index, Optimizer, Piece, Saved, require_sound
+from .disk import check_bytes, write_pieces
+from .index import DTYPES, Check, File, Index, Optimizer, Piece, Saved, require_sound
 from .index_json import FORMAT, to_json
-from .merge import merge
 from .optimizer_state import Optimizers, describe_optimizers, own_optimizers
-from .share import Share, share_of
-from .tensor_files import lay_out, write_file
-from .together import together
+from .share import Portion, Share, merge_shares, share_of
+from .tensor_files import Layout, Source, lay_out, state_key, write_file
+
+WHOLE_FILES = ("model.safetensors", "optimizer.safetensors")
+
+T = TypeVar("T")
 
 
 def save(
@@ -155,12 +158,10 @@ def _write(content: _Content, world: Channel) -> None:
     try:
         together(world, lambda: folder.begin(place) if is_first else None, SaveError)
         if content.is_whole:
-            tensors = merge(exchange(world, content.share.tensors))
-            layouts = whole_tensors.lay_out(tensors)
-            together(world, lambda: whole_tensors.make_files(into, layouts) if is_first else None, SaveError)
-            written = together(
-                world, lambda: whole_tensors.write_share(into, layouts, content.share, is_first), SaveError
-            )
+            tensors = merge_shares(exchange(world, content.share.tensors))
+            layouts = _lay_out_whole(tensors)
+            together(world, lambda: _make_whole_files(into, layouts) if is_first else None, SaveError)
+            written = together(world, lambda: _write_whole(into, layouts, content.share, is_first), SaveError)
         else:
             written = together(world, lambda: _write_own_file(into, world.index, content.share), SaveError)
         shares = collect(world, written)
@@ -173,7 +174,7 @@ def _write(content: _Content, world: Channel) -> None:
 
 def _write_own_file(into: Path, rank: int, share: Share) -> tuple[list[File], dict[str, Saved]]:
     labels = [_label(portion.name, portion.key, portion.interval.start) for portion in share.portions]
-    layout = lay_out([portion.as_entry(label) for portion, label in zip(share.portions, labels, strict=True)])
+    layout = lay_out([portion.as_source(label) for portion, label in zip(share.portions, labels, strict=True)])
     file = write_file(into / folder.rank_file(rank), layout)
     placed = (
         (portion, Piece(rank, layout.offsets[label], portion.interval.start, portion.interval.stop))
@@ -187,9 +188,68 @@ def _label(name: str, key: str | None, start: int) -> str:
     return f"model/{name}/{start}" if key is None else f"optimizer/{key}/{name}/{start}"
 
 
+def _lay_out_whole(tensors: Mapping[str, Saved]) -> list[Layout]:
+    """Return the layouts of the shared files; there is a second one only if the optimizer has tensors."""
+    model = {name: saved.stored for name, saved in tensors.items()}
+    state = {state_key(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
+    return [
+        lay_out([Source(key, item.torch_dtype, item.shape, tuple) for key, item in stored.items()], {"format": "pt"})
+        for stored in (model, state)
+        if stored or stored is model
+    ]
+
+
+def _make_whole_files(into: Path, layouts: Sequence[Layout]) -> None:
+    for name, layout in zip(WHOLE_FILES, layouts, strict=False):
+        with folder.os_errors_as(CheckpointError, f"cannot write {into / name}"), (into / name).open("wb") as file:
+            file.truncate(layout.num_bytes)
+
+
+def _write_whole(
+    into: Path, layouts: Sequence[Layout], share: Share, is_first: bool
+) -> tuple[list[File], dict[str, Saved]]:
+    """Write this rank's parts into the shared files; the first rank writes their headers as well."""
+    placed = [(portion, _whole_place(portion, layouts)) for portion in share.portions]
+    written = []
+    for number, layout in enumerate(layouts):
+        path = into / WHOLE_FILES[number]
+        with folder.os_errors_as(CheckpointError, f"cannot write {path}"):
+            contents = _whole_contents(number, layout, placed, is_first)
+            checks = write_pieces(path, contents, check_bytes(layout.num_bytes))
+        written.append(File(WHOLE_FILES[number], layout.num_bytes, tuple(checks)))
+    return written, share.with_pieces(placed)
+
+
+def _whole_contents(
+    number: int, layout: Layout, placed: Sequence[tuple[Portion, Piece]], is_first: bool
+) -> Iterator[tuple[int, Tensor]]:
+    if is_first:
+        yield 0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    for portion, piece in placed:
+        if piece.file == number:
+            for row in portion.as_source(portion.name).checked_rows():
+                yield piece.offset, row
+
+
+def _whole_place(portion: Portion, layouts: Sequence[Layout]) -> Piece:
+    number = 0 if portion.key is None else 1
+    label = portion.name if portion.key is None else state_key(portion.key, portion.name)
+    offset = layouts[number].offsets[label] + portion.interval.start * DTYPES[portion.of.dtype].itemsize
+    return Piece(number, offset, portion.interval.start, portion.interval.stop)
+
+
+def merge_checks(shares: Sequence[Sequence[File]]) -> list[File]:
+    """Return the shared files with the checksums of all ranks."""
+    merged = []
+    for parts in zip(*shares, strict=True):
+        checks: list[Check] = sorted((check for part in parts for check in part.checks), key=lambda c: c.offset)
+        merged.append(replace(parts[0], checks=tuple(checks)))
+    return merged
+
+
 def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Saved]]], num_ranks: int) -> None:
     parts = [files for files, _ in shares]
-    files = whole_tensors.merge_files(parts) if content.is_whole else [file for own in parts for file in own]
+    files = merge_checks(parts) if content.is_whole else [file for own in parts for file in own]
     into = folder.partial_of(content.place)
     for file in files:
         path = into / file.name
@@ -205,6 +265,28 @@ def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Sa
         "ranks": str(num_ranks),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    index = Index(tuple(files), merge(tensors for _, tensors in shares), content.optimizer, content.extra, origin)
+    index = Index(
+        tuple(files), merge_shares(tensors for _, tensors in shares), content.optimizer, content.extra, origin
+    )
     require_sound(index)
     folder.complete(content.place, to_json(index))
+
+
+def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:
+    """Run `do` on every rank and wait for all. If it fails on one, raise on every rank, with the first one's reason.
+
+    What is raised is an `error`; without one, the kind of CheckpointError that it was on that rank.
+    """
+    result, failure, reports = attempt(world, do, _report)
+    first = next((report for report in reports if report is not None), None)
+    if first is not None:
+        kind, reason = first
+        alike = all(report == first for report in reports)
+        raise (error or kind)(reason if alike else f"rank {reports.index(first)}: {reason}") from failure
+    return result  # type: ignore[return-value]
+
+
+def _report(failure: Exception) -> tuple[type[CheckpointError], str]:
+    if isinstance(failure, CheckpointError):
+        return type(failure), str(failure)
+    return CheckpointError, f"{type(failure).__name__}: {failure}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,10 +20,9 @@ from ..core.schedule.flat import Flat
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
 from ..core.unit.user_parameter import place_of
-from .dtypes import DTYPES, NAMES
-from .index import Piece, Plain, Saved, Stored
+from .index import DTYPES, NAMES, Piece, Plain, Saved, Stored, in_order
 from .optimizer_state import Optimizers, describe_state, homes_in, refuse_homeless_state, stored_row
-from .tensor_files import Entry
+from .tensor_files import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Portion:
     interval: Interval
     read: Callable[[], Tensor]
 
-    def as_entry(self, label: str) -> Entry:
-        return Entry(label, DTYPES[self.of.dtype], (self.interval.num_elems,), lambda: self.read().reshape(-1))
+    def as_source(self, label: str) -> Source:
+        return Source(label, DTYPES[self.of.dtype], (self.interval.num_elems,), lambda: [self.read().reshape(-1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +142,52 @@ def _span_to_write(flat: Flat) -> Interval:
         number = number * size + index
     first, last = (own.num_elems * end // prod(sizes) for end in (number, number + 1))
     return Interval(own.start + first, own.start + last)
+
+
+def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
+    """Return the tensors of an index from what each rank wrote of them. Plain values are the first rank's.
+
+    The pieces are put in order; `require_sound` says whether they are complete.
+    """
+    found: dict[str, list[Saved]] = {}
+    for share in shares:
+        for name, saved in share.items():
+            found.setdefault(name, []).append(saved)
+    return {name: _merged(name, parts) for name, parts in found.items()}
+
+
+def _merged(name: str, parts: list[Saved]) -> Saved:
+    # A rank that wrote nothing of a tensor does not know its state.
+    parts = [part for part in parts if part.stored.pieces or part.state] or parts[:1]
+    parts.sort(key=lambda saved: saved.stored.pieces[0].start if saved.stored.pieces else 0)
+    first = parts[0]
+    for other in parts[1:]:
+        if _forms(other.state) != _forms(first.state):
+            raise CheckpointError(
+                f"the optimizer's state of parameter {name!r} is {sorted(first.state)} on one rank and "
+                f"{sorted(other.state)} on another: such state cannot be merged"
+            )
+    state = {
+        key: _joined([part.state[key] for part in parts]) if isinstance(item, Stored) else item  # type: ignore[misc]
+        for key, item in first.state.items()
+    }
+    return Saved(_joined([part.stored for part in parts]), first.kind, first.is_trained, first.tied, first.group, state)
+
+
+def _joined(parts: list[Stored]) -> Stored:
+    """Join pieces that are adjacent in one file."""
+    size, joined = parts[0].torch_dtype.itemsize, list[Piece]()
+    for piece in in_order(piece for part in parts for piece in part.pieces):
+        if joined and piece == _next_to(joined[-1], size, piece.stop):
+            joined[-1] = replace(joined[-1], stop=piece.stop)
+        else:
+            joined.append(piece)
+    return Stored(parts[0].shape, parts[0].dtype, tuple(joined))
+
+
+def _next_to(last: Piece, size: int, stop: int) -> Piece:
+    return Piece(last.file, last.offset + (last.stop - last.start) * size, last.stop, stop)
+
+
+def _forms(state: Mapping[str, Stored | Plain]) -> dict[str, Any]:
+    return {key: (item.shape, item.dtype) if isinstance(item, Stored) else None for key, item in state.items()}

@@ -34,7 +34,7 @@ class Totals:
 def totals_of(index: Index) -> Totals:
     params = [saved for saved in index.tensors.values() if saved.kind != "buffer"]
     buffers = [saved for saved in index.tensors.values() if saved.kind == "buffer"]
-    state = [item for saved in index.tensors.values() for item in stored_state(saved).values()]
+    state = [item for saved in index.tensors.values() for item in saved.stored_state.values()]
     knows_trained = any(saved.is_trained is not None for saved in params) or not params
     knows_frozen = all(saved.is_trained is not None for saved in params)
     knows_buffers = all(saved.kind != "unknown" for saved in params)
@@ -50,10 +50,6 @@ def totals_of(index: Index) -> Totals:
         dtypes=_by_dtype([saved.stored for saved in index.tensors.values()]),
         state_dtypes=_by_dtype(state),
     )
-
-
-def stored_state(saved: Saved) -> dict[str, Stored]:
-    return {key: item for key, item in saved.state.items() if isinstance(item, Stored)}
 
 
 def _by_dtype(tensors: list[Stored]) -> dict[str, int]:
@@ -85,7 +81,7 @@ class Node:
 
     @property
     def state_bytes(self) -> int:
-        own = 0 if self.saved is None else sum(item.num_bytes for item in stored_state(self.saved).values())
+        own = 0 if self.saved is None else sum(item.num_bytes for item in self.saved.stored_state.values())
         return own + sum(child.times * child.state_bytes for child in self.children)
 
 
@@ -146,7 +142,7 @@ def _form(node: Node) -> Any:
         bool(saved.tied),
         saved.group,
     )
-    state = saved and [(key, item.shape, item.dtype) for key, item in sorted(stored_state(saved).items())]
+    state = saved and [(key, item.shape, item.dtype) for key, item in sorted(saved.stored_state.items())]
     return own, state, [(child.name, child.times, _form(child)) for child in node.children]
 
 

@@ -25,7 +25,7 @@ from .index_json import from_json
 from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
-from .writer import Tell
+from .tensor_files import Tell
 
 
 @dataclass(slots=True)

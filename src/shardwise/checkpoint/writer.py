@@ -1,17 +1,19 @@
-"""Tensors from anywhere into new safetensors files of a bounded size, in memory of a few blocks. No ranks.
+"""Write checkpoints and folders of weights without ranks, in memory of a few blocks.
 
-What is written is told first, as `Source`s: which file a tensor goes into follows from the shapes alone. Each gives its
-elements when its turn comes. A folder of files gets its name when the disk has all of it.
+The tensors to write are given as `Source`s: which file a tensor goes into follows from the shapes alone, and its
+elements are read when its turn comes. So any checkpoint is converted into another as a stream. Nothing is lost on the
+way into our own format: frozen weights, buffers, tied names, the optimizer's groups and state, and `extra`. A folder
+gets its name when the disk has all of it.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +22,18 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigurationError, SaveError
 from ..base.intervals import Interval
-from .folder import partial_of, put_in_place, sync
-from .index import File, Stored
+from ..version import VERSION
+from . import folder
+from .folder import os_errors_as, partial_of, put_in_place, sync
+from .index import File, Index, Piece, Stored, require_sound
+from .index_json import to_json
+from .opened import Opened
 from .reader import Reader
-from .tensor_files import Entry, Layout, lay_out, write_file
+from .tensor_files import Layout, Source, Tell, lay_out, state_key, write_file
 
-MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's measure
+MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
-NOTE = "shardwise.json"  # in a folder that was exported: who wrote it, and from what
-
-Tell = Callable[[int], None]  # so many more bytes were dealt with
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor to be written. `rows` gives its elements in order; each row may be gone when the next is asked for."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    rows: Callable[[], Iterable[Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> Tensor:
-        """The whole tensor, for those who compute with it."""
-        whole = torch.empty(prod(self.shape), dtype=self.dtype)
-        at = 0
-        for row in self.rows():
-            whole[at : at + row.numel()].copy_(row.reshape(-1))
-            at += row.numel()
-        return whole.view(self.shape)
+NOTE = "shardwise.json"  # in an exported folder: who wrote it, and from what
 
 
 def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype | None = None) -> Source:
@@ -90,23 +71,9 @@ def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
 
 
 def write_sources(path: Path, sources: Sequence[Source], tell: Tell, is_summed: bool = False) -> tuple[File, Layout]:
-    """Write one file and wait until the disk has it. Checksums are for those who keep them."""
-    # transformers looks for the word.
-    layout = lay_out([Entry(s.name, s.dtype, s.shape, s.read) for s in sources], {"format": "pt"})
-    by_name = {source.name: source for source in sources}
-    return write_file(path, layout, lambda entry: _told_rows(by_name[entry.key], tell), is_summed), layout
-
-
-def _told_rows(source: Source, tell: Tell) -> Iterator[Tensor]:
-    num_bytes = 0
-    for row in source.rows():
-        if row.dtype != source.dtype:
-            raise CheckpointError(f"{source.name!r} was announced as {source.dtype} and is {row.dtype}")
-        yield row.detach()
-        num_bytes += row.nbytes
-        tell(row.nbytes)
-    if num_bytes != source.num_bytes:
-        raise CheckpointError(f"{source.name!r} was announced with {source.num_bytes} bytes and has {num_bytes}")
+    """Write one file, with checksums where the caller keeps them, and wait until the disk has it."""
+    layout = lay_out(sources, {"format": "pt"})  # transformers requires this entry
+    return write_file(path, layout, tell, is_summed), layout
 
 
 def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, tell: Tell) -> None:
@@ -133,15 +100,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name, and replaces what has it, when everything is there."""
     partial_folder = partial_of(folder)
     try:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
-        yield partial_folder
-        for path in (*partial_folder.rglob("*"), partial_folder):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
-            sync(path)  # a folder that has its name is complete, also after the power went
-        put_in_place(folder)
-    except OSError as error:
-        raise SaveError(f"cannot write {folder}: {error.strerror or error}") from error
+        with os_errors_as(SaveError, f"cannot write {folder}"):
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir(parents=True)
+            yield partial_folder
+            for path in (*partial_folder.rglob("*"), partial_folder):
+                path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
+                sync(path)  # a folder that has its name is complete, also after a power failure
+            put_in_place(folder)
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
 
@@ -167,3 +133,79 @@ def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_ow
     if any(folder.iterdir()) and not is_given_up:
         which = " that shardwise did not export" if replaces_own else ""
         raise ConfigurationError(f"{folder} holds files{which}: name another folder, or replace it with --overwrite")
+
+
+def without_optimizer(opened: Opened) -> Opened:
+    """The weights and buffers alone."""
+    tensors = {name: replace(saved, group=None, state={}) for name, saved in opened.index.tensors.items()}
+    return Opened(opened.folder, replace(opened.index, tensors=tensors, optimizer=None, extra={}))
+
+
+def num_bytes_of(opened: Opened) -> int:
+    return sum(stored.num_bytes for _, stored in opened.index.every_stored())
+
+
+def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> None:
+    """Our own form: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
+
+    Replaces what is there, when it is complete.
+    """
+    index = opened.index
+    into = folder.begin(path)
+    try:
+        with opened.reader() as reader:
+            weights = [stored_source(name, reader, saved.stored) for name, saved in index.tensors.items()]
+            state = [
+                stored_source(state_key(key, name), reader, item)
+                for name, saved in index.tensors.items()
+                for key, item in saved.stored_state.items()
+            ]
+            files: list[File] = []
+            weight_places = _write_files(into, "model", weights, max_bytes, files, tell)
+            state_places = _write_files(into, "optimizer", state, max_bytes, files, tell) if state else {}
+        tensors = {
+            name: replace(
+                saved,
+                stored=_at(saved.stored, *weight_places[name]),
+                state=saved.state
+                | {key: _at(item, *state_places[state_key(key, name)]) for key, item in saved.stored_state.items()},
+            )
+            for name, saved in index.tensors.items()
+        }
+        made = Index(tuple(files), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
+        require_sound(made)
+        folder.complete(path, to_json(made))
+    except BaseException:
+        folder.abandon(path)
+        raise
+
+
+def write_bare_weights(opened: Opened, path: Path, max_bytes: int, tell: Tell) -> None:
+    """The weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
+    with new_folder(path) as into, opened.reader() as reader:
+        sources = [stored_source(name, reader, saved.stored) for name, saved in opened.index.tensors.items()]
+        write_weights(into, sources, max_bytes, tell)
+        write_note(into, {**opened.index.origin, **_converted()})
+
+
+def _write_files(
+    into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, files: list[File], tell: Tell
+) -> dict[str, tuple[int, int]]:
+    """Adds to `files`; returns the file and the offset of every tensor."""
+    contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
+    places: dict[str, tuple[int, int]] = {}
+    for name, content in zip(file_names(stem, len(contents)), contents, strict=True):
+        file, layout = write_sources(into / name, content, tell, is_summed=True)
+        places |= {key: (len(files), offset) for key, offset in layout.offsets.items()}
+        files.append(file)
+    return places
+
+
+def _at(stored: Stored, file: int, offset: int) -> Stored:
+    """The same tensor in one piece."""
+    pieces = (Piece(file, offset, 0, stored.num_elems),) if stored.num_elems else ()
+    return replace(stored, pieces=pieces)
+
+
+def _converted() -> dict[str, str]:
+    return {"converted_by": f"shardwise {VERSION}", "converted": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -71,25 +71,24 @@ def convert(
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_there(source)
     from ..base.text import size
-    from ..checkpoint import conversion as converting
+    from ..checkpoint import writer
     from ..checkpoint.opened import open_checkpoint
-    from ..checkpoint.writer import require_free
 
     opened = open_checkpoint(source)
     if model_only or form == "hugging-face":
-        opened = converting.without_optimizer(opened)
-    require_free(target, overwrite, opened.folder, replaces_own=False)
-    num_bytes = converting.num_bytes_of(opened)
+        opened = writer.without_optimizer(opened)
+    writer.require_free(target, overwrite, opened.folder, replaces_own=False)
+    num_bytes = writer.num_bytes_of(opened)
     began = time.perf_counter()
     with streaming(target.name, num_bytes) as tell:
         if form == "shardwise":
-            converting.write_own(opened, target.resolve(), None if whole else max_bytes, tell)
+            writer.write_own(opened, target.resolve(), None if whole else max_bytes, tell)
         elif form == "dcp":
             from ..checkpoint.interop.dcp_write import write_dcp
 
             write_dcp(opened, target.resolve(), tell)
         else:
-            converting.write_bare_weights(opened, target.resolve(), max_bytes, tell)
+            writer.write_bare_weights(opened, target.resolve(), max_bytes, tell)
     say(f"{target}: {opened.folder} as {form}, {size(num_bytes)}, in {time.perf_counter() - began:.1f} s")
     if form == "dcp" and opened.index.extra:
         say(f"torch DCP has no place for {', '.join(opened.index.extra)}: they are not in it")

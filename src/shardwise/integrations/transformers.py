@@ -22,9 +22,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ..base.errors import SaveError
 from ..checkpoint.interop import dcp, deepspeed
 from ..checkpoint.loading import load
-from ..checkpoint.saving import save
+from ..checkpoint.saving import save, together
 from ..checkpoint.steps import INSIDE
-from ..checkpoint.together import together
 from ..core.engine.guards import find_engine
 from ..core.engine.pretrained import whole_weights
 from ..core.mesh import init, is_first, patient_hosts

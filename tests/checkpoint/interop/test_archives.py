@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwise import CheckpointError
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.index import DTYPES
 from shardwise.checkpoint.interop import archives
 from shardwise.checkpoint.interop.known_names import Strided
 from shardwise.checkpoint.interop.sources import Source

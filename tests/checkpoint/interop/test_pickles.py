@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from shardwise import CheckpointError
-from shardwise.checkpoint.interop import known_names as known
 from shardwise.checkpoint.interop import pickles
-from shardwise.checkpoint.interop.records import Record
+from shardwise.checkpoint.interop.known_names import Record
 
 
 def read(data: bytes) -> Any:
     def no_storage(identity: Any) -> Any:
         raise CheckpointError("no storage")
 
-    return pickles.read(data, known.find, no_storage)
+    return pickles.read(data, no_storage)
 
 
 PLAIN = [
@@ -116,6 +115,12 @@ BOMBS = {
     "an instance": b"(iargparse\nNamespace\n.",
     "a dict of pairs that are none": b"ccollections\nOrderedDict\n(]K\1atR.",
     "a storage": b"\x80\x02)Q.",
+    "an object": b"\x80\x02(cargparse\nNamespace\no.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "marks alone": b"\x80\x02" + b"(" * 3_000_000 + b".",
+    "a long argument for many calls": b"".join(
+        [b"\x80\x02](", b"K\1" * 10_000, b"eq\0cbuiltins\nset\nq\1", b"h\1h\0\x85R" * 1000, b"."]
+    ),
     "lists alone": b"\x80\x02" + b"]" * 3_000_000 + b".",
     "tuples of tuples": b"\x80\x02N" + b"\x85" * 3_000_000 + b".",
 }

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
-from ..dtypes import NAMES
-from ..index import Index, Piece, Stored, counts, in_order, shape_from
-from . import archives, known_names, pickles
+from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from
+from . import archives, pickles
 from .described import Described, add_optimizer, by_settings, index_of
-from .known_names import Strided, text, told
-from .records import Record
+from .known_names import Record, Strided, text, version_text
 from .sources import Sources
 from .strided_intervals import place
 
@@ -56,7 +54,7 @@ def _add(found: Described, inside: str) -> str:
     if source.num_bytes > pickles.MAX_PICKLE_BYTES:
         raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {pickles.MAX_PICKLE_BYTES}")
     try:
-        metadata = _Metadata(pickles.read(source.read(0, source.num_bytes), known_names.find, _no_storage))
+        metadata = _Metadata(pickles.read(source.read(0, source.num_bytes), _no_storage))
         optimizer = _Optimizer()
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
         # Tensors that are in no mapping are the model's, if nothing else is.
@@ -97,7 +95,7 @@ class _Metadata:
     def __init__(self, given: Any) -> None:
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
         self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
-        self.version = told(given.state.get("version"))
+        self.version = version_text(given.state.get("version"))
         self.places: dict[tuple[str, tuple[int, ...]], _Place] = {}
         for index, info in given.state["storage_data"].items():
             if info.get("transform_descriptors"):

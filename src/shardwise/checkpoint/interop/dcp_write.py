@@ -8,7 +8,6 @@ when its turn comes; torch's own writer would keep all of a file's tensors until
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -27,7 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..index import Optimizer, Plain, Stored
 from ..opened import Opened
 from ..reader import Reader
-from ..writer import MAX_FILE_BYTES, Tell, new_folder
+from ..tensor_files import Tell
+from ..writer import MAX_FILE_BYTES, new_folder
 
 _PART_BYTES = 64 << 20
 # torch asks for these, and has these where nothing is said.
@@ -73,7 +73,7 @@ class _Files:
     def __enter__(self) -> "_Files":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
 

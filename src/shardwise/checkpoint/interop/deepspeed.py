@@ -6,18 +6,19 @@ of model states; in stage 3 there is one for each rank, with its parts of the fr
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
+from ...base.intervals import Interval
 from ...base.regular_file import read_regular
-from ..index import Index, Plain, Stored, counts, shape_from
+from ..index import Index, Piece, Plain, Stored, counts, parts_of, shape_from
 from . import archives
 from .described import Described, add_model, index_of, item_of, settings_of
-from .known_names import Strided, text, told
-from .partitions import gathered, spans_of_group, spans_of_parameters
-from .records import Record
+from .known_names import Record, Strided, text, version_text
 from .sources import Sources
 
 LATEST = "latest"
@@ -66,7 +67,7 @@ def _read(sources: Sources) -> Index:
         found.extra["step"] = step
     origin = {
         "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
-        "deepspeed": told(models[0].get("ds_version")),
+        "deepspeed": version_text(models[0].get("ds_version")),
         "ranks": str(len(parts) or 1),
     }
     return index_of(found, origin)
@@ -130,18 +131,18 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):
         rows = [_row(found, part[rows_key][block]) for part in parts]
         if stage == 3:
-            spans = spans_of_parameters(own, len(parts))
+            spans = _spans_of_parameters(own, len(parts))
         else:
             paddings = (parts[0].get("param_alignment_paddings") or {block: [0] * len(own)})[block]
-            spans = spans_of_group(own, counts(paddings, len(own)), [row.num_elems for row in rows])
+            spans = _spans_of_group(own, counts(paddings, len(own)), [row.num_elems for row in rows])
         cut, common = _state(found, [base["state"].get(member, {}) for base in bases])
         # Some of DeepSpeed's optimizers count in the group.
         if "step" in groups[number] and cut:
             common.setdefault("step", item_of(found, groups[number]["step"]))
         for name, shape in own.items():
-            found.tensors[name] = gathered(name, shape, spans[name], rows)
+            found.tensors[name] = _gathered(name, shape, spans[name], rows)
             found.group[name] = number
-            found.state[name] = common | {key: gathered(name, shape, spans[name], cut[key]) for key in cut}
+            found.state[name] = common | {key: _gathered(name, shape, spans[name], cut[key]) for key in cut}
     for settings in found.groups:
         settings.pop("step", None)
     found.scaler = _scaler(parts[0].get("loss_scaler"), model)
@@ -194,7 +195,7 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
         for name, given in (model.get("frozen_param_shapes") or {}).items():
             name, shape = text(name), shape_from(given)
             rows = [_row(found, states["frozen_param_fragments"][name]) for states in models]
-            found.tensors[name] = gathered(name, shape, spans_of_parameters({name: shape}, len(models))[name], rows)
+            found.tensors[name] = _gathered(name, shape, _spans_of_parameters({name: shape}, len(models))[name], rows)
             found.kinds[name] = "parameter"
     buffers = {text(name) for name in model["buffer_names"]}
     for name, value in model["module"].items():
@@ -202,3 +203,69 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
         if name not in found.tensors and name not in shared and (is_buffer or stage < 3):
             add_model(found, {name: value})
             found.kinds[name] = "buffer" if is_buffer else "parameter"
+
+
+# Stages 1 and 2 make one row of every group of the optimizer, parameter after parameter, and cut it into one part for
+# each rank. Stage 3 cuts every parameter by itself, and a rank's row is its parts, one after the other. The masters
+# and the optimizer's state lie alike in their rows, so a parameter is described once, by its spans.
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements of a parameter in the row of a rank, from its element `start` on."""
+
+    rank: int
+    start: int
+    num_elems: int
+
+
+def _gathered(name: str, shape: tuple[int, ...], spans: Sequence[_Span], rows: Sequence[Stored]) -> Stored:
+    """A parameter, or something shaped like it, out of the rows of all ranks."""
+    pieces: list[Piece] = []
+    end = 0
+    for span in spans:
+        row = rows[span.rank]
+        if span.start + span.num_elems > row.num_elems:
+            raise CheckpointError(
+                f"{name!r} should reach to element {span.start + span.num_elems} of what rank {span.rank} wrote, which "
+                f"has {row.num_elems}"
+            )
+        size = row.torch_dtype.itemsize
+        for part in parts_of(row, Interval(span.start, span.start + span.num_elems)):
+            start = end + part.at
+            pieces.append(Piece(part.piece.file, part.piece.offset + part.first * size, start, start + part.num_elems))
+        end += span.num_elems
+    if end != prod(shape):
+        raise CheckpointError(f"{name!r} has {prod(shape)} elements, and {end} of them were written")
+    return Stored(shape, rows[0].dtype, tuple(pieces))
+
+
+def _spans_of_group(shapes: _Shapes, paddings: Sequence[int], lengths: Sequence[int]) -> dict[str, list[_Span]]:
+    """Stages 1 and 2: a group's parameters, each with so much padding behind it; `lengths` of the ranks' parts."""
+    if len(paddings) != len(shapes):
+        raise CheckpointError(f"a group of {len(shapes)} parameters has {len(paddings)} paddings")
+    found: dict[str, list[_Span]] = {}
+    begin = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        wanted, left, found[name] = Interval(begin, begin + prod(shape)), 0, []
+        for rank, length in enumerate(lengths):
+            common = wanted.overlap(Interval(left, left + length))
+            if common.num_elems:
+                found[name].append(_Span(rank, common.start - left, common.num_elems))
+            left += length
+        begin = wanted.stop + padding
+    return found
+
+
+def _spans_of_parameters(shapes: _Shapes, num_ranks: int) -> dict[str, list[_Span]]:
+    """Stage 3: every parameter in equal parts, of which the last ones are filled up."""
+    found: dict[str, list[_Span]] = {}
+    begin = 0
+    for name, shape in shapes.items():
+        num_elems = prod(shape)
+        length = -(-num_elems // num_ranks)
+        shares = [min(length, max(0, num_elems - rank * length)) for rank in range(num_ranks)]
+        found[name] = [_Span(rank, begin, share) for rank, share in enumerate(shares) if share]
+        begin += length
+    return found

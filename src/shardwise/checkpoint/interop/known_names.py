@@ -1,11 +1,11 @@
-"""The names that a pickle of tensors may hold, and what each of them stands for here.
+"""The names that a pickle of tensors may hold, and the inert value that each of them stands for.
 
-Tensors become descriptions of bytes in a file; containers become plain ones; the classes that torch and DeepSpeed write
-around them become records of what they were made of. This table is the whole list: a name that is not in it is refused.
+A tensor becomes a description of bytes in a file. Containers become plain ones. The classes that torch and DeepSpeed
+write around tensors become records of their arguments and state. A name that is not in this table is refused.
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +14,39 @@ import torch
 
 from ...base.errors import CheckpointError
 from ..index import MAX_NAME, counts, shape_from
-from .records import Maker, Record, require_key
+
+_MAX_KEY_LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A name in a pickle from which values are made. `make` gets the arguments of the pickle, and must check them."""
+
+    name: str
+    make: Callable[..., Any]
+    item_bytes: int = 0  # the memory that each item of the first argument takes in the value
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object that is only described: its arguments and the state that it was given."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an attribute, where the state is a mapping."""
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+def require_keys(keys: Iterable[Any]) -> Iterable[Any]:
+    """Refuse keys whose hash would recurse deeply: tuples of tuples."""
+    for key in keys:
+        parts = key if type(key) is tuple and len(key) <= _MAX_KEY_LENGTH else [key]
+        if not all(isinstance(part, (str, int, float, bytes, Record, type(None))) for part in parts):
+            raise ValueError(f"a {type(key).__name__} as a key")
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +75,7 @@ class Strided:
 
 
 def find(module: str, name: str) -> Any:
-    """What a name stands for. Raises CheckpointError where it is neither a tensor nor a plain container."""
+    """Return the value that a name stands for; raise CheckpointError where it is unknown."""
     full = f"{module}.{name}"
     if full not in _KNOWN:
         raise CheckpointError(
@@ -53,14 +85,15 @@ def find(module: str, name: str) -> Any:
 
 
 def text(value: Any) -> str:
-    """A name. What a pickle repeats a thousand times is not put together a thousand times."""
+    """Return a name, which must be a string of limited length: a pickle can repeat a long one a thousand times."""
     if type(value) is not str or len(value) > MAX_NAME:
         raise ValueError("no short text where a name is expected")
+    value.encode()  # a pickle can hold halves of characters, which neither file names nor terminals can
     return value
 
 
-def told(value: Any) -> str:
-    """What is only shown: a version, a count."""
+def version_text(value: Any) -> str:
+    """Return a version or a count for display."""
     return str(value) if type(value) is int else value if type(value) is str and len(value) < MAX_NAME else "unknown"
 
 
@@ -95,15 +128,16 @@ def _parameter(tensor: Any, *rest: Any) -> Strided:
     return tensor
 
 
-def _of_type(maker: Any, kind: Any, args: Any, state: Any) -> Strided:
-    """A tensor with attributes."""
+def _tensor_with_attributes(maker: Any, kind: Any, args: Any, state: Any) -> Strided:
     if not isinstance(maker, Maker) or maker.make not in (_tensor, _tensor_of_dtype) or type(args) is not tuple:
         raise ValueError("a tensor that is made in an unknown way")
     return _parameter(maker.make(*args))
 
 
 def _dict(pairs: Any = ()) -> dict[Any, Any]:
-    return {require_key(key): value for key, value in pairs}
+    items = [(key, value) for key, value in pairs]
+    require_keys(key for key, _ in items)
+    return dict(items)
 
 
 def _default_dict(kind: Any = None) -> dict[Any, Any]:
@@ -111,38 +145,29 @@ def _default_dict(kind: Any = None) -> dict[Any, Any]:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return {require_key(item) for item in items}
+    return set(require_keys(items))
 
 
 def _bytes(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decode bytes as protocol 2 writes them."""
     if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
 
 
-_NUMBERS = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u1": "B", "b1": "?"}
+_NUMPY_TYPES = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u1": "B", "b1": "?"}
 
 
-def _number(kind: Any, content: Any) -> float | int | bool:
-    """A number of numpy's."""
+def _numpy_scalar(kind: Any, content: Any) -> float | int | bool:
     code = kind.args[0] if isinstance(kind, Record) and kind.args else None
-    if type(code) is not str or code not in _NUMBERS or type(content) is not bytes:
-        raise ValueError("a number of an unknown kind")
-    value: float | int | bool = struct.unpack(f"<{_NUMBERS[code]}", content)[0]
+    if type(code) is not str or code not in _NUMPY_TYPES or type(content) is not bytes:
+        raise ValueError("a number of an unknown type")
+    value: float | int | bool = struct.unpack(f"<{_NUMPY_TYPES[code]}", content)[0]
     return value
-
-
-def _records(module: str, names: str) -> dict[str, Any]:
-    return {f"{module}.{name}": _record(f"{module}.{name}") for name in names.split()}
 
 
 def _record(full: str) -> Maker:
     return Maker(full, lambda *args: Record(full, args))
-
-
-def _makers(makers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {full: Maker(full, make) for full, make in makers}
 
 
 _STORAGES = {
@@ -163,46 +188,50 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
 }
-
-_METADATA = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta"
-
+_DCP_CLASSES = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta "
+    "TensorProperties _MEM_FORMAT_ENCODING"
+)
+_PATHS = "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"
+_RECORDS = {
+    "torch": f"device Tensor {' '.join(_STORAGES)}",
+    "torch.storage": "UntypedStorage",
+    "torch.nn.parameter": "Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.metadata": _DCP_CLASSES,
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+    "argparse": "Namespace",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "numpy": "dtype",
+    "builtins": "list dict int float str bool",
+    "__builtin__": "list dict int float str bool",
+}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch.Size": _size,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _default_dict,
+    "builtins.set": _set,
+    "builtins.frozenset": _set,
+    "__builtin__.set": _set,
+    "__builtin__.frozenset": _set,
+    "_codecs.encode": _bytes,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+}
+_ITEM_BYTES: dict[Callable[..., Any], int] = {_dict: 120, _set: 60, _bytes: 1}
 _KNOWN: dict[str, Any] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    **_records("torch", "device Tensor"),
-    **_records("torch.storage", "UntypedStorage"),
-    **_records("torch", " ".join(_STORAGES)),
-    **_records("torch.nn.parameter", "Parameter"),
-    **_records("torch.serialization", "_get_layout"),
-    **_records("torch.distributed.checkpoint.metadata", f"{_METADATA} TensorProperties _MEM_FORMAT_ENCODING"),
-    **_records("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
-    **_records("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
-    **_records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
-    **_records("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler"),
-    **_records("deepspeed.utils.tensor_fragment", "fragment_address"),
-    **_records("argparse", "Namespace"),
-    **_records("pathlib", "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"),
-    **_records("pathlib._local", "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"),
-    **_records("numpy", "dtype"),
-    **_records("builtins", "list dict int float str bool"),
-    **_records("__builtin__", "list dict int float str bool"),
-    **_makers(
-        [
-            ("torch.Size", _size),
-            ("torch._utils._rebuild_tensor", _tensor),
-            ("torch._utils._rebuild_tensor_v2", _tensor),
-            ("torch._utils._rebuild_tensor_v3", _tensor_of_dtype),
-            ("torch._utils._rebuild_parameter", _parameter),
-            ("torch._utils._rebuild_parameter_with_state", _parameter),
-            ("torch._tensor._rebuild_from_type_v2", _of_type),
-            ("collections.OrderedDict", _dict),
-            ("collections.defaultdict", _default_dict),
-            ("builtins.set", _set),
-            ("builtins.frozenset", _set),
-            ("__builtin__.set", _set),
-            ("__builtin__.frozenset", _set),
-            ("_codecs.encode", _bytes),
-            ("numpy.core.multiarray.scalar", _number),
-            ("numpy._core.multiarray.scalar", _number),
-        ]
-    ),
+    **{f"{module}.{name}": _record(f"{module}.{name}") for module, names in _RECORDS.items() for name in names.split()},
+    **{full: Maker(full, make, _ITEM_BYTES.get(make, 0)) for full, make in _MAKERS.items()},
 }

@@ -1,240 +1,142 @@
-"""Pickles, read without executing anything.
+"""Read a pickle without executing anything that it names.
 
-A pickle is a program for a small machine with a stack. This one has the machine's words for plain values and containers
-and nothing else: no module is imported, no object is made by its own class, and nothing that the pickle names is ever
-called. A name stands for what `find` returns for it. Where that is a `Maker`, the pickle may ask for one of its
-values, which are inert and ours; everything else is refused. Memory grows with the pickle's own length and no faster,
-whatever it counts or repeats.
+The standard library's unpickler does the parsing, with three restrictions. Its table of opcodes is an allowlist: plain
+values, containers, and names. A name is looked up in `known_names` and never imported. The opcodes that would call an
+object or set its attributes accept our own inert `Maker` and `Record` only. Memory grows with the length of the pickle
+and no faster, whatever it counts or repeats.
 """
 
+import io
+import pickle
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from ...base.errors import CheckpointError
-from .records import Maker, Record, require_key
+from .known_names import Maker, Record, find, require_keys
 
 MAX_PICKLE_BYTES = 512 << 20
-# Whole numbers are sizes and counts; a longer one is nobody's.
-_MAX_INT_BYTES = 16
-# A container is one byte of a pickle and sixty of memory: there may be this many, and one more for every six bytes:
-# the densest that torch writes, places of parts, has one in nine.
+_MAX_INT_BITS = 128  # integers are sizes and counts
+_MAX_NESTING = 1000
+# A container takes one byte of a pickle and this many bytes of memory.
+_CONTAINER_BYTES = 60
+# A pickle may have this many, and one more for every
+# six of its bytes; the densest pickles of torch, lists of chunk offsets, have one in nine.
 _MANY_CONTAINERS = 1_000_000
 
-Find = Callable[[str, str], Any]
+_Load = Callable[[Any], object]
 
 
-class _Machine:
-    __slots__ = ("data", "find", "is_done", "marks", "memo", "num_left", "position", "stack", "storage")
-
-    def __init__(self, data: bytes, find: Find, storage: Callable[[Any], Any]) -> None:
-        self.data, self.position = data, 0
-        self.find, self.storage = find, storage
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: list[Any] = []
-        self.num_left = _MANY_CONTAINERS + len(data) // 6
-        self.is_done = False
-
-    def take(self, num_bytes: int) -> bytes:
-        end = self.position + num_bytes
-        if end > len(self.data):
-            raise ValueError("it ends too early")
-        taken = self.data[self.position : end]
-        self.position = end
-        return taken
-
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "little")
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.position)
-        text = self.data[self.position : end].decode()
-        self.position = end + 1
-        return text
-
-    def pop(self, num: int) -> list[Any]:
-        if num > len(self.stack):
-            raise ValueError("it takes more than there is")
-        items = self.stack[len(self.stack) - num :]
-        del self.stack[len(self.stack) - num :]
-        return items
-
-    def count(self) -> None:
-        """One more container."""
-        self.num_left -= 1
-        if self.num_left < 0:
-            raise ValueError(f"it makes a container of every few of its {len(self.data)} bytes")
-
-    def since_mark(self) -> list[Any]:
-        return self.pop(max(0, len(self.stack) - self.marks.pop()))
-
-    def run(self) -> Any:
-        data, words = self.data, _WORDS
-        while not self.is_done:
-            word = words.get(data[self.position])
-            if word is None:
-                raise ValueError(f"byte {self.position} is no word for a plain value")
-            self.position += 1
-            word(self)
-        return self.stack.pop()
-
-
-def read(data: bytes, find: Find, storage: Callable[[Any], Any]) -> Any:
-    """The value that a pickle describes. `storage` is asked for what lies outside of it, by its id."""
+def read(data: bytes, find_storage: Callable[[Any], Any]) -> Any:
+    """Return the value of a pickle. `find_storage` maps a persistent id to what lies outside of the pickle."""
     if len(data) > MAX_PICKLE_BYTES:
-        raise CheckpointError(f"a pickle of {len(data)} bytes, of at most {MAX_PICKLE_BYTES}: it is not loaded")
+        raise CheckpointError(f"a pickle has {len(data)} bytes, and at most {MAX_PICKLE_BYTES} are read")
     try:
-        return _Machine(data, find, storage).run()
+        return _Unpickler(data, find_storage).load()
     except RecursionError:
-        raise CheckpointError("a pickle cannot be understood: it is nested too deeply") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise CheckpointError(f"a pickle cannot be understood: {error}") from error
+        raise CheckpointError("a pickle cannot be read: it is nested too deeply") from None
+    except (
+        ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError, struct.error,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        raise CheckpointError(f"a pickle cannot be read: {error}") from error
 
 
-def _make(machine: _Machine) -> None:
-    maker, args = machine.pop(2)
-    if not isinstance(maker, Maker):
-        what = maker.name if isinstance(maker, Record) else type(maker).__name__
-        raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
-    if type(args) is not tuple:
-        raise ValueError(f"{maker.name} of a {type(args).__name__}")
-    machine.count()
-    machine.stack.append(maker.make(*args))
+class _Memo(list[Any]):
+    """The values that a pickle refers to later, by number. A dict of them would take ten times the memory."""
+
+    def __setitem__(self, number: Any, value: Any) -> None:
+        if number == len(self):
+            self.append(value)
+        else:
+            super().__setitem__(number, value)
 
 
-def _make_with_names(machine: _Machine) -> None:
-    if machine.pop(1) != [{}]:
-        raise ValueError("arguments by name")
-    _make(machine)
+class _Unpickler(pickle._Unpickler):
+    # The standard library sets these; its type stubs leave them out.
+    stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, data: bytes, find_storage: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.memo = _Memo()
+        self._find_storage = find_storage
+        self._num_left = _MANY_CONTAINERS + len(data) // 6
+
+    def find_class(self, module: str, name: str) -> Any:
+        return find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._find_storage(pid)
+
+    def count(self, num_containers: int = 1) -> None:
+        self._num_left -= num_containers
+        if self._num_left < 0:
+            raise ValueError("it has too many containers for its length")
+
+    def require_shallow(self) -> None:
+        if len(self.metastack) > _MAX_NESTING:
+            raise ValueError(f"more than {_MAX_NESTING} containers are nested")
+
+    def load_long1(self) -> None:
+        _STANDARD[pickle.LONG1[0]](self)
+        if self.stack[-1].bit_length() > _MAX_INT_BITS:
+            raise ValueError(f"an integer has more than {_MAX_INT_BITS} bits")
+
+    def load_frozenset(self) -> None:
+        self.count()
+        require_keys(self.stack)
+        _STANDARD[pickle.FROZENSET[0]](self)
+
+    def load_reduce(self) -> None:
+        """Call a `Maker`. Nothing else on the stack is ever called."""
+        args, maker = self.stack.pop(), self.stack.pop()
+        if type(maker) is not Maker or type(args) is not tuple:
+            what = maker.name if isinstance(maker, Record) else type(maker).__name__
+            raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
+        # Many calls may share one long argument through the memo.
+        self.count(1 + (len(args[0]) * maker.item_bytes // _CONTAINER_BYTES if maker.item_bytes and args else 0))
+        self.stack.append(maker.make(*args))
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is Record:
+            target.state = state
+        elif type(target) is not dict:  # the attributes of an ordered dict are not its items: they are dropped
+            raise ValueError(f"state for a {type(target).__name__}")
 
 
-def _build(machine: _Machine) -> None:
-    target, state = machine.pop(2)
-    if type(target) is Record:
-        target.state = state
-    # An ordered dict has attributes of its own, which say nothing about what is in it.
-    elif type(target) is not dict:
-        raise ValueError(f"state for a {type(target).__name__}")
-    machine.stack.append(target)
+class _Opcodes(dict[int, _Load]):
+    def __missing__(self, opcode: int) -> _Load:
+        raise ValueError(f"opcode {bytes([opcode])!r} is not a plain value, a container or a name")
 
 
-def _name(machine: _Machine, module: Any, name: Any) -> None:
-    if type(module) is not str or type(name) is not str:
-        raise ValueError("a name that is no text")
-    machine.stack.append(machine.find(module, name))
+_STANDARD: dict[int, _Load] = pickle._Unpickler.dispatch  # type: ignore[assignment]
 
 
-def _int(machine: _Machine, num_bytes: int) -> None:
-    if num_bytes > _MAX_INT_BYTES:
-        raise ValueError(f"a number of {num_bytes} bytes")
-    machine.stack.append(int.from_bytes(machine.take(num_bytes), "little", signed=True))
+def _standard(names: str, check: Callable[[_Unpickler], object] | None = None) -> dict[int, _Load]:
+    """Return the standard library's implementation of some opcodes, each after a check of the stack."""
+
+    def checked(load: _Load) -> _Load:
+        return load if check is None else lambda unpickler: (check(unpickler), load(unpickler))
+
+    return {opcode: checked(_STANDARD[opcode]) for opcode in (getattr(pickle, name)[0] for name in names.split())}
 
 
-def _set_items(machine: _Machine, items: list[Any]) -> None:
-    target = machine.stack[-1]
-    if type(target) is not dict or len(items) % 2:
-        raise ValueError(f"items for a {type(target).__name__}")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        target[require_key(key)] = value
-
-
-def _extend(machine: _Machine, items: list[Any]) -> None:
-    target = machine.stack[-1]
-    if type(target) is not list:
-        raise ValueError(f"elements for a {type(target).__name__}")
-    target.extend(items)
-
-
-def _add(machine: _Machine, items: list[Any]) -> None:
-    target = machine.stack[-1]
-    if type(target) is not set:
-        raise ValueError(f"members for a {type(target).__name__}")
-    target.update(require_key(item) for item in items)
-
-
-def _put(machine: _Machine, key: int) -> None:
-    """Every pickle numbers what it remembers from 0 on."""
-    if key > len(machine.memo):
-        raise ValueError(f"it remembers value {key} after {len(machine.memo)} others")
-    machine.memo[key : key + 1] = [machine.stack[-1]]
-
-
-def _require_protocol(machine: _Machine) -> None:
-    if machine.number(1) > 5:
-        raise ValueError("a newer protocol than 5")
-
-
-def _stop(machine: _Machine) -> None:
-    machine.is_done = True
-
-
-def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    def word(machine: _Machine) -> None:
-        machine.stack.append(make(machine))
-
-    return word
-
-
-def _push_container(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    def word(machine: _Machine) -> None:
-        machine.count()
-        machine.stack.append(make(machine))
-
-    return word
-
-
-_WORDS: dict[int, Callable[[_Machine], object]] = {
-    ord("."): _stop,
-    0x80: _require_protocol,
-    0x95: lambda m: m.take(8),
-    ord("("): lambda m: m.marks.append(len(m.stack)),
-    ord("0"): lambda m: m.stack.pop(),
-    ord("1"): lambda m: m.since_mark(),
-    # plain values
-    ord("N"): _push(lambda m: None),
-    0x88: _push(lambda m: True),
-    0x89: _push(lambda m: False),
-    ord("J"): lambda m: _int(m, 4),
-    ord("K"): _push(lambda m: m.number(1)),
-    ord("M"): _push(lambda m: m.number(2)),
-    0x8A: lambda m: _int(m, m.number(1)),
-    0x8B: lambda m: _int(m, m.number(4)),
-    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    ord("X"): _push(lambda m: str(m.take(m.number(4)), "utf-8")),
-    0x8C: _push(lambda m: str(m.take(m.number(1)), "utf-8")),
-    0x8D: _push(lambda m: str(m.take(m.number(8)), "utf-8")),
-    ord("B"): _push(lambda m: m.take(m.number(4))),
-    ord("C"): _push(lambda m: m.take(m.number(1))),
-    0x8E: _push(lambda m: m.take(m.number(8))),
-    0x96: _push(lambda m: m.take(m.number(8))),
-    # containers
-    ord(")"): _push(lambda m: ()),
-    0x85: _push_container(lambda m: tuple(m.pop(1))),
-    0x86: _push_container(lambda m: tuple(m.pop(2))),
-    0x87: _push_container(lambda m: tuple(m.pop(3))),
-    ord("t"): _push_container(lambda m: tuple(m.since_mark())),
-    ord("]"): _push_container(lambda m: []),
-    ord("a"): lambda m: _extend(m, m.pop(1)),
-    ord("e"): lambda m: _extend(m, m.since_mark()),
-    ord("}"): _push_container(lambda m: {}),
-    ord("s"): lambda m: _set_items(m, m.pop(2)),
-    ord("u"): lambda m: _set_items(m, m.since_mark()),
-    0x8F: _push_container(lambda m: set()),
-    0x90: lambda m: _add(m, m.since_mark()),
-    0x91: _push_container(lambda m: frozenset(require_key(item) for item in m.since_mark())),
-    # what was said before
-    ord("q"): lambda m: _put(m, m.number(1)),
-    ord("r"): lambda m: _put(m, m.number(4)),
-    0x94: lambda m: _put(m, len(m.memo)),
-    ord("h"): _push(lambda m: m.memo[m.number(1)]),
-    ord("j"): _push(lambda m: m.memo[m.number(4)]),
-    # names, and what is made of them
-    ord("c"): lambda m: _name(m, m.line(), m.line()),
-    0x93: lambda m: _name(m, *m.pop(2)),
-    ord("R"): _make,
-    0x81: _make,
-    0x92: _make_with_names,
-    ord("b"): _build,
-    ord("Q"): _push(lambda m: m.storage(m.stack.pop())),
-}
+_Unpickler.dispatch = _Opcodes(  # type: ignore[assignment]
+    {
+        **_standard("PROTO FRAME STOP POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET BINPERSID"),
+        **_standard("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT GLOBAL STACK_GLOBAL APPEND APPENDS"),
+        **_standard("BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE"),
+        **_standard("MARK", _Unpickler.require_shallow),
+        **_standard("EMPTY_LIST EMPTY_DICT EMPTY_SET TUPLE TUPLE1 TUPLE2 TUPLE3", _Unpickler.count),
+        **_standard("SETITEM", lambda unpickler: require_keys(unpickler.stack[-2:-1])),
+        **_standard("SETITEMS", lambda unpickler: require_keys(unpickler.stack[::2])),
+        **_standard("ADDITEMS", lambda unpickler: require_keys(unpickler.stack)),
+        pickle.LONG1[0]: _Unpickler.load_long1,
+        pickle.FROZENSET[0]: _Unpickler.load_frozenset,
+        pickle.REDUCE[0]: _Unpickler.load_reduce,
+        pickle.NEWOBJ[0]: _Unpickler.load_reduce,
+        pickle.BUILD[0]: _Unpickler.load_build,
+    }
+)

@@ -3,12 +3,12 @@
 import os
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 
 import torch
 
 from ...base.errors import CheckpointError
 from ...base.regular_file import open_regular
+from ..folder import os_errors_as
 from ..index import File, Stored
 
 _MAX_OPEN = 64
@@ -19,19 +19,15 @@ class Source:
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.path, self.number = path, number
-        try:
+        with os_errors_as(CheckpointError, f"cannot read {path}"):
             self._file = open_regular(path)
             self.num_bytes = os.fstat(self._file).st_size
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise CheckpointError(f"{self.path} is {self.num_bytes} bytes long, not {offset + num_bytes}")
-        try:
+        with os_errors_as(CheckpointError, f"cannot read {self.path}"):
             content = os.pread(self._file, num_bytes, offset)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
         if len(content) != num_bytes:
             raise CheckpointError(f"{self.path} ends at byte {offset + len(content)}: it was truncated")
         return content
@@ -42,9 +38,7 @@ class Source:
     def __enter__(self) -> "Source":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -86,8 +80,6 @@ class Sources:
     def __enter__(self) -> "Sources":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         while self._open:
             self._open.popitem()[1].close()

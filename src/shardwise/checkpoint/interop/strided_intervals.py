@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ...base.errors import CheckpointError
-from ..dtypes import DTYPES, NAMES
-from ..index import Piece, Stored
+from ..index import DTYPES, NAMES, Piece, Stored
 from .known_names import Strided
 
 # Of one checkpoint: 200 MB of memory, and minutes.

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ShardwiseError
-from ...checkpoint.writer import MAX_FILE_BYTES, Source, Tell, new_folder, write_note, write_sources, write_weights
+from ...checkpoint.tensor_files import Source, Tell
+from ...checkpoint.writer import MAX_FILE_BYTES, new_folder, write_note, write_sources, write_weights
 from ...core.engine.full_weights import whole_parts
 from ...core.engine.guards import engine_of, own_state_dict
 from ...core.wire.collectives import exchange

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError
-from ...checkpoint.writer import Source
+from ...checkpoint.tensor_files import Source
 from ..model import Transformer
 from .llama import llama_name
 from .lora import ADAPTER

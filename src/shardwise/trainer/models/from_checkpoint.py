@@ -20,7 +20,8 @@ from ...checkpoint.index import Saved
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.reader import Reader
 from ...checkpoint.steps import newest_in
-from ...checkpoint.writer import MAX_FILE_BYTES, Source, converted, stored_source
+from ...checkpoint.tensor_files import Source
+from ...checkpoint.writer import MAX_FILE_BYTES, converted, stored_source
 from ..data.tokenizer import tokenizer_for
 from ..run_folder import CONFIG
 from ..settings import Settings

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...base.errors import ConfigurationError
-from ...checkpoint.writer import Source, converted
+from ...checkpoint.tensor_files import Source
+from ...checkpoint.writer import converted
 from .forms import base_name, is_adapter
 from .lora import ADAPTER
 
