@@ -1,5 +1,6 @@
-"""Checkpoints: what was saved under any layout and world loads under any other, and training goes on as if nothing was.
+"""Checkpoints: a model saved under any layout and world size loads under any other.
 
-k steps, save, load elsewhere and n - k more steps are n steps. A save that fails, on whatever rank, is an error on
-every rank and leaves the checkpoint that was there before. Loading executes nothing: safetensors and JSON only.
+k steps, a save, a load elsewhere and n - k more steps give the same training as n steps. A save that fails, on whatever
+rank, is an error on every rank and leaves the previous checkpoint as it was. Loading executes nothing: our format is
+safetensors and JSON.
 """

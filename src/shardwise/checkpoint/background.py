@@ -1,7 +1,7 @@
-"""Saving while training goes on: copies on the host, and a thread that writes them.
+"""Save in the background: copy to the host, and write in a thread while training goes on.
 
 A rank may notice a failure a step earlier than another, and would leave the others waiting in a collective. So the
-threads, which all know of a failure, agree on a step that no rank has begun yet, and every rank raises there.
+threads agree on a step that no rank has begun yet, and every rank raises there.
 """
 
 import threading
@@ -34,7 +34,7 @@ class HostCopy:
         self._unlock: finalize[..., HostCopy] | None = None
 
     def take(self, share: Share) -> Share:
-        """The same share, of values that training does not change any more."""
+        """Copy a share to the host, so that training does not change it any more."""
         sizes = [round_up(_num_bytes(portion), _ALIGNMENT_BYTES) for portion in share.portions]
         if sum(sizes) > self._memory.numel():
             self._make(sum(sizes))
@@ -91,12 +91,12 @@ class Saving:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint is there. A failure is heard elsewhere, by all ranks at once."""
+        """True when the checkpoint is complete. A failure is raised elsewhere, on all ranks at once."""
         return self.is_finished and self._failure is None
 
     @property
     def seconds(self) -> float:
-        """From the copy to the end of the writing."""
+        """Seconds from the copy to the end of the writing."""
         return self._ended - self._began
 
     def finish(self) -> None:
@@ -153,6 +153,6 @@ def host_copy_of(engine: Engine) -> HostCopy:
 
 
 def finish_last() -> None:
-    """Wait for the save that is under way; if it failed and nobody has heard of it, raise."""
+    """Wait for the save that is under way; raise if it failed and that was not raised before."""
     for last in tuple(_under_way):
         last.finish()

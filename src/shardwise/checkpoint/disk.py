@@ -1,6 +1,6 @@
-"""Bytes to the disk and from it, with checksums on their way to it.
+"""Write bytes to the disk, with checksums.
 
-They go around the page cache where the file system lets them. While one block is being filled, others are summed and
+The writes bypass the page cache where the file system allows it. While one block is being filled, others are summed and
 written.
 """
 
@@ -24,8 +24,10 @@ _MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
 
 
 def check_bytes(num_bytes: int) -> int:
-    """How much of a file of this size has one checksum. It is what must be read for a single element, so it is little;
-    but the index of a large checkpoint must not be long."""
+    """Return how many bytes of a file of this size share a checksum.
+
+    They must be read for a single element, so they are few; but the index of a large checkpoint must not be long.
+    """
     size = _MIN_CHECK_BYTES
     while size < BLOCK_BYTES and num_bytes > _MOST_CHECKS * size:
         size *= 2
@@ -33,7 +35,7 @@ def check_bytes(num_bytes: int) -> int:
 
 
 class Stream:
-    """A new file that is written from its beginning to its end. None: without checksums for every so many bytes."""
+    """A new file that is written from its beginning to its end. `check_bytes`: None writes no checksums."""
 
     def __init__(self, path: Path, check_bytes: int | None) -> None:
         self._check_bytes = check_bytes
@@ -131,7 +133,7 @@ class _Block:
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
-    """Write into a file that is there, at these offsets, beside what others write into it."""
+    """Write into an existing file at these offsets, while other ranks write elsewhere in it."""
     checks = []
     staged = torch.empty(check_bytes, dtype=torch.uint8)
     file = os.open(path, os.O_WRONLY)

@@ -1,8 +1,8 @@
-"""A checkpoint as a folder. Pure but for the file system; one rank calls these.
+"""A checkpoint as a folder. One rank calls these functions.
 
-A checkpoint is written beside its place, into `<path>.partial`. Its marker comes last, when the disk has everything
-else, and only then is it renamed. The marker holds the digest of the index, so whoever finds it finds the checkpoint as
-it was written. Where one is replaced there are two renames: in between, the new one lies complete under its other name,
+A checkpoint is written next to its place, into `<path>.partial`. Its marker comes last, when the disk has everything
+else, and only then is it renamed. The marker holds the digest of the index, so a checkpoint with a marker is as it was
+written. Where one is replaced there are two renames: in between, the new one lies complete under its other name,
 and is found there.
 """
 
@@ -49,12 +49,12 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def find(path: Path) -> Path | None:
-    """Where the complete checkpoint of this name lies, if there is one."""
+    """Return the folder of the complete checkpoint of this name, if there is one."""
     return next((place for place in (path, partial_of(path)) if (place / MARKER).is_file()), None)
 
 
 def read_index(path: Path) -> tuple[Path, bytes]:
-    """The folder of a complete checkpoint and the text of its index."""
+    """Return the folder of a complete checkpoint and the text of its index."""
     folder = find(path)
     if folder is None:
         raise _why_not(path)
@@ -65,12 +65,12 @@ def read_index(path: Path) -> tuple[Path, bytes]:
 
 
 def read_index_in(folder: Path) -> bytes:
-    """The text of an index, whether its save finished or not."""
+    """Return the text of an index, whether its save finished or not."""
     return _read(folder / INDEX, MOST_INDEX_BYTES)
 
 
 def is_sealed(folder: Path, text: bytes) -> bool:
-    """Whether the marker holds the digest of this index."""
+    """Return whether the marker holds the digest of this index."""
     return _read(folder / MARKER, MOST_MARKER_BYTES).strip() == hashlib.sha256(text).hexdigest().encode()
 
 
@@ -90,7 +90,7 @@ def _why_not(path: Path) -> CheckpointError:
 
 
 def begin(path: Path) -> Path:
-    """An empty folder to write into."""
+    """Make an empty folder to write into."""
     if path.exists() and not (path.is_dir() and ((path / INDEX).is_file() or not any(path.iterdir()))):
         raise SaveError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
     partial = partial_of(path)
@@ -101,7 +101,7 @@ def begin(path: Path) -> Path:
 
 
 def settle(path: Path) -> None:
-    """What a save that died has left is removed; where it died between two renames, the checkpoint is put in place."""
+    """Remove what a killed save has left; where it died between two renames, put the checkpoint in place."""
     if find(path) == partial_of(path):
         put_in_place(path)
     remove(partial_of(path))
@@ -136,7 +136,7 @@ def complete(path: Path, index: str) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """The partial folder gets its name; what has it goes when the new one is there, and comes back if it cannot be."""
+    """Rename the partial folder; the old one is removed afterwards, and comes back if the rename fails."""
     replaced = replaced_of(path)
     remove(replaced)
     if path.exists():
@@ -154,9 +154,9 @@ def put_in_place(path: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The marker goes first, so that what is left of a removal that was broken off is no checkpoint.
+    """Remove a folder, its marker first, so that an interrupted removal leaves no checkpoint.
 
-    Of a link, the link goes: what it leads to may be another checkpoint.
+    Of a link, only the link is removed: its target may be another checkpoint.
     """
     if folder.is_symlink():
         folder.unlink()

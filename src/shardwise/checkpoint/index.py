@@ -1,8 +1,8 @@
-"""What a checkpoint says about itself, as values: pure, and the same whoever wrote it.
+"""The index of a checkpoint, as values, the same whichever library wrote it.
 
-A checkpoint is named tensors. Each lies in pieces: intervals of its elements in row-major order, as plain bytes at a
-place in a file. So it says nothing about layouts and ranks, and what others write (see `others/`) is described with the
-same words. What is said may be anybody's word: it is used when it is sound.
+A checkpoint is a set of named tensors. Each lies in pieces: intervals of its elements in row-major order, as plain
+bytes at a place in a file. So the index does not depend on layouts and ranks, and checkpoints of other libraries (see
+`interop/`) are described in the same way. An index is not trusted: `require_sound` checks it before it is used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,11 +40,11 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
 
-# More of any is nobody's tensor.
+# No tensor has more.
 MAX_DIMS, MAX_COUNT = 64, (1 << 63) - 1
 MAX_NAME = 4096
-# Tied weights are the same bytes under several names, and a layer that is used again is so under dozens; a mask may be
-# one number. What is beyond is a few bytes that claim to be terabytes.
+# Tied weights are the same bytes under several names, a reused layer under dozens; a mask may be one number. More is a
+# small file that claims to hold terabytes.
 MAX_USES, FREE_BYTES = 64, 1 << 30
 
 
@@ -118,14 +118,14 @@ class Saved:
         return {key: item for key, item in self.state.items() if isinstance(item, Stored)}
 
     def is_split(self, key: str) -> bool:
-        """Whether a tensor of state is shaped like the parameter. A count of steps never is, whatever its shape."""
+        """Return whether a tensor of state is shaped, and so cut, like the parameter. A count of steps never is."""
         item = self.state[key]
         return isinstance(item, Stored) and item.shape == self.stored.shape and key != "step"
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """`name`: its class, empty where whoever wrote it does not say."""
+    """The optimizer. `name`: its class, empty where the checkpoint does not have it."""
 
     name: str
     groups: tuple[dict[str, Any], ...]
@@ -134,7 +134,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """`origin`: who wrote it, in words for people. `extra`: what the program that saved it wanted back."""
+    """All of a checkpoint but the tensors' bytes. `origin`: who wrote it. `extra`: the program's own values."""
 
     files: tuple[File, ...]
     tensors: dict[str, Saved]
@@ -143,7 +143,7 @@ class Index:
     origin: dict[str, str] = field(default_factory=dict)
 
     def every_stored(self) -> Iterator[tuple[str, Stored]]:
-        """All tensors, with names for messages: the model's, then the optimizer's."""
+        """Yield all tensors with names for messages: the model's, then the optimizer's."""
         for name, saved in self.tensors.items():
             yield name, saved.stored
         for name, saved in self.tensors.items():
@@ -209,7 +209,7 @@ def require_sound(index: Index) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a piece is wanted: `num_elems` from its element `first` on, for the place `at` of the wanted interval."""
+    """The wanted part of a piece: `num_elems` from its element `first` on, for place `at` of the wanted interval."""
 
     piece: Piece
     first: int
@@ -218,7 +218,7 @@ class Part:
 
 
 def parts_of(stored: Stored, wanted: Interval) -> Iterator[Part]:
-    """What to read for an interval of a tensor whose pieces cover it, in order."""
+    """Yield the parts to read for an interval of a tensor, in order."""
     for piece in stored.pieces:
         common = wanted.overlap(Interval(piece.start, piece.stop))
         if common.num_elems:

@@ -1,6 +1,6 @@
-"""`index.json`: an `Index` as JSON, and back. docs/checkpoint-format.md has every key.
+"""Encode an `Index` as `index.json`, and decode it. docs/checkpoint-format.md describes every key.
 
-What is read may be anybody's: every value is looked at before it is used.
+The file is not trusted: every value is checked before it is used.
 """
 
 import json
@@ -90,7 +90,7 @@ def from_json(text: str | bytes) -> Index:
 
 
 def in_words(error: Exception) -> str:
-    """Why JSON was not what it should be, for people."""
+    """Describe for people why JSON could not be decoded."""
     match error:
         case json.JSONDecodeError():
             return f"it is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"

@@ -1,8 +1,8 @@
-"""Reading a checkpoint, whatever layout, world and program wrote it. Every rank calls it, and reads what it holds.
+"""Load a checkpoint, whichever layout, world and program wrote it. Every rank calls it, and reads its own part.
 
-First everything is compared, and nothing is changed: the index with the model and the optimizer, the files with the
-index. The ranks meet; only then are masters and state written, each rank's own intervals out of the pieces that
-overlap them.
+First the index is compared with the model and the optimizer, and the files with the index; an error lists all
+differences. Nothing is changed yet. When all ranks agree, master weights and state are written, each rank's intervals
+from the pieces that overlap them.
 """
 
 import os
@@ -74,7 +74,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What this rank holds of a parameter: the place to fill, and the interval of its elements."""
+    """This rank's part of a parameter: the place to fill, and the interval of its elements."""
 
     state: FlatState
     number: int
@@ -152,7 +152,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
 
 
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
-    """What `_read` reads, in its order."""
+    """Yield what `_read` reads, in its order."""
     for want in job.wanted:
         yield want.saved.stored, want.interval
         for key, item in want.saved.state.items() if has_optimizer else ():
@@ -171,7 +171,7 @@ def _read_state(reader: Reader, want: _Wanted, key: str, row: Tensor) -> None:
 def require_same_model(
     engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool
 ) -> dict[str, str]:
-    """Raises unless the model is the one that was saved; returns the saved name of each of its parameters."""
+    """Raise unless the model is the one that was saved; return the saved name of each of its parameters."""
     specs = _params(engine)
     names = {spec.name: _saved_name(spec, index) for spec, _ in specs}
     expected = {names[spec.name]: (tuple(spec.shape), dtype) for spec, dtype in specs}
@@ -193,7 +193,7 @@ def require_same_model(
 
 
 def rounded(engine: Engine, index: Index) -> list[str]:
-    """The model's parameters that lose digits when they are loaded, in words."""
+    """Describe the model's parameters that lose digits when they are loaded."""
     return _rounded(((_saved_name(spec, index), dtype) for spec, dtype in _params(engine)), index)
 
 
@@ -206,14 +206,14 @@ def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[
 
 
 def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether it has all numbers that the other has. torch does not say so of floats of 8 bits: wider ones have."""
+    """Return whether `dtype` has all numbers of `stored`. torch does not promote floats of 8 bits."""
     if stored.is_floating_point and 1 in (stored.itemsize, dtype.itemsize):
         return stored == dtype or stored.itemsize < dtype.itemsize
     return torch.promote_types(stored, dtype) == dtype
 
 
 def _params(engine: Engine) -> list[tuple[Param, torch.dtype]]:
-    """Every parameter, with the dtype in which it rests."""
+    """Return every parameter with the dtype of its master weights."""
     return [(spec, state.master.dtype) for unit in engine.units for state in unit.states for spec in state.flat.params]
 
 
@@ -244,7 +244,9 @@ def _list(differences: list[str]) -> str:
 
 
 def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], keep_groups: bool) -> None:
-    """`held`: name, what was saved, this rank's part, and its group, of every parameter that this rank holds.
+    """Raise unless the optimizer's groups are the saved ones.
+
+    `held`: name, saved value, this rank's part, and group, of every parameter that this rank holds.
 
     With `keep_groups` the groups may differ, but nothing that its optimizer has kept may be lost.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint that has been found and understood, whoever wrote it: one value for everything that reads."""
+"""Find a checkpoint and read its index, whichever library wrote it: one value for all readers."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LOOKED_FOR = (
     f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
     f"({', '.join(hugging_face.NAMES)})"
 )
-# In a folder of ours, none of these is anything by itself.
+# In a folder of ours, none of these files is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 
 
@@ -27,12 +27,12 @@ class Opened:
     index: Index
 
     def reader(self, is_shared: bool = False) -> Reader:
-        """`is_shared`: others on this machine read the same bytes."""
+        """Return a reader of its files. `is_shared`: others on this machine read the same bytes."""
         return Reader(self.folder, self.index.files, is_shared)
 
 
 def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
-    """Any checkpoint, of ours or of the others. Tensors are not read.
+    """Open any checkpoint, ours or another library's. Tensors are not read.
 
     The path of a run leads to its newest complete checkpoint, and a folder of the Trainer's or of Accelerate's to the
     checkpoint in it. `groups`: the parameters that an optimizer has, for one that was saved by number. Raises
@@ -83,7 +83,7 @@ def _newest_run_in(path: Path) -> Path | None:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether a checkpoint can be understood and its files are as long as they were; they are not read."""
+    """Return whether a checkpoint can be opened and its files have their lengths; the files are not read."""
     try:
         opened = open_checkpoint(path)
         with opened.reader() as reader:

@@ -1,4 +1,4 @@
-"""The optimizer's part of a checkpoint: what it keeps for each parameter, and the settings of its groups.
+"""The optimizer's part of a checkpoint: its state of each parameter, and the settings of its groups.
 
 State that is shaped like what a rank holds of a parameter is cut like it. Quantised state (torchao's 8 bits) is held in
 blocks that depend on the cut, so it travels as fp32 and is quantised again where it is loaded; since a block never
@@ -23,13 +23,13 @@ from ..core.unit.stand_ins import OnDisk
 from ..core.unit.user_parameter import place_of
 from .index import NAMES, Optimizer, Plain, Saved, Stored
 
-# How a run computes its updates, not what they are: this is the running program's to say.
+# These settings choose how updates are computed, not their values: the running program sets them.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable")
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-# What the model is trained by, none or one or several: a checkpoint holds their groups one after the other.
+# The optimizers of a model, none, one or several: a checkpoint holds their groups one after the other.
 Optimizers = Sequence[ShardedOptimizer]
 
 
@@ -48,7 +48,7 @@ def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a parameter is updated: in which group of which optimizer, and the group's number in a checkpoint."""
+    """The optimizer and the group that update a parameter, and the group's number in a checkpoint."""
 
     optimizer: ShardedOptimizer
     number: int
@@ -56,7 +56,7 @@ class Home:
 
 
 def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
-    """By this rank's part of each parameter."""
+    """Return the home of each parameter, by this rank's part of it."""
     groups = [
         (each, group, shards)
         for each in optimizers
@@ -81,7 +81,7 @@ def _name_of(optimizers: Optimizers) -> str:
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
-    # What is not plain (a function, say) is the running program's to give.
+    # The running program sets what is not plain (a function, say).
     groups = tuple(
         {key: _plain(value) for key, value in group.items() if key not in _HOW and _is_plain(value)}
         for group in _groups_of(optimizers)
@@ -145,7 +145,7 @@ def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, kee
 
 
 def _is_alike(now: Any, value: Any) -> bool:
-    """Whether a setting can take the place of another."""
+    """Return whether a saved setting can replace the current one."""
     if isinstance(now, tuple):
         return isinstance(value, (list, tuple)) and len(value) == len(now)
     return not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
@@ -165,9 +165,9 @@ def refuse_homeless_state(optimizers: Optimizers, params: Container[Tensor]) -> 
 def describe_state(
     optimizer: ShardedOptimizer, name: str, resting: Tensor, shape: tuple[int, ...]
 ) -> dict[str, Stored | Plain]:
-    """What the optimizer keeps for a parameter of this shape, of which `resting` is this rank's part.
+    """Describe the optimizer's state of a parameter of this shape, of which `resting` is this rank's part.
 
-    Nothing, if it never was updated. Refuses what could not come back.
+    It is empty before the first update. State that could not be loaded again is refused.
     """
     found: dict[str, Stored | Plain] = {}
     is_part = resting.numel() < torch.Size(shape).numel()
@@ -194,7 +194,7 @@ def describe_state(
 
 
 def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor:
-    """A tensor of state as a row of plain numbers, as it is written."""
+    """Return a tensor of state as a row of plain numbers, as it is written."""
     value = optimizer.kept(resting, key)
     if type(value) is not Tensor:
         value = value.dequantize()
@@ -202,7 +202,7 @@ def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor
 
 
 def _stored_dtype(optimizer: ShardedOptimizer, value: Tensor) -> torch.dtype:
-    """Whether a shard is quantised depends on its length, so here every shard is stored alike."""
+    """Return fp32 for quantised state: whether a shard is quantised depends on its length, and all are stored alike."""
     return torch.float32 if _is_low_bit(optimizer) and value.is_floating_point() else value.dtype
 
 
@@ -246,7 +246,7 @@ def restore_state(
 
 
 def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
-    """What is kept in the dtype of the master weights goes with it; anything else keeps its own."""
+    """Return the dtype of loaded state: the masters' dtype where it was saved in theirs, else its own."""
     item = saved.state[key]
     assert isinstance(item, Stored)
     follows = saved.is_split(key) and item.dtype == saved.stored.dtype
@@ -254,7 +254,7 @@ def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
 
 
 def _quantise(target: Any, values: Tensor) -> None:
-    """Such that values which were quantised before come back with the same codes.
+    """Quantise so that values which were quantised before get the same codes again.
 
     torchao's levels reach to 1 but not to -1: a block whose largest element is negative comes out of it smaller, by the
     lowest level, and would shrink again with every save. So that element is made as large as it was.
@@ -279,7 +279,7 @@ def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any
     dtype = dtype_of_state(saved, key, resting.dtype)
     if saved.is_split(key):
         if _is_low_bit(optimizer):
-            # The optimizer's own word on what it quantises; its squares have no sign.
+            # The optimizer itself decides what it quantises; its squares have no sign.
             buffer: Tensor = optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
             return buffer
         return torch.empty(resting.shape, dtype=dtype, device=resting.device)
@@ -291,14 +291,14 @@ def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any
 
 
 def _device_of_steps(resting: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """As torch loads them: a count of steps is on the host, unless the update that reads it is not."""
+    """Return the device of a count of steps, as torch loads it: the host, unless the update reads it on the device."""
     return resting.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
 def _counted(
     optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], steps: Plain, now: Any
 ) -> Tensor | Plain:
-    """A number of steps from somebody who counts in numbers. torch's optimizers count in tensors, and change them."""
+    """Return a count of steps that was saved as a number; torch's optimizers count in tensors, in place."""
     if isinstance(now, Tensor) and isinstance(steps, (int, float)):
         return now.fill_(steps)
     if not type(optimizer.inner).__module__.startswith("torch.optim") or not isinstance(steps, (int, float)):

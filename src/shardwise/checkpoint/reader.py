@@ -1,7 +1,7 @@
-"""Elements out of a checkpoint's files, whoever wrote them: only those that are wanted, and as they were written.
+"""Read elements out of a checkpoint's files: only those that are wanted, and only as they were written.
 
-Where the index has checksums, bytes are read in the blocks that these were made of, and no block is used that has
-changed. Threads read and sum blocks ahead of the one that is being used; a few stay, for what lies beside each other.
+Where the index has checksums, bytes are read in the blocks of these checksums, and a block that has changed is refused.
+Threads read and check blocks ahead of the one in use; a few blocks stay in memory, for neighbouring tensors.
 """
 
 import mmap
@@ -52,7 +52,7 @@ class Reader:
         self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
-        """What will be read, in this order: threads begin now, and stay ahead. Reading something else is no error."""
+        """Announce what will be read, in order: threads begin to read ahead. Reading something else is no error."""
         self._planned = (
             (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
         )
@@ -83,13 +83,13 @@ class Reader:
         return row.view(stored.shape)
 
     def require_good(self, number: int) -> None:
-        """Read a file from its beginning to its end, and compare every block."""
+        """Read a whole file, and compare every checksum."""
         num_bytes = self._files[number].num_bytes
         for _ in self.rows(Stored((num_bytes,), "U8", (Piece(number, 0, 0, num_bytes),)), Interval(0, num_bytes)):
             pass
 
     def require_length(self, number: int) -> None:
-        """That a file is there, as long as it was; without opening it."""
+        """Require that a file is there and has its length, without opening it."""
         with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
             num_bytes = num_bytes_of(self._path(number))
         self._compare_length(number, num_bytes)
@@ -120,7 +120,7 @@ class Reader:
     def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
         while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
             if planned not in self._ahead and planned not in in_use:
-                with suppress(DamageError):  # it is told when its turn comes
+                with suppress(DamageError):  # it is raised again when its turn comes
                     self._begin(*planned, *in_use)
                     self._ahead.append(planned)
 
@@ -180,7 +180,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What is wanted of a block."""
+    """The wanted bytes of a block."""
 
     file: int
     block: Check

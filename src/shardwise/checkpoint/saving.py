@@ -1,12 +1,12 @@
-"""Writing a checkpoint. Every rank calls it, and writes what is its to write.
+"""Write a checkpoint. Every rank calls it and writes its own share.
 
-    1. rank 0 makes an empty folder beside the place the checkpoint is for.
+    1. rank 0 makes an empty folder next to the place of the checkpoint.
     2. every rank writes its parts: into a file of its own, or, where whole tensors are asked for, into its places of
        two files that all ranks share. The places follow from the shapes alone, so nothing is gathered.
-    3. rank 0 hears what was written, and writes the index, then the marker; then it renames.
+    3. rank 0 collects what was written, and writes the index, then the marker; then it renames.
 
-After each phase the ranks meet: what failed on one has failed on all, and an older checkpoint is as it was. In the
-background (`start_save`) the same is done by a thread, over a group of its own, from copies on the host.
+After each phase the ranks wait for each other: a failure on one fails on all, and an older checkpoint stays as it was.
+In the background (`start_save`) a thread does the same, over a group of its own, from copies on the host.
 """
 
 import json
@@ -68,18 +68,18 @@ def start_save(
     extra: Mapping[str, Any] | None = None,
     whole: bool = False,
 ) -> Saving:
-    """As `save`, but training goes on while a thread writes: it returns when everything is copied to the host.
+    """Save like `save`, but in a thread: return when everything is copied to the host, so that training goes on.
 
     The copies stay for the next time. The next save, of either kind and of any model, waits for this one. If it fails,
     the next `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned. State that
-    rests on disk has no room on the host, and is refused.
+    is offloaded to disk does not fit on the host, and is refused.
     """
     engine = engine_of(model)
     on_disk = next((unit for unit in engine.schedule.units if unit.layout.uses_disk), None)
     if on_disk is not None:
         raise StateError(
-            f"sw.start_save of unit {on_disk.name!r}, which rests on disk ({on_disk.layout.name}): a save in the "
-            "background copies everything to the host first; use sw.save, which reads it as it is written"
+            f"sw.start_save of unit {on_disk.name!r}, which is offloaded to disk ({on_disk.layout.name}): a save in "
+            "the background copies everything to the host first; use sw.save, which reads it as it is written"
         )
     content = _content("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
@@ -126,7 +126,7 @@ def _content(
 def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizers: Optimizers, facts: Facts = ()
 ) -> None:
-    """Nothing under way on any rank, no update half done, no save unfinished, and all of them mean the same."""
+    """Wait for transfers and for the last save, refuse half an update, and require that all ranks ask for the same."""
     engine.updates.refuse_after_early(verb)
     finish_last()
     engine.rest()
@@ -144,7 +144,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
 
 
 def _as_json(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As JSON will give it back."""
+    """Return `extra` as JSON gives it back."""
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError) as error:
@@ -184,7 +184,7 @@ def _write_own_file(into: Path, rank: int, share: Share) -> tuple[list[File], di
 
 
 def _label(name: str, key: str | None, start: int) -> str:
-    """What a piece is called in its file. The index finds it by its place; this is for people and other tools."""
+    """Return the name of a piece in its file, for people and other tools; the index finds it by its place."""
     return f"model/{name}/{start}" if key is None else f"optimizer/{key}/{name}/{start}"
 
 

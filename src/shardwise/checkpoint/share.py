@@ -1,7 +1,7 @@
-"""What a rank writes: the parts of the model's tensors and of the optimizer's state that are its to write.
+"""The share of a checkpoint that a rank writes: parts of the model's tensors and of the optimizer's state.
 
 Copies of a part are the same on every rank that holds one, so each of these writes a share of it: all ranks write at
-once, under every layout, and nothing is written twice. Buffers are rank 0's.
+once, under every layout, and nothing is written twice. Rank 0 writes the buffers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,13 +41,13 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`tensors` says what this rank knows of each tensor, without pieces."""
+    """A rank's share. `tensors`: the tensors that this rank knows, without pieces."""
 
     tensors: dict[str, Saved]
     portions: list[Portion]
 
     def with_pieces(self, placed: Iterable[tuple[Portion, Piece]]) -> dict[str, Saved]:
-        """The tensors, with the pieces that were written."""
+        """Return the tensors with the pieces that were written."""
         found = dict(self.tensors)
         for portion, piece in placed:
             saved, written = found[portion.name], replace(portion.of, pieces=(piece,))
@@ -111,7 +111,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
-    """The persistent buffers, and parameters that are not sharded (integers), by their keys in the state dict."""
+    """Return persistent buffers, and parameters that are not sharded (integers), by their keys in the state dict."""
     found = {}
     for key, value in own_state_dict(model, engine).items():
         if not isinstance(value, Tensor):
@@ -134,7 +134,7 @@ def _slice_of(read: Callable[[], Tensor], here: slice) -> Tensor:
 
 
 def _span_to_write(flat: Flat) -> Interval:
-    """Of this rank's part, the share that it writes; the rest is written by those who hold the same part."""
+    """Return the interval of this rank's part that it writes; ranks with the same part write the rest."""
     own = flat.spans[flat.depth_of_master]
     sizes, indices = flat.axis_sizes[flat.depth_of_master :], flat.axis_indices[flat.depth_of_master :]
     number = 0

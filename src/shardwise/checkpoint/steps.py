@@ -1,7 +1,7 @@
-"""The checkpoints of a run: `step-000100` and so on, side by side in one folder. One rank calls these.
+"""The checkpoints of a run: `step-000100` and so on, in one folder. One rank calls these functions.
 
-Markers alone say which of them are complete. `latest` is a link to the newest, which moves when another is complete: it
-is for people and other tools, and nothing here goes by it.
+Only the markers decide which of them are complete. `latest` is a link to the newest complete one, for people and other
+tools; nothing here reads it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def all_steps(root: Path) -> list[int]:
-    """Oldest first, also those of saves that did not finish."""
+    """Return the steps of all checkpoints, oldest first, also of saves that did not finish."""
     if not root.is_dir():
         return []
     names = (_NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -31,20 +31,20 @@ def all_steps(root: Path) -> list[int]:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """The steps of a run's complete checkpoints, oldest first."""
+    """Return the steps of a run's complete checkpoints, oldest first."""
     return [step for step in all_steps(root) if find(step_folder(root, step)) is not None]
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
+    """Return the newest complete checkpoint of a run."""
     steps = complete_steps(root)
     return step_folder(root, steps[-1]) if steps else None
 
 
 def newest_in(path: Path) -> Path:
-    """A run's folder, or that of its checkpoints, stands for the newest complete one; any other path for itself.
+    """Return the newest complete checkpoint for a run's folder or its folder of checkpoints; else the path itself.
 
-    A folder of the Trainer's or of Accelerate's stands for the checkpoint in it.
+    For a folder of the Trainer or of Accelerate, return the checkpoint in it.
     """
     for place in (path, path / INSIDE):
         if find(place) is not None:
@@ -53,7 +53,7 @@ def newest_in(path: Path) -> Path:
 
 
 def point_to(root: Path, step: int) -> None:
-    """Let `latest` lead to a checkpoint that is complete; where the file system has no links, there is none."""
+    """Point `latest` to a complete checkpoint, where the file system has links."""
     draft = root / f".{LATEST}"
     with suppress(OSError):
         draft.unlink(missing_ok=True)
@@ -62,10 +62,10 @@ def point_to(root: Path, step: int) -> None:
 
 
 def go_on_from(root: Path, step: int) -> Path | None:
-    """A run goes on from this checkpoint. What dead saves have left is removed.
+    """Prepare to continue a run from this checkpoint, and remove what killed saves have left.
 
-    Later checkpoints, also damaged ones, are on another branch: they move out of the way. Returns where they are now,
-    if there are any.
+    Later checkpoints, also damaged ones, belong to another branch and are moved away. Return their new folder, if there
+    are any.
     """
     for number in all_steps(root):
         settle(step_folder(root, number))

@@ -1,7 +1,7 @@
-"""What is in a checkpoint, as values for people and programs: totals by class, and a tree by module. Pure.
+"""Summarize the content of a checkpoint: totals by class, and a tree by module.
 
-In the tree, modules that are alike and differ in their number alone are one line: `layers.0-31`. Two are alike when all
-that is under them has the same names, shapes, dtypes and state.
+In the tree, modules that are alike and differ only in their number are one line: `layers.0-31`. Two are alike when
+everything under them has the same names, shapes, dtypes and state.
 """
 
 import re
@@ -70,7 +70,7 @@ class Node:
 
     @property
     def num_elems(self) -> int:
-        """Of one of the alike."""
+        """Number of elements of one of the alike modules."""
         own = 0 if self.saved is None else self.saved.stored.num_elems
         return own + sum(child.times * child.num_elems for child in self.children)
 
@@ -86,7 +86,7 @@ class Node:
 
 
 def tree_of(tensors: Mapping[str, Saved]) -> Node:
-    """Modules that hold one thing alone are on the line of what they hold: `model.norm.weight`."""
+    """Build the tree. A module with a single child shares its line: `model.norm.weight`."""
     root: dict[str, Any] = {}
     for name, saved in tensors.items():
         place = root
@@ -109,7 +109,7 @@ def _node(name: str, content: dict[str, Any] | Saved) -> Node:
 
 
 def _collapsed(node: Node) -> Node:
-    """The same, from the leaves up, with alike neighbours made one."""
+    """Merge alike neighbours, from the leaves up."""
     found: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
     last_form: Any = None
     for child in map(_collapsed, node.children):
@@ -132,7 +132,7 @@ def _collapsed(node: Node) -> Node:
 
 
 def _form(node: Node) -> Any:
-    """What two alike modules have in common."""
+    """Return a value that is equal for alike modules."""
     saved = node.saved
     own = saved and (
         saved.stored.shape,
@@ -147,7 +147,7 @@ def _form(node: Node) -> Any:
 
 
 def walk(node: Node, depth: int | None = None, level: int = 0) -> Iterator[tuple[int, Node]]:
-    """The lines below a node, each with its level; no deeper than `depth`."""
+    """Yield the lines below a node, each with its level; no deeper than `depth`."""
     for child in node.children:
         yield level, child
         if depth is None or level + 1 < depth:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was written: complete, every byte, every number finite. All that is wrong is told.
+"""Verify a checkpoint: it is complete, no byte has changed, and every number is finite. All problems are reported.
 
-Each file is read once, from its beginning to its end, a block at a time: its checksum is compared, and the numbers in
-it are looked at. Files of others have no checksums; their lengths, places and numbers are looked at all the same.
+Each file is read once, from its beginning to its end, a block at a time: its checksums are compared, and its numbers
+are checked. Files of other libraries have no checksums; their lengths and numbers are checked all the same.
 """
 
 import cmath
@@ -30,10 +30,10 @@ from .tensor_files import Tell
 
 @dataclass(slots=True)
 class Report:
-    """What was found. What is not complete was not finished, or not yet.
+    """The results of a verification. A checkpoint that is not complete was not finished, or not yet.
 
-    `damage` is what stands in the way of loading it; `not_finite` is what was written, but is no number to go on with.
-    What `is_refused` is whole, but is nothing that is read here, as of a newer format: a run does not pass it over.
+    `damage` prevents loading; `not_finite` lists tensors with infinite or NaN values. A checkpoint that `is_refused` is
+    undamaged but cannot be read, for example because its format is newer: a run does not skip it.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Report:
 
 
 def look_at(path: Path) -> tuple[Report, Opened | None]:
-    """What can be said without reading tensors; None where there is nothing to go on with."""
+    """Check everything but the tensors; the second value is None where the tensors cannot be checked."""
     report = Report(path, is_complete=folder.find(path) is not None or not _is_begun(path))
     try:
         opened = _open_own(path, report) if _is_own(path) else open_checkpoint(path)
@@ -79,13 +79,13 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether it is one of ours, or would have become one."""
+    """Return whether it is one of our checkpoints, or an unfinished one."""
     siblings = (step_folder(path.parent, step) for step in all_steps(path.parent))
     return _is_own(path) or folder.partial_of(path).is_dir() or path in siblings
 
 
 def _open_own(path: Path, report: Report) -> Opened:
-    """As `open_checkpoint`, but an index without its marker, or another than the marker's, is looked at as well."""
+    """Open like `open_checkpoint`, but also without a marker or with another index than the marker's."""
     place = folder.find(path)
     if place is None:
         place = next(p for p in (path, folder.partial_of(path)) if (p / folder.INDEX).is_file())
@@ -97,7 +97,7 @@ def _open_own(path: Path, report: Report) -> Opened:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """Of a run folder, or of its `checkpoints/`: oldest first, unfinished ones too. None where it is neither."""
+    """Return the checkpoints of a run folder or of its `checkpoints/`, oldest first, unfinished ones too."""
     if _is_begun(path):
         return []
     roots = (path / CHECKPOINTS, path)
@@ -105,9 +105,9 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def parts_of_others(path: Path) -> list[Path]:
-    """Our checkpoints in a folder of the Trainer's or of Accelerate's, one of each model, then the weights beside them.
+    """Return our checkpoints in a folder of the Trainer or of Accelerate, one of each model, then its weight files.
 
-    None where it holds none of ours.
+    Empty where the folder holds none of ours.
     """
     names = {place.name.removesuffix(".partial") for place in path.glob(f"{INSIDE}*") if place.is_dir()}
     parts = [path / name for name in sorted(names) if re.fullmatch(rf"{INSIDE}(_\d+)?", name)]
@@ -115,7 +115,7 @@ def parts_of_others(path: Path) -> list[Path]:
 
 
 def verify(report: Report, opened: Opened, tell: Tell) -> None:
-    """Read everything, and add what is wrong to the report."""
+    """Read everything, and add the problems to the report."""
     index, numbers = opened.index, _Numbers()
     for name, saved in index.tensors.items():
         for key, item in saved.state.items():
@@ -134,7 +134,7 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
             everything = [_Range(number, 0, file.num_bytes, places[number])]
             for wanted in everything if file.checks else _together(number, places[number]):
                 _look_through(reader, wanted, file.checks, numbers, report.damage, tell)
-    report.not_finite += numbers.told()
+    report.not_finite += numbers.summary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class _Range:
 
 
 def _places(index: Index) -> list[list[_Place]]:
-    """By file, in order; of tensors whose numbers may be none."""
+    """Return the places of floating-point tensors by file, in order."""
     places: list[list[_Place]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
         if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
@@ -188,7 +188,7 @@ def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
 def _look_through(
     reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], tell: Tell
 ) -> None:
-    """Block after block. What is damaged is told, and passed over."""
+    """Read block after block. A damaged block is reported and skipped."""
     ahead, start = deque(wanted.places), wanted.start
     begun: list[_Place] = []
     while start < wanted.stop:
@@ -213,13 +213,13 @@ def _look_through(
 
 
 class _Numbers:
-    """Which tensors hold numbers that are not finite: how many, and the first."""
+    """The tensors with numbers that are not finite: how many there are, and the first."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Stored, int, int, str]] = {}
 
     def look(self, place: _Place, offset: int, content: Tensor) -> None:
-        """At what of the place lies in these bytes of its file."""
+        """Check the part of a place that lies in these bytes of its file."""
         first, last = max(place.offset, offset), min(place.stop, offset + content.numel())
         if last <= first:
             return
@@ -242,7 +242,7 @@ class _Numbers:
         at, value = min((at, value), (first, first_value), key=lambda pair: pair[0])
         self._found[place.name] = (place.stored, before + num, at, value)
 
-    def told(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
         for name, (stored, num, at, value) in self._found.items():
             index = [int(number) for number in torch.unravel_index(torch.tensor(at), stored.shape)]
             how_many = f"{num:,} of {stored.num_elems:,} numbers are not finite"

@@ -37,7 +37,7 @@ NOTE = "shardwise.json"  # in an exported folder: who wrote it, and from what
 
 
 def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype | None = None) -> Source:
-    """A tensor of a checkpoint, converted on its way if another dtype is given."""
+    """Return a tensor of a checkpoint as a source, converted if another dtype is given."""
     dtype = dtype or stored.torch_dtype
     return Source(name, dtype, stored.shape, partial(_stored_rows, name, reader, stored, dtype))
 
@@ -48,7 +48,7 @@ def _stored_rows(name: str, reader: Reader, stored: Stored, dtype: torch.dtype) 
 
 
 def converted(name: str, row: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype; refused where finite numbers would become infinite."""
+    """Convert a row to another dtype; refuse where finite numbers would become infinite."""
     found = row.to(dtype)
     if dtype is torch.float16 and row.dtype is not dtype and (found.isinf() & row.isfinite()).any():
         raise CheckpointError(
@@ -58,7 +58,7 @@ def converted(name: str, row: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
-    """In order, into files of at most `max_bytes` of tensors; a larger tensor has a file of its own."""
+    """Distribute tensors in order over files of at most `max_bytes`; a larger tensor gets a file of its own."""
     files: list[list[Source]] = [[]]
     num_bytes = 0
     for source in sources:
@@ -77,7 +77,7 @@ def write_sources(path: Path, sources: Sequence[Source], tell: Tell, is_summed: 
 
 
 def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, tell: Tell) -> None:
-    """The weights of a Hugging Face folder: one file, or several and what is in which."""
+    """Write the weights of a Hugging Face folder: one file, or several and an index."""
     files = split(sources, max_bytes)
     names = file_names("model", len(files))
     for name, content in zip(names, files, strict=True):
@@ -97,7 +97,7 @@ def file_names(stem: str, num_files: int) -> list[str]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name, and replaces what has it, when everything is there."""
+    """Make a folder to write into, which gets its name, and replaces the old one, when it is complete."""
     partial_folder = partial_of(folder)
     try:
         with os_errors_as(SaveError, f"cannot write {folder}"):
@@ -117,9 +117,9 @@ def write_note(into: Path, about: Mapping[str, Any]) -> None:
 
 
 def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_own: bool = True) -> None:
-    """That a folder may be written: not there, empty, exported by us, or given up; and nothing that is read is in it.
+    """Require that a folder may be written: missing, empty, exported by us, or to be overwritten; and not a source.
 
-    Without `replaces_own`, also what we wrote has to be given up.
+    Without `replaces_own`, a folder that we exported may only be replaced with `is_overwriting`.
     """
     place = Path(os.path.realpath(folder))
     for source in sources:
@@ -136,7 +136,7 @@ def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_ow
 
 
 def without_optimizer(opened: Opened) -> Opened:
-    """The weights and buffers alone."""
+    """Return the checkpoint with weights and buffers only."""
     tensors = {name: replace(saved, group=None, state={}) for name, saved in opened.index.tensors.items()}
     return Opened(opened.folder, replace(opened.index, tensors=tensors, optimizer=None, extra={}))
 
@@ -146,9 +146,9 @@ def num_bytes_of(opened: Opened) -> int:
 
 
 def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> None:
-    """Our own form: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
+    """Write our own format: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
 
-    Replaces what is there, when it is complete.
+    An old checkpoint is replaced when the new one is complete.
     """
     index = opened.index
     into = folder.begin(path)
@@ -181,7 +181,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> 
 
 
 def write_bare_weights(opened: Opened, path: Path, max_bytes: int, tell: Tell) -> None:
-    """The weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
+    """Write the weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
     with new_folder(path) as into, opened.reader() as reader:
         sources = [stored_source(name, reader, saved.stored) for name, saved in opened.index.tensors.items()]
         write_weights(into, sources, max_bytes, tell)
@@ -191,7 +191,7 @@ def write_bare_weights(opened: Opened, path: Path, max_bytes: int, tell: Tell) -
 def _write_files(
     into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, files: list[File], tell: Tell
 ) -> dict[str, tuple[int, int]]:
-    """Adds to `files`; returns the file and the offset of every tensor."""
+    """Write tensors, add their files to `files`, and return the file and the offset of every tensor."""
     contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
     places: dict[str, tuple[int, int]] = {}
     for name, content in zip(file_names(stem, len(contents)), contents, strict=True):
@@ -202,7 +202,7 @@ def _write_files(
 
 
 def _at(stored: Stored, file: int, offset: int) -> Stored:
-    """The same tensor in one piece."""
+    """Return the same tensor in one piece."""
     pieces = (Piece(file, offset, 0, stored.num_elems),) if stored.num_elems else ()
     return replace(stored, pieces=pieces)
 

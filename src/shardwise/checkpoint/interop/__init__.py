@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries: read into the same words as our own, and written for them."""
+"""Read checkpoints of other libraries into the same index as our own, and write checkpoints for them."""

@@ -1,8 +1,8 @@
-"""Folders that torch's distributed checkpoint (DCP) wrote: `.metadata`, and `.distcp` files with the tensors' parts.
+"""Read folders of torch's distributed checkpoint (DCP): `.metadata`, and `.distcp` files with the tensors' parts.
 
-The metadata, a pickle, has the shape of every tensor and the rectangles it was cut into, and where each of them lies:
-what torch.save wrote for one rectangle, inside a file with many. Every one of these is looked at for the place of its
-bytes, and none is read. Accelerate writes such folders, one for the model and one for the optimizer.
+The metadata, a pickle, has the shape of every tensor, the rectangles into which it was cut, and the place of each: an
+archive of torch.save for one rectangle, inside a file with many. The directory of each archive is read, and no tensor.
+Accelerate writes such folders, one for the model and one for the optimizer.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MODEL_PART, OPTIMIZER_PART = "pytorch_model_fsdp_0", "optimizer_0"
 
 _MODEL = ("model", "module", "state_dict", "model_state_dict")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
-_STEP = "step"  # beside model and optimizer, in many loops
+_STEP = "step"  # many training loops save it next to model and optimizer
 _MAX_VALUE_BYTES = 16 << 20
 _MAX_DEPTH = 64
 
@@ -38,7 +38,7 @@ def read(folder: Path) -> Index:
 
 
 def read_accelerate(folder: Path) -> Index:
-    """The two folders that Accelerate writes beside each other; the optimizer's may be missing."""
+    """Read the two folders of Accelerate; the optimizer's may be missing."""
     with Sources(folder) as sources:
         found = Described(sources)
         version = _add(found, f"{MODEL_PART}/")
@@ -48,7 +48,7 @@ def read_accelerate(folder: Path) -> Index:
 
 
 def _add(found: Described, inside: str) -> str:
-    """Everything that one `.metadata` describes; returns the version that it names."""
+    """Add everything that one `.metadata` describes; return the version that it names."""
     sources = found.sources
     source = sources.source(f"{inside}{METADATA}")
     if source.num_bytes > pickles.MAX_PICKLE_BYTES:
@@ -82,7 +82,7 @@ def _no_storage(identity: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What torch.save wrote for one part of a tensor, or for a value."""
+    """The place of the archive of one part of a tensor, or of a value."""
 
     file: str
     offset: int
@@ -90,7 +90,7 @@ class _Place:
 
 
 class _Metadata:
-    """`entries`: what was saved under each key. `paths`: where in the state dict that was, where it is told."""
+    """A checked `.metadata`: `entries` by key, and the `paths` of keys in the state dict, where they are known."""
 
     def __init__(self, given: Any) -> None:
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
@@ -109,7 +109,7 @@ class _Metadata:
 
 
 def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Whether something is the model's or the optimizer's, and its path in there."""
+    """Return "model", "optimizer" or "other" for a path, and the rest of the path in there."""
     for depth, word in enumerate(path[:-1][:2]):
         if word in _MODEL:
             return "model", path[depth + 1 :]
@@ -153,7 +153,7 @@ def _load(sources: Sources, inside: str, where: _Place) -> Any:
 
 
 class _Optimizer:
-    """What the paths in an optimizer's state dict lead to: nested, or names with dots as torchtitan has them."""
+    """The values of an optimizer's state dict, nested or by names with dots as torchtitan writes them."""
 
     def __init__(self) -> None:
         self._state: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ class _Optimizer:
         self._settings: dict[str, dict[str, Any]] = {}
 
     def add(self, path: tuple[Any, ...], value: Any) -> bool:
-        """Whether there is a place for it."""
+        """Add a value; return False where its path is unknown."""
         match path:
             case ("state", name, *keys) if keys:
                 self._state.setdefault(_name([name]), {})[_name(keys)] = value

@@ -1,8 +1,8 @@
-"""Any checkpoint as a folder that torch's distributed checkpoint (DCP) loads: the model, and its optimizer by name.
+"""Write any checkpoint as a folder that torch's distributed checkpoint (DCP) loads.
 
-What `torch.distributed.checkpoint.state_dict` asks for is there: `model` and `optimizer`, tied weights under all of
-their names, and the groups' settings. The files are what torch.save makes of one part of a tensor after the other, read
-when its turn comes; torch's own writer would keep all of a file's tensors until the file is complete.
+The folder holds what `torch.distributed.checkpoint.state_dict` expects: `model` and `optimizer`, tied weights under all
+of their names, and the groups' settings. Each part of a tensor is read and written with torch.save when its turn comes;
+torch's own writer would keep all tensors of a file in memory until the file is complete.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ from ..tensor_files import Tell
 from ..writer import MAX_FILE_BYTES, new_folder
 
 _PART_BYTES = 64 << 20
-# torch asks for these, and has these where nothing is said.
+# torch requires these settings; the values are its defaults.
 _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -> None:
-    """Memory: one part of a tensor."""
+    """Write a checkpoint in memory of one part of a tensor."""
     with new_folder(path) as into, opened.reader() as reader:
         metadata = Metadata({}, planner_data={})
         with _Files(into) as files:
@@ -78,7 +78,7 @@ class _Files:
 
 
 def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | Any]]:
-    """What a state dict with the model and the optimizer would hold, by its path."""
+    """Yield the items of a state dict with the model and the optimizer, by their paths."""
     tensors = opened.index.tensors
     for name, saved in tensors.items():
         for own in (name, *(other for other in saved.tied if other not in tensors)):
@@ -103,12 +103,12 @@ def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 
 
 def _state_value(key: str, item: Stored | Plain) -> Stored | Tensor | Plain:
-    # Where torch counts steps it does so in a tensor.
+    # torch's optimizers count steps in a tensor.
     return torch.tensor(float(item)) if key == "step" and isinstance(item, (int, float)) else item
 
 
 def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell: Tell) -> TensorStorageMetadata:
-    """In parts of a bounded size, cut along the first dimension."""
+    """Write a tensor in parts of a bounded size, cut along the first dimension."""
     described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
     length = stored.shape[0] if stored.shape else 1
     row_elems = stored.num_elems // max(1, length)

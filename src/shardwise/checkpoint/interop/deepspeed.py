@@ -1,4 +1,4 @@
-"""DeepSpeed's `global_stepN` folders: masters and the optimizer's state out of the ranks' parts, the rest beside them.
+"""Read DeepSpeed's `global_stepN` folders: master weights and optimizer state from the ranks' parts, and the rest.
 
 A file of model states has the names and shapes of what the parts hold, in their order, and buffers and frozen
 parameters; a file of optimizer states for every rank has its parts of the flat groups. Below stage 3 there is one file
@@ -29,7 +29,7 @@ _PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert
 
 
 def folder_of(path: Path) -> Path | None:
-    """The folder with the files, where the path is DeepSpeed's: it, or the one that its `latest` names."""
+    """Return the folder with DeepSpeed's files: the path, or the folder that its `latest` names; None for others."""
     if any(_FILE.fullmatch(entry.name) for entry in path.iterdir()):
         return path
     if not (path / LATEST).is_file():
@@ -74,7 +74,7 @@ def _read(sources: Sources) -> Index:
 
 
 def _files(folder: Path) -> tuple[list[str], list[str]]:
-    """The files of model states and of optimizer states, by rank."""
+    """Return the files of model states and of optimizer states, by rank."""
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for entry in folder.iterdir():
         if _PARALLEL.fullmatch(entry.name):
@@ -110,7 +110,7 @@ def _stage(parts: Sequence[Any]) -> int:
 
 
 def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -> None:
-    """DeepSpeed writes over older folders: files of a larger world may lie there still."""
+    """Refuse files of several saves: DeepSpeed overwrites folders, and files of a larger world may be left."""
     given = parts[0]["partition_count"]
     world = max(counts(given if isinstance(given, list) else [given]))
     if world != len(parts) or len(models) != (world if stage == 3 else 1):
@@ -121,7 +121,7 @@ def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -
 
 
 def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int) -> None:
-    """Masters and state, block by block: a group of the optimizer, or in stage 3 a part of one."""
+    """Add master weights and state, block by block: a group of the optimizer, or in stage 3 a part of one."""
     rows_key, base_key = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (_ROWS, "base_optimizer_state")
     bases = [_base(part[base_key]) for part in parts]
     groups = bases[0]["param_groups"]
@@ -152,14 +152,14 @@ _ROWS = "single_partition_of_fp32_groups"
 
 
 def _base(given: Any) -> Any:
-    """The state dict of the optimizer that is inside. A list is one without groups' settings, for elastic worlds."""
+    """Return the state dict of the inner optimizer. A list is one without groups' settings, for elastic worlds."""
     if isinstance(given, list):
         return {"state": dict(enumerate(given)), "param_groups": [{"params": [block]} for block in range(len(given))]}
     return given
 
 
 def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:
-    """What an optimizer keeps for a block: the ranks' rows of what lies like the masters, and what is one for all."""
+    """Return the optimizer's state of a block: the ranks' rows of sharded tensors, and values common to all ranks."""
     cut: dict[str, list[Stored]] = {}
     common: dict[str, Stored | Plain] = {}
     for key, value in states[0].items():
@@ -186,7 +186,7 @@ def _scaler(given: Any, model: Any) -> dict[str, float] | None:
 
 
 def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
-    """Buffers, frozen parameters, and the other names of tied ones."""
+    """Add buffers, frozen parameters, and the other names of tied ones."""
     model = models[0]
     shared = model.get("shared_params") or {}
     for other, name in shared.items():
@@ -221,7 +221,7 @@ class _Span:
 
 
 def _gathered(name: str, shape: tuple[int, ...], spans: Sequence[_Span], rows: Sequence[Stored]) -> Stored:
-    """A parameter, or something shaped like it, out of the rows of all ranks."""
+    """Describe a parameter, or a tensor of its shape, by its pieces in the rows of all ranks."""
     pieces: list[Piece] = []
     end = 0
     for span in spans:
@@ -242,7 +242,7 @@ def _gathered(name: str, shape: tuple[int, ...], spans: Sequence[_Span], rows: S
 
 
 def _spans_of_group(shapes: _Shapes, paddings: Sequence[int], lengths: Sequence[int]) -> dict[str, list[_Span]]:
-    """Stages 1 and 2: a group's parameters, each with so much padding behind it; `lengths` of the ranks' parts."""
+    """Locate the parameters of a group in stages 1 and 2. `lengths`: the number of elements of each rank's part."""
     if len(paddings) != len(shapes):
         raise CheckpointError(f"a group of {len(shapes)} parameters has {len(paddings)} paddings")
     found: dict[str, list[_Span]] = {}
@@ -259,7 +259,7 @@ def _spans_of_group(shapes: _Shapes, paddings: Sequence[int], lengths: Sequence[
 
 
 def _spans_of_parameters(shapes: _Shapes, num_ranks: int) -> dict[str, list[_Span]]:
-    """Stage 3: every parameter in equal parts, of which the last ones are filled up."""
+    """Locate parameters in stage 3: each is cut into equal parts, and the last ones are padded."""
     found: dict[str, list[_Span]] = {}
     begin = 0
     for name, shape in shapes.items():

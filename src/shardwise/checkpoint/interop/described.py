@@ -1,7 +1,7 @@
-"""From what others say about a model and its optimizer to the words of an index.
+"""Build an index from another library's description of a model and its optimizer.
 
-Whoever reads a format collects tensors by name, state by name, and the groups' settings; here they are brought
-together, and names lose what wrappers put in front of them.
+The reader of a format collects tensors by name, state by name, and the groups' settings. This module combines them, and
+removes the prefixes that wrappers put in front of names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from .strided_intervals import Budget, stored_of
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _REPLICA = "module."
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
-_MOST_TOLD = 20
+_MAX_LISTED = 20
 # Names of parameters, by group of an optimizer, in its order.
 Groups = Sequence[Sequence[str]]
 # In a group, beside its settings.
@@ -26,7 +26,7 @@ _MEMBERS = ("params", "param_names")
 
 @dataclass(slots=True)
 class Described:
-    """What was found. `group`: the number of the group of each parameter that the optimizer has."""
+    """The parts of a checkpoint as they are read. `group`: the number of the optimizer's group of each parameter."""
 
     sources: Sources
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Described:
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
-    """An index that can be trusted, or a CheckpointError."""
+    """Return a checked index; raise CheckpointError where it is not sound."""
     if not found.tensors:
         raise CheckpointError("it holds no tensor of a model")
     is_replica = all(name.startswith(_REPLICA) for name in found.tensors)
@@ -69,7 +69,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
             raise CheckpointError(f"two of its tensors are called {name!r}")
         is_in_optimizer = name in group or name in state
         kind: Kind = "parameter" if is_in_optimizer else found.kinds.get(given, "unknown")
-        # A group may also hold what is frozen: what has state was trained, and of what has none nobody knows.
+        # A group may hold frozen parameters too: one with state was trained, one without is unknown.
         is_frozen = bool(found.groups) and kind == "parameter" and not is_in_optimizer
         is_trained = True if state.get(name) else False if is_frozen else None
         tied = tuple(plain(other) for other in found.tied.get(given, ()))
@@ -77,14 +77,14 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
     if lost := [name for name in {**state, **group} if name not in tensors]:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
-    words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MOST_TOLD])} if found.left_out else {})}
+    words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MAX_LISTED])} if found.left_out else {})}
     index = Index(found.sources.files, tensors, optimizer, dict(found.extra), words)
     require_sound(index)
     return index
 
 
 def add_model(found: Described, values: Any) -> None:
-    """The tensors of a state dict."""
+    """Add the tensors of a state dict."""
     if not isinstance(values, dict):
         raise CheckpointError("its model is no mapping of names to tensors")
     for name, value in values.items():
@@ -95,7 +95,7 @@ def add_model(found: Described, values: Any) -> None:
 
 
 def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """An optimizer as torch describes it. Where it is by number, the groups must have the names."""
+    """Add an optimizer's state dict. Where its state is by number, the groups must have the names."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError("the groups of its optimizer are no list of settings")
     names: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _member(name: Any) -> str:
 
 
 def item_of(found: Described, value: Any) -> Stored | Plain:
-    """What an optimizer keeps for a parameter."""
+    """Return one item of an optimizer's state of a parameter."""
     if isinstance(value, Stored):
         return value
     if isinstance(value, Strided):
@@ -142,7 +142,7 @@ def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(found: Described, value: Any, depth: int = 0) -> Any:
-    """A value that JSON can hold, also out of a tensor with one element. Raises ValueError where it is none."""
+    """Return a value that JSON can hold; that of a tensor with one element is read. Raise ValueError for others."""
     if isinstance(value, Strided):
         value = found.stored(value)
     if isinstance(value, Stored) and value.num_elems == 1:
@@ -155,7 +155,7 @@ def _plain(found: Described, value: Any, depth: int = 0) -> Any:
 
 
 def by_settings(found: Described, settings: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of the parameters whose settings are equal, in the order in which they come."""
+    """Group the parameters whose settings are equal, in the order in which they come."""
     groups: list[dict[str, Any]] = []
     for name, given in settings.items():
         own = settings_of(found, given)

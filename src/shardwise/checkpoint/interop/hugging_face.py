@@ -1,7 +1,7 @@
-"""Folders of weights as Hugging Face's libraries write them: safetensors, or pickles of torch.save in older ones.
+"""Read folders of weights of Hugging Face's libraries: safetensors, or files of torch.save in older ones.
 
-A model in one file or in several with an index, or a PEFT adapter; and what Accelerate writes of a model that it
-gathered on one rank, with the optimizer beside it.
+They hold a model in one file or in several with an index, or a PEFT adapter. Accelerate writes a model that it gathered
+on one rank as well, with the optimizer next to it.
 """
 
 from pathlib import Path
@@ -26,13 +26,13 @@ _MAX_INDEX_BYTES = 256 << 20
 
 
 def file_of(folder: Path) -> str | None:
-    """The file of weights, or the index of several, that a folder is to be read from."""
+    """Return the file of weights, or the index of several, from which a folder is read."""
     names = [name for plain in NAMES for name in (f"{plain}{_INDEX}", plain)]
     return next((name for name in (_GATHERED, *names) if (folder / name).is_file()), None)
 
 
 def read(folder: Path, name: str, groups: Groups = ()) -> Index:
-    """`name`: the file that the weights are in, or their index. `groups`: names for an optimizer saved by number."""
+    """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
     with Sources(folder) as sources:
         found = Described(sources)
@@ -55,7 +55,7 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
 
 
 def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
-    """An optimizer that was saved by number, with names for the numbers; False where the groups differ in size."""
+    """Add an optimizer that was saved by number, with names for the numbers; False where the groups differ in size."""
     saved = given["param_groups"]
     if [len(group["params"]) for group in saved] != [len(names) for names in groups]:
         return False
@@ -73,7 +73,7 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
 
 
 def read_file(path: Path) -> Index:
-    """One file by itself."""
+    """Read a single file."""
     with Sources(path.parent) as sources:
         found = Described(sources)
         if path.suffix != ".safetensors" and not archives.is_archive(sources.source(path.name)):

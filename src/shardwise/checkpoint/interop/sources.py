@@ -1,4 +1,4 @@
-"""The files that a checkpoint of somebody else's is made of, opened while it is looked through."""
+"""The open files of another library's checkpoint, while it is being read."""
 
 import os
 from collections import OrderedDict
@@ -15,7 +15,7 @@ _MAX_OPEN = 64
 
 
 class Source:
-    """A file that is read in places. `number` is its own in the checkpoint's list of files."""
+    """A file that is read at offsets. `number` is its number in the checkpoint's list of files."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.path, self.number = path, number
@@ -43,7 +43,7 @@ class Source:
 
 
 class Sources:
-    """The files of a folder, numbered as they are first asked for."""
+    """The files of a folder, numbered in the order of their first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Sources:
         self._open: OrderedDict[str, Source] = OrderedDict()
 
     def source(self, name: str) -> Source:
-        """A file by its name, which may be anybody's word."""
+        """Open a file by its name, which is not trusted."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -67,7 +67,7 @@ class Sources:
         return source
 
     def number(self, stored: Stored) -> float | int | bool:
-        """The value of a tensor with one element."""
+        """Return the value of a tensor with one element."""
         piece = stored.pieces[0]
         content = self.source(list(self._files)[piece.file]).read(piece.offset, stored.num_bytes)
         value: float | int | bool = torch.frombuffer(bytearray(content), dtype=stored.torch_dtype).item()

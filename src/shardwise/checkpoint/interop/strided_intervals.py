@@ -1,7 +1,7 @@
-"""From tensors with strides, and from rectangles of tensors, to intervals of elements at places in files.
+"""Turn tensors with strides, and rectangles of tensors, into intervals of elements at places in files.
 
-What lies in order in a file is one piece, and everything else is runs of elements that do. They are counted before they
-are made.
+A tensor that is contiguous in its file is one piece. Any other is several contiguous runs, which are counted before
+they are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ from ...base.errors import CheckpointError
 from ..index import DTYPES, NAMES, Piece, Stored
 from .known_names import Strided
 
-# Of one checkpoint: 200 MB of memory, and minutes.
+# A checkpoint with this many runs takes 200 MB of memory, and minutes to read.
 MAX_RUNS = 1 << 20
 
 
 @dataclass(slots=True)
 class Budget:
-    """How many runs a checkpoint may still have."""
+    """The number of runs that a checkpoint may still have."""
 
     num_left: int = MAX_RUNS
 
@@ -31,7 +31,7 @@ class Budget:
 
 
 def stored_of(tensor: Strided, budget: Budget) -> Stored:
-    """Where the elements of a tensor lie, in row-major order."""
+    """Locate the elements of a tensor, in row-major order."""
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here: {', '.join(DTYPES)}")
     dims = [(length, step) for length, step in zip(tensor.shape, tensor.stride, strict=True) if length != 1]
@@ -51,7 +51,7 @@ def stored_of(tensor: Strided, budget: Budget) -> Stored:
 
 
 def _places(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Where each element lies that these dimensions, each a length and a stride, lead to, in row-major order."""
+    """Yield the offset of each element of these dimensions (length, stride), in row-major order."""
     if not dims:
         yield 0
         return
@@ -62,7 +62,7 @@ def _places(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budget: Budget) -> list[Piece]:
-    """The pieces of a whole tensor that a rectangle of it makes up, whose first element is at `offsets`."""
+    """Return the pieces of a whole tensor that a rectangle of it covers, whose first element is at `offsets`."""
     if len(chunk.shape) != len(shape) or any(
         at + length > whole for at, length, whole in zip(offsets, chunk.shape, shape, strict=True)
     ):
@@ -80,7 +80,7 @@ def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budge
 
 
 def _cut(chunk: Stored, run: int, starts: Iterator[int]) -> Iterator[Piece]:
-    """The chunk's own pieces, cut where a run ends, each at its place in the whole."""
+    """Cut the pieces of a chunk where a run ends, each at its place in the whole tensor."""
     size = chunk.torch_dtype.itemsize
     pieces = iter(chunk.pieces)
     piece = next(pieces)
