@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.index import DTYPES, File, Index, Piece, Saved, Stored, require_sound
-from shardwise.checkpoint.index_json import from_json, to_json
+from shardwise.checkpoint.index import DTYPES, File, Index, Piece, Saved, Stored, from_json, require_sound, to_json
 from tests.checkpoint.test_index import INDEX
 
 

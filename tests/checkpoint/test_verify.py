@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint import folder
-from shardwise.checkpoint.index_json import from_json, to_json
+from shardwise.checkpoint.index import from_json, to_json
 from shardwise.checkpoint.verification import Report, checkpoints_in, look_at, verify
 from tests.checkpoint.by_hand import save_by_hand, some_tensors
 

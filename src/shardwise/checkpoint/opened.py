@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ..base.errors import CheckpointError
 from . import folder, steps
-from .index import Index
-from .index_json import from_json
+from .index import Index, from_json
 from .interop import dcp, deepspeed, hugging_face
 from .interop.described import Groups
 from .reader import Reader

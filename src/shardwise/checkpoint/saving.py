@@ -31,8 +31,7 @@ from ..version import VERSION
 from . import folder
 from .background import Saving, finish_last, host_copy_of
 from .disk import check_bytes, write_pieces
-from .index import DTYPES, Check, File, Index, Optimizer, Piece, Saved, require_sound
-from .index_json import FORMAT, to_json
+from .index import DTYPES, FORMAT, Check, File, Index, Optimizer, Piece, Saved, require_sound, to_json
 from .optimizer_state import Optimizers, describe_optimizers, own_optimizers
 from .share import Portion, Share, merge_shares, share_of
 from .tensor_files import Layout, Source, lay_out, state_key, write_file

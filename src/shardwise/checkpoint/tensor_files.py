@@ -21,8 +21,7 @@ from ..base.errors import CheckpointError, SaveError
 from ..base.regular_file import open_regular
 from .disk import Stream, check_bytes
 from .folder import os_errors_as
-from .index import DTYPES, MAX_NAME, NAMES, File, Piece, Stored, counts, shape_from
-from .index_json import in_words
+from .index import DTYPES, MAX_NAME, NAMES, File, Piece, Stored, counts, in_words, shape_from
 
 MAX_HEADER_BYTES = 100_000_000  # the library does not open longer ones
 Tell = Callable[[int], None]  # is called with the number of bytes that were dealt with since the last call

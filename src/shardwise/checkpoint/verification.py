@@ -20,8 +20,7 @@ from ..base.errors import CheckpointError, DamageError
 from ..base.intervals import Interval
 from . import folder
 from .disk import BLOCK_BYTES
-from .index import Check, Index, Piece, Stored, require_sound
-from .index_json import from_json
+from .index import Check, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder

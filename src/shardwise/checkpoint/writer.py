@@ -25,8 +25,7 @@ from ..base.intervals import Interval
 from ..version import VERSION
 from . import folder
 from .folder import os_errors_as, partial_of, put_in_place, sync
-from .index import File, Index, Piece, Stored, require_sound
-from .index_json import to_json
+from .index import File, Index, Piece, Stored, require_sound, to_json
 from .opened import Opened
 from .reader import Reader
 from .tensor_files import Layout, Source, Tell, lay_out, state_key, write_file

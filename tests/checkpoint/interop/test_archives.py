@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import DTYPES
 from shardwise.checkpoint.interop import archives
+from shardwise.checkpoint.interop.archives import OpenFile
 from shardwise.checkpoint.interop.known_names import Strided
-from shardwise.checkpoint.interop.sources import Source
 from shardwise.checkpoint.interop.strided_intervals import Budget, stored_of
 from tests.checkpoint.interop.places import whole
 
 
 def load(path: Path, *place: int) -> Any:
-    with Source(path) as source:
+    with OpenFile(path) as source:
         return archives.load(source, *place)
 
 

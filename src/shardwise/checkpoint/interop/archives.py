@@ -1,24 +1,104 @@
-"""Read what torch.save writes without torch.load: a zip archive of a pickle and of the bytes of its storages.
+"""The files of another library's checkpoint, and the archives of torch.save in them, read without torch.load.
 
-Nothing is compressed in it, so a storage is bytes at a place in the file, and no tensor is read here. The archive may
-be a whole file or lie inside one, as in torch's distributed checkpoints.
+An archive is a zip file of a pickle and of the bytes of its storages. Nothing is compressed in it, so a storage is
+bytes at a place in the file, and no tensor is read here. The archive may be a whole file or lie inside one, as in
+torch's distributed checkpoints.
 """
 
 import io
+import os
 import struct
 import zipfile
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+
 from ...base.errors import CheckpointError
+from ...base.regular_file import open_regular
+from ..folder import os_errors_as
+from ..index import File, Stored
 from . import pickles
 from .known_names import STORAGE_DTYPES, Maker, Storage, text
-from .sources import Source
 
+_MAX_OPEN = 64
 _MAX_DIRECTORY_BYTES = 64 << 20
 _LOCAL, _END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
 
 
-def load(source: Source, offset: int = 0, num_bytes: int | None = None) -> Any:
+class OpenFile:
+    """A file that is read at offsets. `number` is its number in the checkpoint's list of files."""
+
+    def __init__(self, path: Path, number: int = 0) -> None:
+        self.path, self.number = path, number
+        with os_errors_as(CheckpointError, f"cannot read {path}"):
+            self._file = open_regular(path)
+            self.num_bytes = os.fstat(self._file).st_size
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise CheckpointError(f"{self.path} is {self.num_bytes} bytes long, not {offset + num_bytes}")
+        with os_errors_as(CheckpointError, f"cannot read {self.path}"):
+            content = os.pread(self._file, num_bytes, offset)
+        if len(content) != num_bytes:
+            raise CheckpointError(f"{self.path} ends at byte {offset + len(content)}: it was truncated")
+        return content
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> "OpenFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class OpenFiles:
+    """The files of a folder, numbered in the order of their first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers: dict[str, int] = {}
+        self._files: dict[str, File] = {}
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+
+    def source(self, name: str) -> OpenFile:
+        """Open a file by its name, which is not trusted."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise CheckpointError(f"a file {name!r} is named, which is not inside {self.folder}")
+        source = OpenFile(self.folder / name, self._numbers.setdefault(name, len(self._numbers)))
+        self._files[name] = File(name, source.num_bytes)
+        if len(self._open) == _MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        self._open[name] = source
+        return source
+
+    def number(self, stored: Stored) -> float | int | bool:
+        """Return the value of a tensor with one element."""
+        piece = stored.pieces[0]
+        content = self.source(list(self._files)[piece.file]).read(piece.offset, stored.num_bytes)
+        value: float | int | bool = torch.frombuffer(bytearray(content), dtype=stored.torch_dtype).item()
+        return value
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return tuple(self._files.values())
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def load(source: OpenFile, offset: int = 0, num_bytes: int | None = None) -> Any:
     """Return the value that torch.save wrote, with tensors as places in the file."""
     num_bytes = source.num_bytes - offset if num_bytes is None else num_bytes
     try:
@@ -30,7 +110,7 @@ def load(source: Source, offset: int = 0, num_bytes: int | None = None) -> Any:
         raise CheckpointError(f"cannot read {source.path}: the archive of torch.save is damaged: {error}") from error
 
 
-def is_archive(source: Source) -> bool:
+def is_archive(source: OpenFile) -> bool:
     """Return whether a file begins like an archive; it may be truncated all the same."""
     return source.read(0, min(source.num_bytes, len(_LOCAL))) == _LOCAL
 
@@ -38,7 +118,7 @@ def is_archive(source: Source) -> bool:
 class _Window:
     """Some bytes of a file, as a file for `zipfile` to read its directory from."""
 
-    def __init__(self, source: Source, offset: int, num_bytes: int) -> None:
+    def __init__(self, source: OpenFile, offset: int, num_bytes: int) -> None:
         self._source, self._offset, self._num_bytes, self._position = source, offset, num_bytes, 0
 
     def read(self, num_bytes: int = -1) -> bytes:
@@ -61,7 +141,7 @@ class _Window:
 class _Archive:
     """The entries of an archive by name, without the folder that torch.save puts in front of them."""
 
-    def __init__(self, source: Source, offset: int, num_bytes: int) -> None:
+    def __init__(self, source: OpenFile, offset: int, num_bytes: int) -> None:
         self._source, self._offset, self._num_bytes = source, offset, num_bytes
         end = _Window(source, offset + max(0, num_bytes - _END_BYTES), min(num_bytes, _END_BYTES)).read()
         try:

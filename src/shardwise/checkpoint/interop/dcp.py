@@ -15,9 +15,9 @@ import torch
 from ...base.errors import CheckpointError
 from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from
 from . import archives, pickles
+from .archives import OpenFiles
 from .described import Described, add_optimizer, by_settings, index_of
 from .known_names import Record, Strided, text, version_text
-from .sources import Sources
 from .strided_intervals import place
 
 METADATA = ".metadata"
@@ -31,7 +31,7 @@ _MAX_DEPTH = 64
 
 
 def read(folder: Path) -> Index:
-    with Sources(folder) as sources:
+    with OpenFiles(folder) as sources:
         found = Described(sources)
         version = _add(found, "")
         return index_of(found, {"format": "torch DCP", "version": version})
@@ -39,7 +39,7 @@ def read(folder: Path) -> Index:
 
 def read_accelerate(folder: Path) -> Index:
     """Read the two folders of Accelerate; the optimizer's may be missing."""
-    with Sources(folder) as sources:
+    with OpenFiles(folder) as sources:
         found = Described(sources)
         version = _add(found, f"{MODEL_PART}/")
         if (folder / OPTIMIZER_PART / METADATA).is_file():
@@ -148,7 +148,7 @@ def _value(found: Described, inside: str, metadata: _Metadata, key: str) -> Any:
     return _load(found.sources, inside, where)
 
 
-def _load(sources: Sources, inside: str, where: _Place) -> Any:
+def _load(sources: OpenFiles, inside: str, where: _Place) -> Any:
     return archives.load(sources.source(inside + where.file), where.offset, where.num_bytes)
 
 

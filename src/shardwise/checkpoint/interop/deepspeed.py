@@ -17,9 +17,9 @@ from ...base.intervals import Interval
 from ...base.regular_file import read_regular
 from ..index import Index, Piece, Plain, Stored, counts, parts_of, shape_from
 from . import archives
+from .archives import OpenFiles
 from .described import Described, add_model, index_of, item_of, settings_of
 from .known_names import Record, Strided, text, version_text
-from .sources import Sources
 
 LATEST = "latest"
 _MOST = 1 << 20
@@ -43,14 +43,14 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read(folder: Path) -> Index:
-    with Sources(folder) as sources:
+    with OpenFiles(folder) as sources:
         try:
             return _read(sources)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"what DeepSpeed wrote there cannot be understood: {error!r}") from error
 
 
-def _read(sources: Sources) -> Index:
+def _read(sources: OpenFiles) -> Index:
     model_files, part_files = _files(sources.folder)
     models = [archives.load(sources.source(name)) for name in model_files]
     parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]

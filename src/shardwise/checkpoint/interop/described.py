@@ -10,8 +10,8 @@ from typing import Any
 
 from ...base.errors import CheckpointError
 from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound
+from .archives import OpenFiles
 from .known_names import Strided, text
-from .sources import Sources
 from .strided_intervals import Budget, stored_of
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -28,7 +28,7 @@ _MEMBERS = ("params", "param_names")
 class Described:
     """The parts of a checkpoint as they are read. `group`: the number of the optimizer's group of each parameter."""
 
-    sources: Sources
+    sources: OpenFiles
     tensors: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, dict[str, Stored | Plain]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)

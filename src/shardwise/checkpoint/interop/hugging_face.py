@@ -9,13 +9,12 @@ from typing import Any
 
 from ...base.errors import CheckpointError
 from ...base.json_file import parse
-from ..index import Index, Stored
-from ..index_json import in_words
+from ..index import Index, Stored, in_words
 from ..tensor_files import read_header
 from . import archives
+from .archives import OpenFiles
 from .described import Described, Groups, add_model, add_optimizer, index_of
 from .known_names import text
-from .sources import Sources
 
 # In this order, because a folder may hold several.
 NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
@@ -34,7 +33,7 @@ def file_of(folder: Path) -> str | None:
 def read(folder: Path, name: str, groups: Groups = ()) -> Index:
     """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
-    with Sources(folder) as sources:
+    with OpenFiles(folder) as sources:
         found = Described(sources)
         try:
             if name.endswith(_INDEX):
@@ -74,7 +73,7 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
 
 def read_file(path: Path) -> Index:
     """Read a single file."""
-    with Sources(path.parent) as sources:
+    with OpenFiles(path.parent) as sources:
         found = Described(sources)
         if path.suffix != ".safetensors" and not archives.is_archive(sources.source(path.name)):
             raise CheckpointError(
