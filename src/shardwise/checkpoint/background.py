@@ -114,7 +114,7 @@ class Saving:
             with self._lock:
                 self._has_failed = True
                 num_steps = self._num_steps
-            with suppress(Exception):  # where the others are gone, there is nobody to agree with
+            with suppress(Exception):  # if the other ranks are gone, this one raises alone
                 num_steps = max(exchange(self._channel, num_steps))
             self._raise_at = num_steps + 1
             self._agreed.set()

@@ -19,7 +19,7 @@ from ..base.regular_file import read_regular
 
 INDEX, MARKER = "index.json", "complete"
 # Half a million tensors with two moments each, or two million without; a marker is 64 characters.
-MOST_INDEX_BYTES, MOST_MARKER_BYTES = 256 << 20, 1 << 10
+MAX_INDEX_BYTES, MAX_MARKER_BYTES = 256 << 20, 1 << 10
 
 
 @contextmanager
@@ -66,17 +66,17 @@ def read_index(path: Path) -> tuple[Path, bytes]:
 
 def read_index_in(folder: Path) -> bytes:
     """Return the text of an index, whether its save finished or not."""
-    return _read(folder / INDEX, MOST_INDEX_BYTES)
+    return _read(folder / INDEX, MAX_INDEX_BYTES)
 
 
 def is_sealed(folder: Path, text: bytes) -> bool:
     """Return whether the marker holds the digest of this index."""
-    return _read(folder / MARKER, MOST_MARKER_BYTES).strip() == hashlib.sha256(text).hexdigest().encode()
+    return _read(folder / MARKER, MAX_MARKER_BYTES).strip() == hashlib.sha256(text).hexdigest().encode()
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     with os_errors_as(DamageError, f"cannot read {path}"):
-        return read_regular(path, most_bytes)
+        return read_regular(path, max_bytes)
 
 
 def _why_not(path: Path) -> CheckpointError:
@@ -119,9 +119,9 @@ def abandon(path: Path) -> None:
 def complete(path: Path, index: str) -> None:
     """Seal what lies in the partial folder, and put it in its place."""
     partial, text = partial_of(path), index.encode()
-    if len(text) > MOST_INDEX_BYTES:
+    if len(text) > MAX_INDEX_BYTES:
         raise SaveError(
-            f"cannot complete {partial}: its {INDEX} would have {len(text):,} bytes, and at most {MOST_INDEX_BYTES:,} "
+            f"cannot complete {partial}: its {INDEX} would have {len(text):,} bytes, and at most {MAX_INDEX_BYTES:,} "
             "are read: save fewer tensors"
         )
     with os_errors_as(SaveError, f"cannot complete {partial}"):

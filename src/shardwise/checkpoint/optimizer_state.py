@@ -24,7 +24,7 @@ from ..core.unit.user_parameter import place_of
 from .index import NAMES, Optimizer, Plain, Saved, Stored
 
 # These settings choose how updates are computed, not their values: the running program sets them.
-_HOW = ("params", "foreach", "fused", "capturable", "differentiable")
+_RUNTIME_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -83,7 +83,7 @@ def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
         return None
     # The running program sets what is not plain (a function, say).
     groups = tuple(
-        {key: _plain(value) for key, value in group.items() if key not in _HOW and _is_plain(value)}
+        {key: _plain(value) for key, value in group.items() if key not in _RUNTIME_SETTINGS and _is_plain(value)}
         for group in _groups_of(optimizers)
     )
     # They share one.
@@ -107,7 +107,7 @@ def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bo
     for group, settings in () if keep_groups else zip(_groups_of(optimizers), saved.groups, strict=True):
         for key, value in settings.items():
             now = group.get(key)
-            if key in _HOW:
+            if key in _RUNTIME_SETTINGS:
                 continue
             if isinstance(now, Tensor):
                 # In place: schedulers, compiled updates and recordings hold this tensor.
@@ -133,7 +133,7 @@ def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, kee
         )
     for group, settings in () if keep_groups else zip(groups, saved.groups, strict=True):
         for key, value in settings.items():
-            if key not in _HOW and not _is_alike(group.get(key), value):
+            if key not in _RUNTIME_SETTINGS and not _is_alike(group.get(key), value):
                 raise CheckpointError(
                     f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}: load with "
                     "keep_groups=True to go on with this one's settings"
@@ -179,7 +179,7 @@ def describe_state(
             is_like_param = value.shape == resting.shape and key != "step"
             if is_part and not is_like_param and value.numel() > 1:
                 raise CheckpointError(
-                    f"{what} with shape {tuple(value.shape)} beside a shard of {tuple(resting.shape)}: it cannot be "
+                    f"{what} with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}: it cannot be "
                     "cut for another world; use a layout whose optimizer is 'whole'"
                 )
             dtype = NAMES.get(_stored_dtype(optimizer, value), "")

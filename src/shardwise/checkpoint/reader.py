@@ -28,7 +28,7 @@ from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
-# Without checksums: of large tensors, and of those beside each other that are small.
+# Bytes of a block without checksums: of large tensors, and of small ones that are neighbours.
 _UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
 # Blocks of smaller files are small, and the kernel's own reading ahead asks the disk for more at once.
 _DIRECT_BYTES = 1 << 30

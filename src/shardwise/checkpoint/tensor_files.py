@@ -24,7 +24,7 @@ from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, File, Piece, Stored, counts, in_words, shape_from
 
 MAX_HEADER_BYTES = 100_000_000  # the library does not open longer ones
-Tell = Callable[[int], None]  # is called with the number of bytes that were dealt with since the last call
+OnBytes = Callable[[int], None]  # is called with the number of bytes that were dealt with since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Source:
             at += row.numel()
         return whole.view(self.shape)
 
-    def checked_rows(self, tell: Tell = lambda num_bytes: None) -> Iterator[Tensor]:
+    def checked_rows(self, on_bytes: OnBytes = lambda num_bytes: None) -> Iterator[Tensor]:
         """Yield the rows; raise CheckpointError where they are not what the file's header says."""
         num_bytes = 0
         for row in self.rows():
@@ -57,7 +57,7 @@ class Source:
                 raise CheckpointError(f"{self.name!r} was announced as {self.dtype} and is {row.dtype}")
             yield row.detach()
             num_bytes += row.nbytes
-            tell(row.nbytes)
+            on_bytes(row.nbytes)
         if num_bytes != self.num_bytes:
             raise CheckpointError(f"{self.name!r} was announced with {self.num_bytes} bytes and has {num_bytes}")
 
@@ -103,13 +103,13 @@ def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None
     return Layout(text, tuple(sources), {key: len(text) + at for key, at in places.items()}, len(text) + end)
 
 
-def write_file(path: Path, layout: Layout, tell: Tell = lambda num_bytes: None, is_summed: bool = True) -> File:
+def write_file(path: Path, layout: Layout, on_bytes: OnBytes = lambda num_bytes: None, is_summed: bool = True) -> File:
     """Write the tensors, and wait until the disk has them. `is_summed`: with a checksum for every block."""
     max_bytes = check_bytes(layout.num_bytes) if is_summed else None
     with os_errors_as(SaveError, f"cannot write {path}"), Stream(path, max_bytes) as stream:
         stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
         for source in layout.sources:
-            for row in source.checked_rows(tell):
+            for row in source.checked_rows(on_bytes):
                 stream.write(row)
         stream.finish()
     return File(path.name, stream.num_bytes, tuple(stream.checks))

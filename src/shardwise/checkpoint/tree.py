@@ -11,7 +11,7 @@ from typing import Any
 
 from .index import Index, Saved, Stored
 
-_MAX_DEPTH = 32  # deeper is nobody's model
+_MAX_DEPTH = 32  # no model is deeper
 _NUMBER = re.compile(r"^[0-9]{1,18}(?![0-9])")
 
 

@@ -24,7 +24,7 @@ from .index import Check, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
-from .tensor_files import Tell
+from .tensor_files import OnBytes
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def parts_of_others(path: Path) -> list[Path]:
     return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
 
 
-def verify(report: Report, opened: Opened, tell: Tell) -> None:
+def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
     """Read everything, and add the problems to the report."""
     index, numbers = opened.index, _Numbers()
     for name, saved in index.tensors.items():
@@ -127,12 +127,12 @@ def verify(report: Report, opened: Opened, tell: Tell) -> None:
                 reader.require_length(number)
             except CheckpointError as error:
                 report.damage.append(str(error))
-                tell(file.num_bytes)
+                on_bytes(file.num_bytes)
                 continue
             # Without checksums there is nothing to look at but numbers.
             everything = [_Range(number, 0, file.num_bytes, places[number])]
             for wanted in everything if file.checks else _together(number, places[number]):
-                _look_through(reader, wanted, file.checks, numbers, report.damage, tell)
+                _look_through(reader, wanted, file.checks, numbers, report.damage, on_bytes)
     report.not_finite += numbers.summary()
 
 
@@ -185,7 +185,7 @@ def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
 
 
 def _look_through(
-    reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], tell: Tell
+    reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], on_bytes: OnBytes
 ) -> None:
     """Read block after block. A damaged block is reported and skipped."""
     ahead, start = deque(wanted.places), wanted.start
@@ -201,13 +201,13 @@ def _look_through(
                 for place in begun:
                     numbers.look(place, start, content)
                 begun = [place for place in begun if place.stop > stop]
-                tell(content.numel())
+                on_bytes(content.numel())
                 start = stop
         except CheckpointError as error:
             damage.append(str(error))
             block = checks[bisect_right(checks, start, key=lambda check: check.offset) - 1] if checks else None
             stop = block.offset + block.num_bytes if block else min(wanted.stop, start + BLOCK_BYTES)
-            tell(stop - start)
+            on_bytes(stop - start)
             start = stop
 
 

@@ -28,7 +28,7 @@ from .folder import os_errors_as, partial_of, put_in_place, sync
 from .index import File, Index, Piece, Stored, require_sound, to_json
 from .opened import Opened
 from .reader import Reader
-from .tensor_files import Layout, Source, Tell, lay_out, state_key, write_file
+from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
 
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -69,18 +69,20 @@ def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
     return files
 
 
-def write_sources(path: Path, sources: Sequence[Source], tell: Tell, is_summed: bool = False) -> tuple[File, Layout]:
+def write_sources(
+    path: Path, sources: Sequence[Source], on_bytes: OnBytes, is_summed: bool = False
+) -> tuple[File, Layout]:
     """Write one file, with checksums where the caller keeps them, and wait until the disk has it."""
     layout = lay_out(sources, {"format": "pt"})  # transformers requires this entry
-    return write_file(path, layout, tell, is_summed), layout
+    return write_file(path, layout, on_bytes, is_summed), layout
 
 
-def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, tell: Tell) -> None:
+def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, on_bytes: OnBytes) -> None:
     """Write the weights of a Hugging Face folder: one file, or several and an index."""
     files = split(sources, max_bytes)
     names = file_names("model", len(files))
     for name, content in zip(names, files, strict=True):
-        write_sources(into / name, content, tell)
+        write_sources(into / name, content, on_bytes)
     if len(files) > 1:
         weight_map = {source.name: name for name, content in zip(names, files, strict=True) for source in content}
         total = sum(source.num_bytes for source in sources)
@@ -144,7 +146,7 @@ def num_bytes_of(opened: Opened) -> int:
     return sum(stored.num_bytes for _, stored in opened.index.every_stored())
 
 
-def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> None:
+def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnBytes) -> None:
     """Write our own format: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
 
     An old checkpoint is replaced when the new one is complete.
@@ -160,8 +162,8 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> 
                 for key, item in saved.stored_state.items()
             ]
             files: list[File] = []
-            weight_places = _write_files(into, "model", weights, max_bytes, files, tell)
-            state_places = _write_files(into, "optimizer", state, max_bytes, files, tell) if state else {}
+            weight_places = _write_files(into, "model", weights, max_bytes, files, on_bytes)
+            state_places = _write_files(into, "optimizer", state, max_bytes, files, on_bytes) if state else {}
         tensors = {
             name: replace(
                 saved,
@@ -179,22 +181,22 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, tell: Tell) -> 
         raise
 
 
-def write_bare_weights(opened: Opened, path: Path, max_bytes: int, tell: Tell) -> None:
+def write_bare_weights(opened: Opened, path: Path, max_bytes: int, on_bytes: OnBytes) -> None:
     """Write the weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
     with new_folder(path) as into, opened.reader() as reader:
         sources = [stored_source(name, reader, saved.stored) for name, saved in opened.index.tensors.items()]
-        write_weights(into, sources, max_bytes, tell)
+        write_weights(into, sources, max_bytes, on_bytes)
         write_note(into, {**opened.index.origin, **_converted()})
 
 
 def _write_files(
-    into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, files: list[File], tell: Tell
+    into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, files: list[File], on_bytes: OnBytes
 ) -> dict[str, tuple[int, int]]:
     """Write tensors, add their files to `files`, and return the file and the offset of every tensor."""
     contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
     places: dict[str, tuple[int, int]] = {}
     for name, content in zip(file_names(stem, len(contents)), contents, strict=True):
-        file, layout = write_sources(into / name, content, tell, is_summed=True)
+        file, layout = write_sources(into / name, content, on_bytes, is_summed=True)
         places |= {key: (len(files), offset) for key, offset in layout.offsets.items()}
         files.append(file)
     return places

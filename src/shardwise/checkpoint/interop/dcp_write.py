@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..index import Optimizer, Plain, Stored
 from ..opened import Opened
 from ..reader import Reader
-from ..tensor_files import Tell
+from ..tensor_files import OnBytes
 from ..writer import MAX_FILE_BYTES, new_folder
 
 _PART_BYTES = 64 << 20
@@ -34,7 +34,7 @@ _PART_BYTES = 64 << 20
 _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
-def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -> None:
+def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
     """Write a checkpoint in memory of one part of a tensor."""
     with new_folder(path) as into, opened.reader() as reader:
         metadata = Metadata({}, planner_data={})
@@ -43,7 +43,7 @@ def write_dcp(opened: Opened, path: Path, tell: Tell = lambda num_bytes: None) -
                 key = ".".join(map(str, keys))
                 metadata.planner_data[key] = keys
                 if isinstance(value, Stored):
-                    metadata.state_dict_metadata[key] = _write_tensor(files, key, value, reader, tell)
+                    metadata.state_dict_metadata[key] = _write_tensor(files, key, value, reader, on_bytes)
                 else:
                     metadata.state_dict_metadata[key] = _write_value(files, key, value)
         FileSystemWriter(into).finish(metadata, [files.results])
@@ -107,7 +107,7 @@ def _state_value(key: str, item: Stored | Plain) -> Stored | Tensor | Plain:
     return torch.tensor(float(item)) if key == "step" and isinstance(item, (int, float)) else item
 
 
-def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell: Tell) -> TensorStorageMetadata:
+def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, on_bytes: OnBytes) -> TensorStorageMetadata:
     """Write a tensor in parts of a bounded size, cut along the first dimension."""
     described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
     length = stored.shape[0] if stored.shape else 1
@@ -120,7 +120,7 @@ def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, tell:
         reader.read(stored, first * row_elems, row)
         files.write(MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
         described.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-        tell(row.nbytes)
+        on_bytes(row.nbytes)
     return described
 
 

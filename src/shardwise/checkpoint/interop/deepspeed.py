@@ -22,8 +22,8 @@ from .described import Described, add_model, index_of, item_of, settings_of
 from .known_names import Record, Strided, text, version_text
 
 LATEST = "latest"
-_MOST = 1 << 20
-_MOST_TAG_BYTES = 4096
+_MAX_PARAMETERS = 1 << 20
+_MAX_TAG_BYTES = 4096
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert_.*_states\.pt")
 
@@ -34,9 +34,9 @@ def folder_of(path: Path) -> Path | None:
         return path
     if not (path / LATEST).is_file():
         return None
-    tag = read_regular(path / LATEST, _MOST_TAG_BYTES).decode(errors="replace").strip()
+    tag = read_regular(path / LATEST, _MAX_TAG_BYTES).decode(errors="replace").strip()
     if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
-        raise CheckpointError(f"{path / LATEST} names {tag!r}, which is no folder beside it")
+        raise CheckpointError(f"{path / LATEST} names {tag!r}, which is not the name of a folder")
     if not (path / tag).is_dir():
         raise CheckpointError(f"{path / LATEST} names {tag!r}, which is not there: name the folder of an older one")
     return path / tag
@@ -125,7 +125,9 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     rows_key, base_key = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (_ROWS, "base_optimizer_state")
     bases = [_base(part[base_key]) for part in parts]
     groups = bases[0]["param_groups"]
-    members = [(number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MOST)]
+    members = [
+        (number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MAX_PARAMETERS)
+    ]
     shapes = [{text(name): shape_from(shape) for name, shape in block.items()} for block in model["param_shapes"]]
     found.groups = [settings_of(found, group) for group in groups]
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):

@@ -20,7 +20,7 @@ _MAX_DEPTH, _MAX_LENGTH = 2, 64
 _MAX_LISTED = 20
 # Names of parameters, by group of an optimizer, in its order.
 Groups = Sequence[Sequence[str]]
-# In a group, beside its settings.
+# The keys of a group that are not settings.
 _MEMBERS = ("params", "param_names")
 
 
@@ -36,7 +36,7 @@ class Described:
     kinds: dict[str, Kind] = field(default_factory=dict)
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scaler: dict[str, float] | None = None
-    extra: dict[str, Plain] = field(default_factory=dict)  # plain values beside model and optimizer: a step, say
+    extra: dict[str, Plain] = field(default_factory=dict)  # plain values next to model and optimizer, such as a step
     left_out: dict[str, None] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
 

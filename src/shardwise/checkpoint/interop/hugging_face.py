@@ -40,14 +40,14 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
                 _add_shards(found, name)
             else:
                 _add(found, name)
-            for beside in _OPTIMIZERS:
-                if not (folder / beside).is_file():
+            for file in _OPTIMIZERS:
+                if not (folder / file).is_file():
                     continue
                 if name == _GATHERED:
-                    given = archives.load(sources.source(beside))
+                    given = archives.load(sources.source(file))
                     add_optimizer(found, given["param_groups"], given["state"])
-                elif not (groups and _add_numbered(found, archives.load(sources.source(beside)), groups)):
-                    found.leave_out(f"the optimizer in {beside}, whose state has no names")
+                elif not (groups and _add_numbered(found, archives.load(sources.source(file)), groups)):
+                    found.leave_out(f"the optimizer in {file}, whose state has no names")
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ShardwiseError
-from ...checkpoint.tensor_files import Source, Tell
+from ...checkpoint.tensor_files import OnBytes, Source
 from ...checkpoint.writer import MAX_FILE_BYTES, new_folder, write_note, write_sources, write_weights
 from ...core.engine.full_weights import whole_parts
 from ...core.engine.guards import engine_of, own_state_dict
@@ -116,7 +116,7 @@ def _gathered_sources(
     return sources, firsts
 
 
-def write_export(content: Content, folder: Path, tell: Tell = lambda num_bytes: None) -> None:
+def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
     """Replaces what is there, when everything is written."""
     model, facts = content.model, content.facts
     inner = model.get_base_model() if content.is_adapted else model
@@ -132,11 +132,11 @@ def write_export(content: Content, folder: Path, tell: Tell = lambda num_bytes: 
             place = into / BASE if adapters else into
             place.mkdir(exist_ok=True)
             stored = stored_form(inner, base, names)
-            write_weights(place, stored, content.max_bytes, tell)
+            write_weights(place, stored, content.max_bytes, on_bytes)
             _write_config(inner, facts, place, _float_dtype(stored))
             _write_tokenizer(facts, place)
         if adapters:
-            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), tell)
+            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), on_bytes)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
             # A model has it in its config.json; that of adapters must not have what peft does not know.
