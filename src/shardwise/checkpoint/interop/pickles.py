@@ -20,8 +20,8 @@ _MAX_INT_BITS = 128  # integers are sizes and counts
 _MAX_NESTING = 1000
 # A container takes one byte of a pickle and this many bytes of memory.
 _CONTAINER_BYTES = 60
-# A pickle may have this many, and one more for every
-# six of its bytes; the densest pickles of torch, lists of chunk offsets, have one in nine.
+# A pickle may have this many, and one more for every six of its bytes; the densest pickles of torch, lists of chunk
+# offsets, have one in nine.
 _MANY_CONTAINERS = 1_000_000
 
 _Load = Callable[[Any], object]
