@@ -256,7 +256,7 @@ def test_a_copy_that_fails_is_an_error_at_once(run_ranks: Pool, tmp_path: Path) 
 def save_from_disk(path: Path) -> None:
     model, optimizer = built("zero3+optimizer=disk", disk_path=path.parent)
     step(model, optimizer)
-    with pytest.raises(StateError, match=r"which rests on disk .*use sw.save, which reads it as it is written"):
+    with pytest.raises(StateError, match=r"which is offloaded to disk .*use sw.save, which reads it as it is written"):
         sw.start_save(path, model, optimizer)
     assert not path.exists()
     sw.save(path, model, optimizer)

@@ -139,7 +139,7 @@ def refuse_saves(path: Path) -> None:
     states[0]["only here"] = rank
     if rank:
         del states[0]["only here"]
-    refused(lambda: sw.save(path / "x", model, optimizer), "such state cannot be brought together")
+    refused(lambda: sw.save(path / "x", model, optimizer), "such state cannot be merged")
     states[0].pop("only here", None)
     assert {entry.name for entry in path.iterdir()} == {"mine"}
     with sw.whole(model):
