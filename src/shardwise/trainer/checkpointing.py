@@ -1,7 +1,7 @@
-"""Activation checkpointing of a model's blocks: what a block keeps for its backward, and what it computes again.
+"""Activation checkpointing of a model's blocks: which tensors a block keeps for its backward, and which it recomputes.
 
     none       everything that autograd asks for
-    selective  the block's input, attention, and products that are worth their bytes; all else is computed again
+    selective  the block's input, attention, and products that are worth their bytes; the rest is recomputed
     full       the block's input alone
 
 A product of k terms costs 2k operations for every element that is kept, so per byte all products of one input are
@@ -56,12 +56,12 @@ _BATCHED_PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.defau
 def checkpoint_blocks(
     model: nn.Module, mode: Mode, *, blocks: Sequence[str | type[nn.Module]] | None = None
 ) -> list[str]:
-    """Let the blocks of a model keep less for the backward; returns the blocks' paths.
+    """Make the blocks of a model keep less for the backward, and return the blocks' paths.
 
     Blocks are the modules that a model repeats, or those of the classes in `blocks`. Losses and gradients are those of
     the same model without it, bit for bit. Before or after `sw.shard` is the same. Blocks may be compiled too
-    (`block.compile()`, `torch.compile(block)`, before or after): the compiler then sees what to compute again and plans
-    it. A second call replaces the mode of the first.
+    (`block.compile()`, `torch.compile(block)`, before or after): the compiler then plans the recomputation. A second
+    call replaces the mode of the first.
     """
     modes = get_args(Mode)
     if mode not in modes:
@@ -106,7 +106,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _Selection:
-    """What one forward of a block keeps. The recompute, which some versions of torch ask too, gets the same answers."""
+    """Decides what one forward of a block keeps. Some versions of torch ask again in the recompute: same answers."""
 
     def __init__(self) -> None:
         self._num_wide = {False: 0, True: 0}
@@ -131,6 +131,6 @@ class _Selection:
 
 @cache
 def _is_attention(op: Any) -> bool:
-    """By name, so that kernels of other libraries are known as well."""
+    """Recognise attention by name, so that kernels of other libraries count as well."""
     name = str(op)
     return "attention" in name or "attn" in name

@@ -6,13 +6,12 @@ only one chunk of them exists at a time, in the forward as in the backward.
 
 The gradients of a chunk are computed in the forward, while its logits are there. The other way, to compute the logits
 again in the backward, costs one more product of the size of the head (2 % of a step of an 8B model) and saves no
-memory: the gradient of the weight, which this way is held from the forward to the backward, is made anyway by the first
-thing that the backward does, and the loss is the last thing that the forward does, so the peak is the same. Only who
-runs several forwards before a backward holds more: one gradient of the weight for each.
+memory: the gradient of the weight, which is held here from the forward to the backward, is made anyway at the beginning
+of the backward, and the loss is the end of the forward, so the peak is the same. Only several forwards before one
+backward hold more: one gradient of the weight each.
 
 All sums are fp32: logits, losses, and the gradients, which are those of the sum over the tokens until the backward
-scales them and rounds them once. So loss scaling finds nothing that has underflowed, and any number of chunks is as
-good as one.
+scales them and rounds them once. So nothing underflows before loss scaling, and the number of chunks does not matter.
 """
 
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base.errors import ConfigurationError, did_you_mean
 
-# What the fp32 logits of one chunk may take; with their softmax and its 16-bit copy a chunk takes 2.5 times as much.
+# Limit of the fp32 logits of one chunk; with their softmax and its 16-bit copy a chunk takes 2.5 times as much.
 # Not less, because every chunk reads and writes the whole gradient of the weight: a product of at least some 500 tokens
 # hides that on a GPU, also for a vocabulary of 128k.
 CHUNK_LOGITS_BYTES = 256 * 2**20
@@ -36,8 +35,8 @@ CHUNK_MULTIPLE = 64
 Reduction = Literal["mean", "sum"]
 
 
-# Compilers step over it: there is nothing to fuse around it, and they would be free to keep several chunks alive. What
-# torch's own functions do; torch.compiler.disable would import the compiler, which takes as long as torch itself.
+# Excluded from compilation: there is nothing to fuse, and a compiler could keep several chunks alive. Torch's own
+# functions do the same; torch.compiler.disable would import the compiler, which takes as long as torch itself.
 @_disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor,
@@ -114,7 +113,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scaled in fp32 and rounded in one pass. Never in place: a graph that is kept needs it again."""
+    """Scale in fp32 and round in one pass. Not in place: a retained graph needs the gradient again."""
     return None if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
@@ -127,10 +126,10 @@ def _sums(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of the losses and its gradients by `hidden` and `weight`, in fp32 (in fp64 for inputs in fp64)."""
+    """Return the sum of the losses and its gradients by `hidden` and `weight`, in fp32 (fp64 for fp64 inputs)."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.device.type != "cuda":
-        # Only there is a product of 16-bit matrices with an fp32 result.
+        # Only CUDA has a product of 16-bit matrices with an fp32 result.
         hidden, weight = hidden.to(wide), weight.to(wide)
     total = hidden.new_zeros((), dtype=wide)
     grad_hidden = torch.empty_like(hidden, dtype=wide) if needs_hidden else None
@@ -161,7 +160,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without a tensor of that size beside it."""
+    """Compute total += a @ b without another tensor of that size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

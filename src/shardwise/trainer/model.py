@@ -1,12 +1,12 @@
-"""A Llama-like decoder in plain torch: what examples, tests and benchmarks train.
+"""A Llama-like decoder in plain torch, for examples, tests and benchmarks.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward. Nothing here
 knows about sharding; the loss is computed inside the head, the one module that reads the head's weight. Every
 module that owns parameters has `reset_parameters`, and no module owns a buffer (the rotary table is computed
 from the positions in each forward), so a model made on the meta device can be filled in module by module.
 
-Where positions are given, several documents share a row: a position that does not follow the one before it begins
-another. Rotary angles restart there, and attention does not look across.
+If positions are given, several documents share a row: a position that does not follow the one before it begins
+another document. Rotary angles restart there, and attention does not cross the boundary.
 """
 
 import torch
@@ -18,7 +18,7 @@ from .shapes import TransformerShape
 
 
 class Linear(nn.Linear):
-    """A projection without bias that keeps the variance of its input when it is fresh."""
+    """A projection without bias whose initial weights keep the variance of the input."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -28,17 +28,17 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Drawn like a `Linear` from `hidden`, so that a tied weight is the same whichever of the two drew it."""
+    """Initialised like a `Linear` from `hidden`, so that a tied weight is the same whichever module initialises it."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
 
 class Head(Linear):
-    """The output projection, and the loss where there are targets: in one module, because only here is the weight."""
+    """The output projection, and the loss if targets are given: in one module, because only here is the weight."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Logits (batch, seq, vocab), or the cross-entropy in fp32, for which logits never exist as a whole."""
+        """Return logits (batch, seq, vocab), or the cross-entropy in fp32, which never holds all logits."""
         if targets is None:
             return F.linear(x, self.weight)
         return chunked_cross_entropy(x, self.weight, targets, reduction=reduction)
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Logits (batch, seq, vocab), or the cross-entropy in fp32 where targets are given.
+        """Return logits (batch, seq, vocab), or the cross-entropy in fp32 if targets are given.
 
         positions (batch, seq) count from 0 in each of the documents of a row; without them a row is one document.
         """
@@ -131,12 +131,12 @@ class Transformer(nn.Module):
 
 
 def rotary_table(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
-    """Cosine and sine for the positions of one document, (2, seq, dim / 2)."""
+    """Return cosine and sine for the positions of one document, (2, seq, dim / 2)."""
     return rotary_at(torch.arange(num_tokens, device=device), head_dim)
 
 
 def rotary_at(positions: Tensor, head_dim: int) -> Tensor:
-    """Cosine and sine of position x frequency, (2, ..., dim / 2); in fp32, as bf16 merges late positions."""
+    """Return cosine and sine of position x frequency, (2, ..., dim / 2); in fp32, as bf16 merges late positions."""
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = 10000.0 ** (-pairs / head_dim)
     angles = positions.float()[..., None] * frequencies
@@ -144,7 +144,7 @@ def rotary_at(positions: Tensor, head_dim: int) -> Tensor:
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Which tokens a token sees: those before it in its own document, and itself; (batch, 1, seq, seq)."""
+    """Mask of the tokens that a token attends to: itself and those before it in its document; (batch, 1, seq, seq)."""
     begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     document = begins.cumsum(1)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()

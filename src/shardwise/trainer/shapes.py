@@ -1,4 +1,4 @@
-"""Shapes of the in-tree transformer, by name, and what goes well with each. Pure: no torch."""
+"""Shapes of the in-tree transformer, by name, and settings that suit each. This file does not import torch."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -39,9 +39,9 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`shape` is all of a `TransformerShape` but the vocabulary, which is the tokenizer's.
+    """`shape` has all fields of a `TransformerShape` except the vocabulary, which is the tokenizer's.
 
-    `vocab` is what benchmarks use. `settings` are the run's settings that suit it, below anything a user says.
+    Benchmarks use `vocab`. `settings` are defaults of the run for this shape.
     """
 
     shape: dict[str, Any]
