@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ..base.text import count, plural, size, terminal_width
-from .bars import plain_bar
-from .curve import draw
-from .figures import seconds
-from .memory_table import PROCESS
-from .plan_facts import Json, mapping, number, rows, text_of
-from .run import curve_of
+from .charts import draw, plain_bar
+from .plan_facts import Json, mapping, number, rows, seconds, text_of
+from .run import PROCESS, curve_of
 
 TIMES = {"step_s": "step", "tokens_per_s": "tokens/s, all ranks", "mfu": "MFU"}
 

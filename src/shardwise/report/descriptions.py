@@ -1,8 +1,32 @@
-"""What a plan says, in words: model, machine, training, and what a strategy is made of."""
+"""What a plan says, in words: model, machine, training, and what a strategy is made of.
+
+What a plan was made for, in names and words: model, training, cluster, GPU.
+
+Strategies that come to the same, told together. On one node, those that differ between nodes alone do.
+"""
+
+import re
 
 from ..base.text import count, plural, size
 from ..planner.plan_json import at
-from .plan_facts import CLASSES, PLACES, Json, amount, device_word, gpu_bytes, mapping, number, stacked, text_of, uses
+from .plan_facts import (
+    CLASSES,
+    PLACES,
+    WIRES,
+    Json,
+    amount,
+    at_peak,
+    device_word,
+    gpu_bytes,
+    interval,
+    is_tight,
+    mapping,
+    needed,
+    number,
+    stacked,
+    text_of,
+    uses,
+)
 
 
 def reason(plan: Json) -> str:
@@ -132,3 +156,96 @@ def peak_words(strategy: Json) -> str:
     parts = sorted((pair for pair in held.items() if pair[1] >= total / 200), key=lambda pair: -pair[1])
     named = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in parts)
     return f"peak {size(total)} at {at(text_of(peak.get('instant')))}: {named}" if held else text_of(peak.get("text"))
+
+
+OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # each has its own
+
+
+def conditions(plan: Json) -> dict[str, list[tuple[str, str]]]:
+    cluster = mapping(plan.get("cluster"))
+    topics = {
+        "model": plan.get("model"),
+        "training": {name: value for name, value in mapping(plan.get("training")).items() if name not in OF_STRATEGIES},
+        "cluster": {name: value for name, value in cluster.items() if name != "gpu"},
+        "GPU": cluster.get("gpu"),
+    }
+    return {topic: pairs for topic, values in topics.items() if (pairs := _pairs(values))}
+
+
+def _pairs(values: object) -> list[tuple[str, str]]:
+    """Names and values of a flat or a nested mapping, as words."""
+    return [
+        (name.replace("_", " "), _worded(name, value))
+        for name, value in mapping(values).items()
+        if value not in (None, "")
+    ]
+
+
+def _worded(name: str, value: object) -> str:
+    if isinstance(value, dict) and "gigabytes_per_s" in value:
+        return f"{amount(value, 'gigabytes_per_s'):g} GB/s, {amount(value, 'latency_us'):g} us"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_worded(key, inner)}" for key, inner in value.items() if inner is not None
+        )
+    if isinstance(value, list | tuple):
+        return ", ".join(text_of(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if (known := number(value)) is not None:
+        if name.endswith("flops"):
+            return f"{known / 1e12:,.4g} TFLOP/s"
+        if name.endswith(("bytes", "bytes_per_s")):
+            return size(known) + ("/s" if name.endswith("_per_s") else "")
+        return f"{known:,}" if isinstance(value, int) else f"{known:,.4g}"
+    return text_of(value)
+
+
+def grouped(plan: Json, shown: list[Json]) -> list[tuple[Json, str]]:
+    """Strategies with what they are called: those that come to the same as an earlier one stand behind its name."""
+    found: dict[object, list[Json]] = {}
+    for row in shown:
+        found.setdefault(_numbers(plan, row), []).append(row)
+    return [(first, _called(first, others)) for first, *others in found.values()]
+
+
+def _called(first: Json, others: list[Json]) -> str:
+    names = ", ".join(text_of(row.get("name")) for row in others)
+    return text_of(first.get("name")) + (f" ({names})" if names else "")
+
+
+def _numbers(plan: Json, row: Json) -> object:
+    """All that is shown of a strategy, but for its name."""
+    figures = [
+        *(at_peak(row).get(name, 0.0) for name in CLASSES),
+        *(interval(row) or (0, 0)),
+        *(amount(row, "traffic_bytes", name) for name in WIRES),
+        *(amount(row, name) for name in ("host_bytes", "disk_bytes", "step_seconds", "tokens_per_second_per_gpu")),
+    ]
+    words = [text_of(row.get(name)) for name in ("fits", "exact", "why_not", "nearest")]
+    return (*(f"{figure:.4g}" for figure in [*figures, needed(row)]), *words, is_tight(plan, row), batch_words(row))
+
+
+# "needs 98.1 GB on each H100-80GB, which has 84.9 GB", with its number apart.
+_NEEDS = re.compile(r"(needs )([\d,.]+)( GB .*)")
+
+
+def refusals(shown: list[Json]) -> list[tuple[str, str, str]]:
+    """Names, why not, and the nearest change; those whose sentence differs in its number alone, together."""
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for row in shown:
+        if not row.get("fits"):
+            why = text_of(row.get("why_not"))
+            begin, amount_of, end = parts.groups() if (parts := _NEEDS.fullmatch(why)) else (why, "", "")
+            key = begin, end, text_of(row.get("nearest"))
+            found.setdefault(key, []).append((text_of(row.get("name")), amount_of))
+    return [
+        (", ".join(name for name, _ in each), f"{begin}{_span(each)}{end}", nearest)
+        for (begin, end, nearest), each in found.items()
+    ]
+
+
+def _span(each: list[tuple[str, str]]) -> str:
+    """They are in the order of what they need."""
+    first, last = each[0][1], each[-1][1]
+    return first if first == last else f"{first} to {last}"

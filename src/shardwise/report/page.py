@@ -10,22 +10,22 @@ from markupsafe import Markup
 
 from ..base.text import count, size
 from ..version import VERSION
-from . import bars, plan_facts, step
+from . import charts, plan_facts, step
 from .comparison import page_parts
-from .conditions import conditions
 from .descriptions import (
     away_words,
     batch_words,
     cluster_words,
+    conditions,
     days_words,
+    grouped,
     layout_words,
     model_words,
     peak_words,
     reason,
+    refusals,
 )
-from .figures import gigabytes, seconds
-from .groups import grouped, refusals
-from .plan_facts import CLASSES, RESERVE, WIRES, Json, amount, number, rows, text_of
+from .plan_facts import CLASSES, RESERVE, WIRES, Json, amount, gigabytes, number, rows, seconds, text_of
 from .table import verdict
 
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def _title(plan: Json | None, run: Json | None) -> str:
 def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
     shown, best, limit = plan_facts.strategies(plan), plan_facts.recommended(plan), plan_facts.gpu_bytes(plan)
     chosen = best or (shown[0] if len(shown) == 1 else None)
-    scale = bars.scale_of(shown, limit)
+    scale = charts.scale_of(shown, limit)
     used = {name for row in shown for name in plan_facts.at_peak(row)}
     used |= {RESERVE} if any(plan_facts.reserve(row) for row in shown) else set()
     batches = {batch_words(row) for row in shown}
@@ -77,9 +77,9 @@ def _plan(plan: Json, is_choice: bool) -> dict[str, Any]:
         "legend": [(name, label) for name, label in _legend() if name in used],
         "strategies": [_strategy(plan, row, name, scale) for row, name in groups],
         "has_days": any(days_words(row) for row in shown),
-        "axis": Markup(bars.memory_axis(scale)),
+        "axis": Markup(charts.memory_axis(scale)),
         "is_tight": any(plan_facts.is_tight(plan, row) for row in shown),
-        "limit_word": Markup(bars.limit_word(scale, f"{plan_facts.device_word(plan)} {gigabytes(limit)} GB"))
+        "limit_word": Markup(charts.limit_word(scale, f"{plan_facts.device_word(plan)} {gigabytes(limit)} GB"))
         if limit
         else "",
         "step": None if chosen is None else _step(chosen, limit, plan_facts.device_word(plan)),
@@ -131,7 +131,7 @@ def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
     return found
 
 
-def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, Any]:
+def _strategy(plan: Json, row: Json, name: str, scale: charts.Scale) -> dict[str, Any]:
     need, limit = plan_facts.needed(row), plan_facts.gpu_bytes(plan)
     held = plan_facts.at_peak(row)
     between = plan_facts.interval(row)
@@ -146,7 +146,7 @@ def _strategy(plan: Json, row: Json, name: str, scale: bars.Scale) -> dict[str, 
         else "\u2717 does not fit",
         "exact": plan_facts.is_exact(row),
         "batch": batch_words(row),
-        "bar": Markup(bars.memory_bar(row, scale)),
+        "bar": Markup(charts.memory_bar(row, scale)),
         "needed": need,
         "interval": "" if between is None else f"{gigabytes(between[0])}\u2013{gigabytes(between[1])}",
         "times": f"{need / limit:.1f} times what there is" if limit and need > scale.full else "",
@@ -195,7 +195,7 @@ def _wires(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, Any]:
         for name, label in used.items():
             value = amount(row, "traffic_bytes", name)
             about = f"{called}, {label}: {size(value)}"
-            cells.append((value, Markup(bars.plain_bar(value, most[name], f"w-{name}", about))))
+            cells.append((value, Markup(charts.plain_bar(value, most[name], f"w-{name}", about))))
         table.append((called, cells))
     return {"labels": list(used.values()), "rows": table}
 
@@ -209,7 +209,7 @@ def _collectives(chosen: Json) -> list[dict[str, Any]]:
             "num_calls": int(amount(row, "num_calls")),
             "bytes": amount(row, "wire_bytes"),
             "bar": Markup(
-                bars.plain_bar(amount(row, "wire_bytes"), most, "w-intra_node", size(amount(row, "wire_bytes")))
+                charts.plain_bar(amount(row, "wire_bytes"), most, "w-intra_node", size(amount(row, "wire_bytes")))
             ),
         }
         for row in found

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..base.text import size
-from .bars import is_far
-from .figures import seconds
-from .plan_facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, stacked, text_of
-from .svg import STRETCHED, element, path, rect_about, stretched, text, ticks, unit_for
+from .charts import STRETCHED, element, is_far, path, rect_about, stretched, text, ticks, unit_for
+from .plan_facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, seconds, stacked, text_of
 
 MOST_INSTANTS = 600
 FINEST = 1 / 2500  # of the step: spans of a lane that lie closer than this are one

@@ -15,19 +15,20 @@ from .descriptions import (
     cluster_words,
     days_words,
     differences,
+    grouped,
     layout_words,
     machine_words,
     model_words,
     peak_words,
     reason,
+    refusals,
     training_words,
 )
-from .figures import gigabytes, percent, seconds, whole
-from .groups import grouped, refusals
 from .plan_facts import (
     Json,
     amount,
     device_word,
+    gigabytes,
     gpu_bytes,
     interval,
     is_exact,
@@ -35,11 +36,14 @@ from .plan_facts import (
     mfu,
     needed,
     number,
+    percent,
     recommended,
     rows,
+    seconds,
     strategies,
     text_of,
     uses,
+    whole,
 )
 
 WIDTH = 100  # of sentences, at most
