@@ -1,1 +1,1 @@
-"""What there is to shard, and what it will cost: pure, without a process group or a GPU."""
+"""Shapes, costs and the search for a strategy: pure, without a process group or a GPU."""

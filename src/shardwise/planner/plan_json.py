@@ -1,6 +1,6 @@
-"""Every term of a plan with the formula behind it and where that comes from.
+"""A plan as JSON, with the formula behind every term and its source.
 
-A plan as JSON: what `shardwise plan --json` prints, run folders keep, and pages are made from.
+`shardwise plan --json` prints it, run folders keep it, and pages are made from it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What would make a strategy fit that does not: the smallest change first, each tried by planning it."""
+"""Changes that would make a strategy fit: the smallest first, each tried by planning it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,17 +1,15 @@
-"""Which strategy to take: every preset, and layouts mixed unit by unit to fill the memory that is there.
+"""The search for a strategy: every preset, mixed layouts, and state or activations that are offloaded.
 
 A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
 as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
-Where nothing fits on the device alone, host and disk are looked at (`offloads.py`). Where the sizes of a step are open
-(activation checkpointing, micro-batch), every preset takes the ones that suit it best. `auto+params_as=int8` asks for
-every preset with that change, where it makes sense.
+Where the sizes of a step are open (activation checkpointing, micro-batch), every preset takes the ones that suit it
+best. `auto+params_as=int8` asks for every preset with that change, where it makes sense.
 
-Which of a plan's state to keep on the device, where all of it does not fit: parts of the optimizer, and activations.
-
-The host updates more slowly than the device, so as much of the optimizer as fits stays. It is whole parameters, the
-same part of every unit; memory grows with the part, and the largest is found by halving. What stays does not burden the
-host: where that is short, too, a part may fit though nothing and everything would not. Activations are a last resort,
-unless their copies take less time than computing them again.
+Where nothing fits on the device alone, host and disk are tried. The host updates more slowly than the device, so as
+much of the optimizer as fits stays. It is whole parameters, the same part of every unit; memory grows with the part,
+and the largest is found by halving. The part that stays does not burden the host: where that is short, too, a part may
+fit though nothing and everything would not. Activations are a last resort, unless their copies take less time than
+computing them again.
 """
 
 from bisect import bisect_left, bisect_right

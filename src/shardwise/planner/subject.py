@@ -1,4 +1,4 @@
-"""What can be planned: a model by name, by its config.json, by its sizes, or the module itself."""
+"""Models that can be planned: by name, by config.json, by sizes, or the module itself."""
 
 import sys
 from collections.abc import Mapping

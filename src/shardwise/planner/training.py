@@ -1,4 +1,4 @@
-"""What a step is asked to do, as far as it decides memory, traffic and time."""
+"""Settings of a step that decide memory, traffic and time."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

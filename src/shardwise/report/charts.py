@@ -1,13 +1,8 @@
-"""SVG as text: elements with everything escaped, scales, and ticks that people count in.
+"""SVG charts as text: memory bars, plain bars, and the loss curve, with everything escaped.
 
-A chart has no fixed width. Shapes lie in an inner drawing of 1000 x 1000 that is stretched to whatever there is; words
-lie in the outer one, placed in percent, so that they are as large on a phone as on a desk.
-
-Horizontal bars: what a GPU holds under each strategy, against its size; one number beside the largest of its kind.
-
-A bar is a drawing of its own, so that names and numbers stay text of the page and wrap like it.
-
-The loss of a run over its steps: the training loss as a line, evaluations as rings, what a resume gave up dashed.
+A chart has no fixed width. Shapes lie in an inner drawing of 1000 x 1000 that is stretched to its place; words lie in
+the outer one, placed in percent, so that they are as large on a phone as on a desk. A bar is a drawing of its own, so
+that names and numbers stay text of the page and wrap like it.
 """
 
 import math

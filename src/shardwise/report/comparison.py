@@ -1,4 +1,4 @@
-"""Planned beside seen: memory, traffic and time of a run, as text for a terminal and as parts of the page."""
+"""Predicted and measured memory, traffic and time of a run: text for a terminal, and parts of the page."""
 
 import textwrap
 from collections.abc import Iterator

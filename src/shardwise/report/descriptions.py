@@ -1,8 +1,6 @@
-"""What a plan says, in words: model, machine, training, and what a strategy is made of.
+"""A plan in words: model, machine, training, conditions, and each strategy.
 
-What a plan was made for, in names and words: model, training, cluster, GPU.
-
-Strategies that come to the same, told together. On one node, those that differ between nodes alone do.
+Strategies with equal numbers are shown together: on one node, those that differ between nodes alone are equal.
 """
 
 import re

@@ -1,8 +1,6 @@
-"""What a plan says, looked up with care: plans come from files, and files may be old, partial or somebody else's.
+"""Values of a plan, read with care: plans come from files, which may be old, partial or written by other programs.
 
 `CLASSES` is the order in which memory is stacked: state at the bottom, then what travels, then what is computed.
-
-Numbers of tables, short and without their units where the column has them.
 """
 
 import math

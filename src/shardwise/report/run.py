@@ -1,9 +1,8 @@
-"""Memory of a rank, planned beside seen, class by class. A CPU's allocator keeps no books: its process stands apart.
+"""A run compared with its plan, from the files in its folder alone; the run may still be going on.
 
-What a run did beside what was planned for it, from the files in its folder alone; the run may still be going on.
-
-`metrics.jsonl` has what was seen, `plan.json` what was planned, `traffic.json` both for the bytes of a step. What is
-missing is told in a sentence of `notes`.
+`metrics.jsonl` has what was measured, `plan.json` what was predicted, `traffic.json` both for the bytes of a step. What
+is missing is said in a sentence of `notes`. The allocator of a CPU counts nothing: there the memory of the whole
+process is shown instead.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""What the events of a step come to: memory at every instant, and seconds."""
+"""Cost of a step's events: memory at every instant, and seconds."""

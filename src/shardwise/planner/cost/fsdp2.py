@@ -1,6 +1,4 @@
-"""How FSDP2 (`fully_shard`) is told to wrap a model, and what it then gathers and reduces together.
-
-What lies in a rank's memory under torch's FSDP2 (`fully_shard`), at every instant of a step: to compare with others.
+"""Memory of a rank under torch's FSDP2 (`fully_shard`) at every instant of a step, to compare with ours.
 
 Units are gathered twice over: into the collective's output, which is kept until the next unit's is there (in the
 backward, until it is copied), and from it into the parameters. The backward gathers one unit ahead. Gradients of a unit
@@ -8,7 +6,7 @@ are autograd's until its backward ends, then copied into the input of the reduct
 begins; its result is the gradient of the shard. The root is gathered from the first forward to the end of the backward.
 Gradients are dropped before the next forward.
 
-Three streams allocate, and none reuses what another has freed: `pools` are the most that each holds.
+Three streams allocate, and none reuses memory that another has freed: `pools` are the most that each holds.
 """
 
 from collections.abc import Iterable, Mapping

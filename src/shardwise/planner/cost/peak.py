@@ -1,11 +1,4 @@
-"""Activations that rest on the host: when they go there and when they come back, among the events of a step.
-
-What a unit saves goes to the host while the next unit computes, so what the last one saves never goes. In the backward
-it comes back one unit ahead. The last two units of a forward are still on the device when the backward begins: what the
-first of them saved went to the host for nothing. Of a checkpointed unit its input goes; what selective checkpointing
-keeps besides is the checkpoint's own and stays on the device.
-
-What lies in a rank's memory at every instant of a step, by class, and where the most of it does.
+"""Memory of a rank at every instant of a step, by class; its peak; and what the allocator reserves beyond it.
 
 The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
 at rest, the ring of gather slots and that of encoded rows, what encoding lost of gradients. Some comes and goes: units
@@ -13,18 +6,20 @@ gathered until their backward, gradients (from the backward of their unit to the
 reduction of a backward to its end), activations (from a unit's forward to its backward) and what a forward or a
 backward needs while it runs. The peak is the largest sum at one instant, never a sum of the largest.
 
-What the host reads leaves. Gradients that rest on the host never have a place on the device beside a slot; those that
-rest on the device lose it in the last micro-batch, while the backward goes on. Activations that rest on the host are on
-the device for two units at a time.
+Offloaded state. Gradients on the host never have a place on the device besides a slot; gradients on the device that the
+host reads lose theirs in the last micro-batch, while the backward goes on. Activations on the host: what a unit saves
+is copied there while the next unit computes, so that of the last unit never goes. In the backward it comes back one
+unit ahead, so two units' are on the device at a time. The last two of a forward are still there when the backward
+begins: the copy of the first of them was in vain. Of a checkpointed unit its input goes; what selective checkpointing
+keeps besides stays on the device.
 
-What an allocator takes from the driver beyond what it lends out: an estimate with an interval.
-
-Blocks that were freed may not have the sizes that are asked for next. Our engine keeps what it reuses, so little is
-lost: on one H200 the median of 119 runs was 0.3 GB (`benchmarks/planner_against_measured.py`), of which the estimate
-misses 1 % of the whole. In one run of ten the largest block (a reduction slot, a unit's whole gradients, logits) found
-no hole and came on top: the interval has room for most of one. Units that are gathered until the backward and then
-given back leave holes among the activations of checkpointed blocks, up to 0.45 of what they hold; gradients of an
-earlier micro-batch lie between activations. FSDP2, to compare with, allocates in three streams.
+The reserve is an estimate with an interval. Freed blocks may not have the sizes that are asked for next. Our engine
+keeps what it reuses, so little is lost: on one H200 the median of 119 runs was 0.3 GB
+(`benchmarks/planner_against_measured.py`), of which the estimate misses 1 % of the whole. In one run of ten the largest
+block (a reduction slot, a unit's whole gradients, logits) found no hole and came on top: the interval has room for most
+of one. Units that are gathered until the backward and then given back leave holes among the activations of checkpointed
+blocks, up to 0.45 of what they hold; gradients of an earlier micro-batch lie between activations. FSDP2, to compare
+with, allocates in three streams.
 """
 
 from collections import deque

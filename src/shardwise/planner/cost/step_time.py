@@ -1,21 +1,17 @@
-"""The engine's lanes, played through on the list of events that the engine executes.
+"""Time of a step: the engine's lanes, played through on the list of events that the engine executes.
 
 The computation runs forwards and backwards in the order of the list. A gather begins when everything before it in the
-list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; two have a place
+list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; two have a slot
 to travel in, so the backward after the next one waits for it. Gradients that the host reads leave right after it, and
 their place is free when they have left. Updates wait for the gradients of their unit (with clipping: of all), and the
 next step's first gathers for all updates on the device. The host updates one unit after the other, of those whose
 gradients have arrived the one that the next forward needs first; its weights come to the device with the gather of the
-unit, which waits for no other. The host queues everything, in order, and the computation cannot overtake it. What lies
-beside the computation is in `lanes.py`.
+unit, which waits for no other. The host queues everything, in order, and the computation cannot overtake it. The other
+lanes are in `lanes.py`.
 
-What travels encoded is encoded before it is sent and decoded when it has come, on the device and on the lane of its
-gather or reduction; the computation beside that is the longer by as much. (Of the hops of a reduction all but the first
-encoding is counted at the end.)
-
-How long a step takes: what the engine's lanes come to, played through on the list of events that it executes.
-
-Two steps are played (`player.py`), and the second one counts: it begins where steps in the middle of a run begin.
+Encoded tensors are encoded before they are sent and decoded on arrival, on the device and on the lane of their gather
+or reduction; the computation takes that much longer. (Of the hops of a reduction all but the first encoding is counted
+at the end.) Two steps are played, and the second one counts: it begins where steps in the middle of a run begin.
 """
 
 from collections import deque

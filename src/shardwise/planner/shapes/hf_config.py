@@ -1,11 +1,9 @@
-"""What families of Hugging Face models do otherwise than Llama: fields of a shape, from a config and its sizes.
+"""A shape from a Hugging Face config.json.
 
-A shape from a Hugging Face config.json.
-
-Sizes have a few names each, under which all families keep them; what families do otherwise than Llama is in
-`hf_families.py`. A family that is not there, a model that has more than text, blocks that differ from each other, or
-attention that keeps something else than keys and values make no shape (`why_no_shape`): the module itself has to be
-counted (`hf_module.py`).
+Sizes have a few names each, under which all families keep them; how families differ from Llama is in the tables below.
+A family that is not there, a model that has more than text, blocks that differ from each other, or attention that keeps
+something else than keys and values make no shape (`why_no_shape`): the module itself has to be counted
+(`hf_module.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,1 +1,1 @@
-"""What a micro-batch asks of each unit: from an autograd of byte counts, or from a run on the meta device."""
+"""Work of each unit in a micro-batch: from an autograd of byte counts, or from a run on the meta device."""

@@ -1,10 +1,10 @@
-"""What every unit of a model asks for in a micro-batch, from the sizes alone.
+"""Work of every unit of a model in a micro-batch, from the sizes alone.
 
 Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once (losses.py). What
 belongs to no block goes by when it runs: `root` is what comes first (token ids, the rotary table, an embedding that is
 no unit), and what comes last (the last norm, the head, the loss) is the head's, or `LOSS` where the head is no unit.
 
-What is not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
+Not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
 """
 
 from collections.abc import Callable, Sequence

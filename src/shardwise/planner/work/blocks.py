@@ -1,9 +1,8 @@
 """Blocks of transformers as tapes, each written like the code that it stands for.
 
-The in-tree block (train/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's. A
-compiled block is the same code with its elementwise chains fused: what they would save in between is computed again.
-
-Blocks that published measurements are about, as tapes: torchtitan's Llama, llm-foundry's MPT.
+The in-tree block (trainer/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's;
+and the blocks of published measurements: torchtitan's Llama and llm-foundry's MPT. A compiled block is the same code
+with its elementwise chains fused: what they would save in between is computed again.
 """
 
 from dataclasses import replace

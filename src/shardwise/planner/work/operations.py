@@ -1,11 +1,8 @@
-"""The operations that transformers are made of, on a tape: what each saves and allocates in torch, in eager mode.
+"""The operations of transformers on a tape: what each saves and allocates in torch, in eager mode.
 
 `Habits` says how they are run: whether gradients of weights are written directly (the engine does, for plain linear
-layers), whether elementwise chains are fused (a compiled block), which projections have adapters.
-
-Attention and rotary positions on a tape, each written like the torch code that it stands for.
-
-What decides a tape: the shape of a model, its batch, and how it is run.
+layers), whether elementwise chains are fused (a compiled block), which projections have adapters. `Setting` adds the
+shape of the model and its batch. Attention and rotary positions are written like the torch code they stand for.
 """
 
 from dataclasses import dataclass, replace

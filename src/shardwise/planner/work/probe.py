@@ -1,4 +1,4 @@
-"""What the units of any module ask for, found by running a copy of it on the meta device, where nothing is computed.
+"""Work of the units of any module, found by running a copy of it on the meta device, where nothing is computed.
 
 The model runs forward once, and every unit that is unlike those before it is then run by itself, forward and backward
 (probe_meter.py). The loss is not run: the last projection of a language model and what comes after it are those of

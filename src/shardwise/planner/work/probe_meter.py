@@ -1,13 +1,10 @@
-"""What stands on the meta device for what a GPU, or our engine, runs.
+"""Runs one module on the meta device, forward and backward, and counts the memory that comes and goes.
 
-Attention is one kernel that saves its inputs, its result and a number per row; an RMS norm saves its input and a number
-per row; dropout saves a byte per element; a plain linear layer writes its weight's gradient without making it. The
-products of experts, which torch has on the meta device in bf16 alone, are the same in other dtypes.
-
-Runs one module on the meta device, forward and backward, and counts the memory that comes and goes.
-
-Every operation passes by `Counting`, which follows the storages of results until they are freed. What runs otherwise on
-a GPU than on the meta device is stood in for (probe_stand_ins.py).
+Every operation passes through `Counting`, which follows the storages of results until they are freed. `StandIns`
+replaces what runs differently on a GPU or under our engine: attention is one kernel that saves its inputs, its result
+and a number per row; an RMS norm saves its input and a number per row; dropout saves a byte per element; a plain linear
+layer writes its weight's gradient without making it. The products of experts, which torch has on the meta device in
+bf16 alone, are the same in other dtypes.
 """
 
 import weakref

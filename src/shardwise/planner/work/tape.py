@@ -1,16 +1,13 @@
-"""Memory as byte counts, and the graph that decides how long it lives: the values that a tape works on.
-
-A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
+"""A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
 
 A forward is written like the torch code that it stands for, with the methods of `Tape` in place of operations. A
 `Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
-and the graph how long what was saved lives. The backward runs nodes in torch's order, the last recorded first, frees
+and the graph how long a saved tensor lives. The backward runs nodes in torch's order, the last recorded first, frees
 what a node saved once it has run, and adds gradients in place where torch does: where nobody else holds the storage.
 
 Operations differ by values, not by classes: how large the result is, what is saved, and which gradients are new memory
-(an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does.
-
-What a block asks for: its tape, run forward and backward once, with or without checkpointing. Blocks in a row.
+(an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does. `measure` runs
+the tape of a block forward and backward once; `chain` adds up blocks that run one after the other.
 """
 
 from collections.abc import Callable, Iterable, Sequence

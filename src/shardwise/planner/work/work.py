@@ -1,9 +1,7 @@
-"""What one micro-batch asks of a unit beside its weights: memory in bytes, products, traffic of device memory.
-
-What kernels of a GPU need beside what torch's code shows. Pure numbers, for the tapes and for the probe.
+"""Memory, products and traffic that one micro-batch asks of a unit, and the memory that GPU kernels take themselves.
 
 The backward of attention sums the gradient of the queries in fp32, and makes the gradients of keys and values that
-several heads share for every head before it adds them up. So do torch's flash attention and cuDNN's.
+several heads share for every head before it adds them up. torch's flash attention and cuDNN's both do so.
 """
 
 from dataclasses import dataclass
