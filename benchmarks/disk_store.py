@@ -28,10 +28,9 @@ from shardwise.base.direct_io import is_direct, read_at, write_at
 from shardwise.bench.machine import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena
-from shardwise.core.offload.blocks import memory_of
-from shardwise.core.offload.disk import Disk
-from shardwise.core.offload.unnamed_file import reserve
-from shardwise.core.schedule.sizes import arena_bytes
+from shardwise.core.offload.disk import Disk, reserve
+from shardwise.core.offload.region import memory_of
+from shardwise.core.schedule.offload import padded_bytes
 
 from .pages import Page, show, spread, table
 
@@ -97,7 +96,7 @@ class Ours:
     def __init__(self, folder: Path, num_bytes: int, library: CDLL | None) -> None:
         self.disk = Disk(folder, num_bytes, library)
         self._regions = [self.disk.region(CHUNK_BYTES, f"chunk {n}") for n in range(num_bytes // CHUNK_BYTES)]
-        arena = Arena(arena_bytes([CHUNK_BYTES] * NUM_WINDOWS), pin=False)
+        arena = Arena(padded_bytes([CHUNK_BYTES] * NUM_WINDOWS), pin=False)
         self._windows = [arena.take(CHUNK_BYTES, torch.uint8, f"window {n}") for n in range(NUM_WINDOWS)]
         for window in self._windows:
             fill(window)

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from shardwise.bench.machine import commit, processor
-from shardwise.core.native.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
 from shardwise.core.native.cores import Cores, cores_for
+from shardwise.core.native.library import library
 
 from .pages import Page, show, table
 
@@ -92,23 +93,11 @@ class Arrays:
         self.out.copy_(self.master)
 
     def one_pass(self, settings: AdamSettings, cores: Cores) -> None:
-        adamw(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0, cores)
+        adamw(AdamUpdate(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0), cores)
 
     def one_pass8(self, cores: Cores) -> None:
-        adamw8(
-            self.master,
-            self.codes[0],
-            self.scales[0],
-            self.codes[1],
-            self.scales[1],
-            self.maps[0],
-            self.maps[1],
-            self.grad,
-            self.out,
-            SETTINGS,
-            1.0,
-            cores,
-        )
+        moments = (Moment8(*each) for each in zip(self.codes, self.scales, self.maps, strict=True))
+        adamw(AdamUpdate(self.master, *moments, self.grad, self.out, SETTINGS, 1.0), cores)
 
     def torchao(self) -> Callable[[], object]:
         """Its own state; compiled at the first call."""
@@ -126,12 +115,7 @@ class Arrays:
         return run
 
     def contenders(self, cores: Cores, has_torchao: bool) -> list[Contender]:
-        fused, loop, torchao, cast_peer = (
-            "torch fused, casts",
-            "torch loop, casts",
-            "torchao 8-bit, casts",
-            "torch cast",
-        )
+        fused, loop, torchao = "torch fused, casts", "torch loop, casts", "torchao 8-bit, casts"
         return [
             Contender("copy", 8, partial(self.wide_grad.copy_, self.master)),
             Contender(fused, 40, partial(self.torch_passes, SETTINGS)),
@@ -140,8 +124,6 @@ class Arrays:
             Contender("one pass, order of loop", 28, partial(self.one_pass, LOOP, cores), loop),
             *([Contender(torchao, 28, self.torchao())] if has_torchao else []),
             Contender("one pass, 8-bit", 16, partial(self.one_pass8, cores), torchao if has_torchao else fused),
-            Contender(cast_peer, 6, partial(self.out.copy_, self.master)),
-            Contender("cast", 6, partial(cast, self.master, self.out, cores), cast_peer),
         ]
 
 
@@ -224,7 +206,7 @@ def main() -> None:
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
-        "compiled": is_compiled(),
+        "compiled": library() is not None,
         "load": os.getloadavg()[0],
         "commit": commit(),
     }

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.runtime import Engine
-from shardwise.core.offload.host_buffers import HostBuffers
+from shardwise.core.offload.arena import HostBuffers
 from shardwise.trainer.checkpointing import checkpoint_blocks
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import TransformerShape
@@ -667,7 +667,7 @@ def test_the_smallest_buffer_that_is_large_enough_is_lent() -> None:
     buffers = HostBuffers(pin=False, settle=lambda: None)
     small, large = buffers.lend(4096), buffers.lend(3 * 4096)
     for buffer in (large, small):
-        buffers.bring_back(buffer)
+        buffers.take_back(buffer)
     assert buffers.lend(2 * 4096) is large
     assert buffers.lend(100) is small
     assert (buffers.held_bytes, buffers.lent_bytes) == (4 * 4096, 4 * 4096)
@@ -676,7 +676,7 @@ def test_the_smallest_buffer_that_is_large_enough_is_lent() -> None:
 def test_a_buffer_that_is_too_small_makes_way_when_nothing_uses_it_any_more() -> None:
     settled: list[int] = []
     buffers = HostBuffers(pin=False, settle=lambda: settled.append(buffers.held_bytes))
-    buffers.bring_back(buffers.lend(4096))
+    buffers.take_back(buffers.lend(4096))
     assert not settled
     assert buffers.lend(4097).row.numel() == 2 * 4096
     assert settled == [4096]

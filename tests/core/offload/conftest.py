@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.direct_io import ALIGNMENT
-from shardwise.core.native import block_moves as moves
-from shardwise.core.native import checksums as sums
+from shardwise.core.native import checked_io
 from shardwise.core.native import library as compiler
-from shardwise.core.offload import blocks, region
+from shardwise.core.offload import region
 
 Mount = Callable[..., Path]
 
@@ -40,7 +39,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """So that a few pages are many blocks; returns what has one checksum."""
-    for module in (blocks, moves, region, sums):
+    for module in (checked_io, region):
         monkeypatch.setattr(module, "CHECK_BYTES", 2 * ALIGNMENT)
     monkeypatch.setattr(region, "BLOCK_BYTES", 6 * ALIGNMENT)
     return 2 * ALIGNMENT

@@ -15,12 +15,12 @@ from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import NoRoomError, StoreError
 from shardwise.core.offload import arena as arena_file
 from shardwise.core.offload.arena import Arena
-from shardwise.core.schedule.sizes import arena_bytes
+from shardwise.core.schedule.offload import padded_bytes
 
 
 def test_pieces_are_zero_aligned_and_apart() -> None:
     sizes = {torch.float32: 1025, torch.bfloat16: 3, torch.uint8: 0, torch.int64: 512}
-    arena = Arena(arena_bytes(dtype.itemsize * num for dtype, num in sizes.items()), pin=False)
+    arena = Arena(padded_bytes(dtype.itemsize * num for dtype, num in sizes.items()), pin=False)
     pieces = [arena.take(num, dtype, f"{num} of {dtype}") for dtype, num in sizes.items()]
     assert arena.taken_bytes == arena.num_bytes
     for piece, (dtype, num) in zip(pieces, sizes.items(), strict=True):

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import StoreError
-from shardwise.core.native.checksums import CHECK_BYTES
-from shardwise.core.offload import unnamed_file as file
+from shardwise.core.native.checked_io import CHECK_BYTES
+from shardwise.core.offload import disk as disk_file
 from shardwise.core.offload.arena import Arena
 from shardwise.core.offload.disk import Disk, Pending
-from shardwise.core.schedule.sizes import disk_bytes
+from shardwise.core.schedule.offload import padded_bytes
 from tests.core.offload.conftest import Mount
 from tests.harness import num_open_files
 
@@ -40,7 +40,7 @@ def row(num_bytes: int, shift: int = 0, seed: int = 0) -> Tensor:
 @pytest.fixture(params=["around the cache", "through the cache"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "through the cache":
-        monkeypatch.setattr(file, "go_direct", lambda _: None)
+        monkeypatch.setattr(disk_file, "go_direct", lambda _: None)
     return str(request.param)
 
 
@@ -72,7 +72,7 @@ ASKS = st.builds(
 def test_any_requests_in_any_order(
     tmp_path: Path, small_blocks: int, way: str, library: CDLL | None, asks: list[Ask]
 ) -> None:
-    disk = Disk(tmp_path, disk_bytes(SIZES), library)
+    disk = Disk(tmp_path, padded_bytes(SIZES), library)
     assert disk.is_direct == (way == "around the cache")
     regions = [disk.region(size, f"region {number}") for number, size in enumerate(SIZES)]
     contents, written = [bytearray(size) for size in SIZES], [bytearray(size) for size in SIZES]
@@ -106,7 +106,7 @@ def test_any_requests_in_any_order(
 @pytest.mark.parametrize("shift", [0, 4])
 def test_large_rows_of_real_blocks(tmp_path: Path, shift: int, library: CDLL | None) -> None:
     num_bytes = 20 * CHECK_BYTES + 12_346
-    disk = Disk(tmp_path, disk_bytes([100, num_bytes]), library)
+    disk = Disk(tmp_path, padded_bytes([100, num_bytes]), library)
     disk.region(100, "something before it")
     region = disk.region(num_bytes, "layers.0")
     source, into = row(num_bytes, shift), row(num_bytes, 0, seed=1)
@@ -123,7 +123,7 @@ def test_large_rows_of_real_blocks(tmp_path: Path, shift: int, library: CDLL | N
 def test_many_threads_at_once(tmp_path: Path, small_blocks: int, library: CDLL | None) -> None:
     """Some on regions of their own, and all on one, each on its part: their blocks are the same ones."""
     num_threads, num_bytes = 8, 40_003
-    disk = Disk(tmp_path, disk_bytes([num_bytes] * (num_threads + 1)), library)
+    disk = Disk(tmp_path, padded_bytes([num_bytes] * (num_threads + 1)), library)
     own = [disk.region(num_bytes, f"region {number}") for number in range(num_threads)]
     shared = disk.region(num_bytes, "everybody's")
     failures: list[BaseException] = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import NoRoomError, PlaceError, StoreError
-from shardwise.core.native.checksums import CHECK_BYTES
+from shardwise.core.native.checked_io import CHECK_BYTES
 from shardwise.core.offload.disk import Disk, Region
 from tests.core.offload.conftest import Mount
 from tests.core.offload.test_disk import free, row

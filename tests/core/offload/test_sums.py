@@ -7,12 +7,11 @@ from tempfile import TemporaryFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.native.block_moves import moves
-from shardwise.core.native.checksums import CHECK_BYTES, sums_of
+from shardwise.core.native.checked_io import CHECK_BYTES, checked_io, checksums
 
 PAGE = 4096
 BLOCK = random.Random(0).randbytes(CHECK_BYTES)
-SUM = sums_of(memoryview(bytearray(BLOCK)))
+SUM = checksums(memoryview(bytearray(BLOCK)))
 
 
 @settings(deadline=None)
@@ -20,7 +19,7 @@ SUM = sums_of(memoryview(bytearray(BLOCK)))
 def test_any_other_word_is_seen(word: int, content: bytes) -> None:
     changed = bytearray(BLOCK)
     changed[8 * word : 8 * word + 8] = content
-    assert (sums_of(memoryview(changed)) == SUM) == (bytes(changed) == BLOCK)
+    assert (checksums(memoryview(changed)) == SUM) == (bytes(changed) == BLOCK)
 
 
 @settings(deadline=None, max_examples=30)
@@ -29,7 +28,7 @@ def test_pages_at_each_others_place_are_seen(one: int, other: int) -> None:
     changed = bytearray(BLOCK)
     changed[PAGE * one : PAGE * (one + 1)] = BLOCK[PAGE * other : PAGE * (other + 1)]
     changed[PAGE * other : PAGE * (other + 1)] = BLOCK[PAGE * one : PAGE * (one + 1)]
-    assert (sums_of(memoryview(changed)) == SUM) == (one == other)
+    assert (checksums(memoryview(changed)) == SUM) == (one == other)
 
 
 def test_sectors_of_zeros_or_of_something_else_are_seen() -> None:
@@ -37,7 +36,7 @@ def test_sectors_of_zeros_or_of_something_else_are_seen() -> None:
         for instead in (bytes(512), b"\xff" * 512, BLOCK[at - 512 : at] if at else BLOCK[-512:]):
             changed = bytearray(BLOCK)
             changed[at : at + 512] = instead
-            assert sums_of(memoryview(changed)) != SUM, f"sector at {at}"
+            assert checksums(memoryview(changed)) != SUM, f"sector at {at}"
 
 
 @settings(deadline=None, max_examples=20)
@@ -46,8 +45,8 @@ def test_blocks_have_the_same_sums_together_and_one_by_one(num_pages: int) -> No
     content = bytearray(random.Random(num_pages).randbytes(PAGE * num_pages))
     with memoryview(content) as view:
         blocks = [view[at : at + CHECK_BYTES] for at in range(0, len(view), CHECK_BYTES)]
-        assert sums_of(view) == [one for block in blocks for one in sums_of(block)]
-        assert all(-(2**63) <= one < 2**63 for one in sums_of(view))
+        assert checksums(view) == [one for block in blocks for one in checksums(block)]
+        assert all(-(2**63) <= one < 2**63 for one in checksums(view))
 
 
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -55,7 +54,7 @@ def test_blocks_have_the_same_sums_together_and_one_by_one(num_pages: int) -> No
 def test_c_has_the_same_sums(library: CDLL | None, num_pages: int) -> None:
     content = bytearray(random.Random(num_pages).randbytes(PAGE * num_pages))
     with TemporaryFile() as file, memoryview(content) as view:
-        expected = sums_of(view)
-        assert moves(library).write(file.fileno(), view, PAGE) == expected
+        expected = checksums(view)
+        assert checked_io(library).write(file.fileno(), view, PAGE) == expected
         view[:] = bytes(len(view))
-        assert moves(library).read(file.fileno(), view, PAGE) == expected == sums_of(view)
+        assert checked_io(library).read(file.fileno(), view, PAGE) == expected == checksums(view)

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...base.errors import StateError
-from ..offload.host_buffers import HostBuffer, HostBuffers
+from ..offload.arena import HostBuffer, HostBuffers
 from ..offload.host_memory import HostMemory
 from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
 from ..unit.state import Unit
@@ -74,7 +74,7 @@ class _Memory:
 
     def __del__(self) -> None:
         if self._buffer is not None:
-            self._buffers.bring_back(self._buffer)
+            self._buffers.take_back(self._buffer)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..offload.host_memory import Away, Staging
 from ..schedule.flat import Flat, Pass
-from ..schedule.offload import NUM_STAGED, is_staged
+from ..schedule.offload import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.carrier import Channels
@@ -76,7 +76,7 @@ class Gathers:
         self._owed: deque[int] = deque()
         self._row_slots = deque(self.memory.row_slots)
         self._has_codecs = schedule.row_slot_bytes > 0
-        self._is_staged = [any(is_staged(state.flat) for state in unit.states) for unit in units]
+        self._is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_resting()
@@ -130,7 +130,7 @@ class Gathers:
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
-            if not (self.is_captured and self.statuses[index].plan.layout.gathered_until == "backward"):
+            if not (self.is_captured and self.statuses[index].plan.gives_back):
                 self.start(index, "forward", needed_now=False)
 
     def start_holders(self) -> None:
@@ -254,13 +254,13 @@ class Gathers:
         """Parts of a unit to read from disk. A copy at rest that the gather renews is not among them."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
-        return [state.away for state in at_rest if state.away is not None and is_staged(state.flat)]
+        return [state.away for state in at_rest if state.away is not None and state.flat.is_staged]
 
     # Giving memory back.
 
     def drop(self, status: UnitStatus) -> None:
         """The computation has finished with a unit: its own memory is given back, unless it is to stay."""
-        if status.plan.layout.gathered_until == "backward" and not status.is_lent:
+        if status.plan.gives_back and not status.is_lent:
             self.lose(status)
             self.memory.give_back(status.index)
 
@@ -358,7 +358,7 @@ class GatherMemory:
                 self._bind(status, self.slots[status.slot])
                 continue
             self.give_own(status)
-            if status.plan.layout.gathered_until == "backward":
+            if status.plan.gives_back:
                 self.give_back(status.index)
 
     def _bytes(self, num_bytes: int) -> Tensor:

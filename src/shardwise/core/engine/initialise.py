@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
-from ..offload.arena import passing
+from ..offload.arena import temporary_zeros
 from ..schedule.model import FoundUnit
 
 
@@ -92,5 +92,5 @@ def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:
     """Allocate NaNs: a reset that forgets a tensor then shows at the first loss, instead of training on old memory."""
     fill = float("nan") if tensor.is_floating_point() else 0
     if device.type == "cpu":
-        return passing(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)
+        return temporary_zeros(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)
     return torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)

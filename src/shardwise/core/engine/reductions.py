@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
-from ..schedule.step_schedule import NUM_REDUCTIONS, Schedule, aligned
+from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule, aligned
 from ..unit.carrier import Channels
 from ..unit.gradient import GradScale, ReductionInFlight, Room
 from ..unit.state import FlatState, Unit
@@ -117,7 +117,7 @@ class Reductions:
         unit = self._units[index]
         opened = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_fill()
-        self._release_left(1)
+        self._release_left(NUM_LEAVING - 2)  # the others are written and reduced
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own

@@ -1,8 +1,8 @@
-"""The C of this folder as a library: compiled by the system's compiler when it is first needed, kept for later runs.
+"""The C code of this folder as a library: compiled by the system's compiler at first use and cached for later runs.
 
-The file is named after all that it depends on (source, flags, compiler, processor), built under a name of its own and
-renamed, so that ranks, and machines with one home folder, may do so at the same time. Nothing is loaded that somebody
-else could have written.
+The file's name is a hash of everything it depends on (source, flags, compiler, processor). It is built under another
+name and renamed, so that several ranks, or machines that share a home folder, can build it at the same time. A file
+that another user could have written is not loaded.
 """
 
 import ctypes
@@ -15,6 +15,9 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 SOURCES = sorted(Path(__file__).with_name("c").iterdir())
 COMPILERS = ("cc", "gcc", "clang")
@@ -29,17 +32,23 @@ FLAGS = (
     "-pthread",
 )
 PROCESSOR = Path("/proc/cpuinfo")
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # `enum dtype` in c/dtypes.h; 0: none
 
 logger = logging.getLogger("shardwise")
 
 
 class BuildError(Exception):
-    """Why there is no library here."""
+    """The library could not be built or must not be loaded."""
+
+
+def struct_fields(**names_by_type: str) -> list[tuple[str, Any]]:
+    """The fields of a C struct in their order, from the names of each ctypes type."""
+    return [(name, getattr(ctypes, kind)) for kind, names in names_by_type.items() for name in names.split()]
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it cannot be had, which is said once."""
+    """The library, or None with one warning where it cannot be built."""
     try:
         return load(build(cache_folder()))
     except (BuildError, OSError) as error:
@@ -57,7 +66,7 @@ def cache_folder() -> Path:
 
 
 def build(folder: Path) -> Path:
-    """The library's file in `folder`; compiled if it is not there."""
+    """Return the library's file in `folder`; compile it if it is missing."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C compiler among {', '.join(COMPILERS)}")
@@ -88,7 +97,7 @@ def load(file: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The lines of /proc/cpuinfo that -march=native depends on."""
     if not PROCESSOR.is_file():
         return platform.processor()
     first = PROCESSOR.read_text().partition("\n\n")[0].splitlines()

@@ -1,7 +1,7 @@
-"""Host memory of one rank: one piece, sized once, pinned as a whole.
+"""Pinned host memory of one rank: an arena that is sized once and pinned as a whole, and buffers that are reused.
 
-Not torch's pinned allocator, which rounds every request up to a power of two. And one registration, not several: CUDA
-copies from and to memory that lies in one of them.
+torch's own pinned allocator rounds every request up to a power of two. The arena is registered with CUDA once, because
+CUDA only copies from and to memory inside a single registration.
 """
 
 import errno
@@ -9,6 +9,9 @@ import logging
 import mmap
 import resource
 import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -22,7 +25,7 @@ logger = logging.getLogger("shardwise")
 
 
 class Arena:
-    """Zeros, given out piece by piece. Its tensors keep the memory; closing it takes the pin away."""
+    """Zeroed memory, taken piece by piece. Its tensors keep the memory alive; `close` unpins it."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.num_bytes = num_bytes
@@ -38,12 +41,12 @@ class Arena:
         return self._unpin is not None and self._unpin.alive
 
     def take(self, num_elems: int, dtype: torch.dtype, what: str) -> Tensor:
-        """The next piece, as a row of this many elements; it begins at a multiple of `ALIGNMENT`."""
+        """Return the next piece as a row of this many elements; it begins at a multiple of `ALIGNMENT`."""
         size = num_elems * dtype.itemsize
         if self.taken_bytes + round_up(size, ALIGNMENT) > self.num_bytes:
             raise StoreError(
                 f"{what} needs {round_up(size, ALIGNMENT)} bytes, and {self.num_bytes - self.taken_bytes} of the "
-                f"arena's {self.num_bytes} are left: size it with arena_bytes over all its pieces"
+                f"arena's {self.num_bytes} are left: size it with padded_bytes over all its pieces"
             )
         begin = self.taken_bytes
         self.taken_bytes += round_up(size, ALIGNMENT)
@@ -60,9 +63,9 @@ class Arena:
             self._unpin()
 
 
-def passing(num_elems: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for a moment, which go back to the system with the tensor. Those of malloc would stay: where a large tensor
-    was it finds no place for another of its size, and takes more and more of the system."""
+def temporary_zeros(num_elems: int, dtype: torch.dtype) -> Tensor:
+    """A temporary tensor of zeros, whose memory goes back to the system with it. malloc would keep the memory without
+    reusing it for the next large tensor, and take more and more from the system."""
     num_bytes = num_elems * dtype.itemsize
     return _zeros(num_bytes)[:num_bytes].view(dtype)
 
@@ -71,7 +74,7 @@ def _zeros(num_bytes: int) -> Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        # Private: memory that is shared has no huge pages where the system is set up as it comes.
+        # Private: by default the system has no huge pages for shared memory.
         memory = mmap.mmap(-1, round_up(num_bytes, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise NoRoomError(
@@ -83,7 +86,7 @@ def _zeros(num_bytes: int) -> Tensor:
     except OSError as error:
         if error.errno != errno.EINVAL:  # a kernel without them
             raise
-    # A child, such as a data loader's worker, would be given a copy of every page that is pinned.
+    # A child, such as a data loader's worker, would get a copy of every pinned page.
     memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -92,7 +95,7 @@ def _is_pinned_now(row: Tensor) -> bool:
     if not torch.cuda.is_available():
         _warn(row, "there is no CUDA device")
         return False
-    row.zero_()  # pages come into being here, by many threads; to register them is then fast
+    row.zero_()  # many threads allocate the pages here; registering them is then fast
     runtime = torch.cuda.cudart()
     refused = runtime.cudaHostRegister(row.data_ptr(), row.numel(), 0)
     if refused == runtime.cudaError.success:
@@ -103,7 +106,7 @@ def _is_pinned_now(row: Tensor) -> bool:
 
 
 def _take_last_error() -> None:
-    """CUDA keeps it for whoever launches a kernel next, which would be the training."""
+    """Clear CUDA's last error, which the next kernel launch would report otherwise."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)
 
@@ -123,3 +126,55 @@ def _warn(row: Tensor, why: str) -> None:
         why,
         limit,
     )
+
+
+class HostBuffer:
+    """One reusable piece of host memory."""
+
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self.num_bytes = round_up(num_bytes, ALIGNMENT)
+        self._arena = Arena(self.num_bytes, pin)  # pinned as long as it lives
+        self.row = self._arena.take(self.num_bytes, torch.uint8, "activations")
+
+
+class HostBuffers:
+    """Buffers on the host that are lent, returned and lent again: after the first step nothing is allocated.
+
+    Where sizes vary from step to step, a buffer that is too small for every request is replaced by a larger one, so
+    there are never more buffers than were lent at once. `settle` waits until no buffer is copied from or to.
+    """
+
+    def __init__(self, pin: bool, settle: Callable[[], None]) -> None:
+        self._pin = pin
+        self._settle = settle
+        self._free: list[HostBuffer] = []  # by size
+        # The garbage collector may return one at any moment; `lend` sorts them in.
+        self._returned: deque[HostBuffer] = deque()
+        self.held_bytes = self.peak_bytes = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.held_bytes - sum(buffer.num_bytes for buffer in (*self._free, *self._returned))
+
+    def lend(self, num_bytes: int) -> HostBuffer:
+        """Return a buffer of at least this many bytes."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
+        found = bisect_left(self._free, num_bytes, key=_size)
+        if found < len(self._free):
+            return self._free.pop(found)
+        if self._free:
+            self._settle()
+            self.held_bytes -= self._free.pop().num_bytes
+        buffer = HostBuffer(num_bytes, self._pin)
+        self.held_bytes += buffer.num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return buffer
+
+    def take_back(self, buffer: HostBuffer) -> None:
+        self._returned.append(buffer)
+
+
+def _size(buffer: HostBuffer) -> int:
+    return buffer.num_bytes

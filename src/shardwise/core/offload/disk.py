@@ -1,8 +1,8 @@
-"""Bytes on a disk, in regions of one file of this rank, which has no name: it is gone when the process is.
+"""Bytes on a disk, in regions of one file per rank. The file has no name, so it is gone when the process ends.
 
-Requests are cut into parts that threads move at the same time, around the page cache where the file system lets them.
-A request waits for earlier ones that touch the same blocks, unless all of them read. The first thing that goes wrong is
-kept, and every later call says it again: state that was lost is not trained on.
+Requests are cut into parts that threads move in parallel, around the page cache where the file system allows it. A
+request waits for earlier ones that touch the same blocks, unless all of them read. The first failure is stored, and
+every later call raises it again, so that training never continues with lost state.
 """
 
 import ctypes
@@ -10,35 +10,39 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from tempfile import mkstemp
 
 from torch import Tensor
 
-from ...base.direct_io import ALIGNMENT, is_direct
-from ...base.errors import StoreError
+from ...base.direct_io import ALIGNMENT, go_direct, is_direct
+from ...base.errors import NoRoomError, PlaceError, StoreError
 from ...base.intervals import round_up
-from ..native.block_moves import moves
-from .blocks import Blocks, memory_of
-from .region import Part, Pending, Region
-from .unnamed_file import reserve
-from .workers import Workers
+from ..native.checked_io import checked_io
+from .region import Blocks, Part, Pending, Region, memory_of
 
 __all__ = ["Disk", "Pending", "Region"]
 
-_NUM_THREADS = 8  # that read, and as many that write: while some sum, others keep the disk at work
+_NUM_THREADS = 8  # readers, and as many writers: while some compute checksums, others keep the disk busy
 _FIXES = {
     errno.ENOSPC: "make room there, or name a folder on another disk",
     errno.EDQUOT: "raise the quota, or name a folder on another disk",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 _FIX = "replace the disk, or name a folder on another one"
+# Errors of file systems without unnamed files (the last one is that of old kernels), and of full ones.
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Disk:
-    """Room for so many bytes in a folder that is there, all of it reserved now.
+    """Room for `num_bytes` in an existing folder, all of it reserved now.
 
-    `library` is the host's C: with it, threads need less of the processor and wait less for the interpreter's lock.
+    `library` is the compiled C code: threads need less processor time with it, and wait less for the interpreter's
+    lock.
     """
 
     def __init__(self, folder: Path, num_bytes: int, library: ctypes.CDLL | None = None) -> None:
@@ -48,28 +52,29 @@ class Disk:
         self.written_bytes = 0
         self._regions: list[Region] = []
         self._taken_bytes = 0
-        # Requests are in the queues in the order of their regions' lists; so nobody waits for one that comes later.
+        # Held while a request enters its region's list and the queue, so that both have the same order: no thread waits
+        # for a request that is behind it in the queue.
         self._lock = threading.Lock()
-        self._kept = _Kept()
+        self._failure = _Failure()
         self._file = reserve(folder, self.reserved_bytes)
-        self._blocks = Blocks(self._file, moves(library), 2 * _NUM_THREADS)
+        self._blocks = Blocks(self._file, checked_io(library), 2 * _NUM_THREADS)
         self._readers = Workers("shardwise-fetch", _NUM_THREADS)
         self._writers = Workers("shardwise-put", _NUM_THREADS)
         # Also when the interpreter exits.
-        self._end = weakref.finalize(self, _end, folder, self._kept, self._readers, self._writers, self._file)
+        self._end = weakref.finalize(self, _end, folder, self._failure, self._readers, self._writers, self._file)
 
     @property
     def is_direct(self) -> bool:
-        """Whether it goes around the page cache."""
+        """Whether reads and writes go around the page cache."""
         return is_direct(self._file)
 
     def region(self, num_bytes: int, what: str) -> Region:
-        """The next one; `what` names it in errors."""
+        """Reserve the next region; `what` names it in errors."""
         left = self.reserved_bytes - self._taken_bytes
         if num_bytes > left:
             raise StoreError(
                 f"{what} needs {num_bytes} bytes, and {left} of the {self.reserved_bytes} reserved in {self.folder} "
-                f"are left: size it with disk_bytes over all its regions"
+                f"are left: size it with padded_bytes over all its regions"
             )
         region = Region(what, self._taken_bytes, num_bytes)
         self._taken_bytes += round_up(num_bytes, ALIGNMENT)
@@ -78,23 +83,23 @@ class Disk:
         return region
 
     def put(self, region: Region, source: Tensor, at: int = 0) -> Pending:
-        """Start to write a tensor's bytes, to byte `at` of a region and on. It must not change before that is done."""
+        """Start to write a tensor to a region, from byte `at` on. The tensor must not change before that is done."""
         return self._start(region, source, at, is_put=True)
 
     def fetch(self, region: Region, into: Tensor, at: int = 0) -> Pending:
-        """Start to read bytes of a region, from byte `at` on, into a tensor. It has them when that is done."""
+        """Start to read a region, from byte `at` on, into a tensor."""
         return self._start(region, into, at, is_put=False)
 
     def flush(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for every request under way."""
         with self._lock:
             under_way = [pending for region in self._regions for pending in region.under_way()]
         for pending in under_way:
             pending.settle()
-        self._kept.require_good()
+        self._failure.require_none()
 
     def close(self) -> None:
-        """Give the room back. What threads have begun is finished, the rest is dropped."""
+        """Give the room back. Parts that a thread has begun are finished, the rest is dropped."""
         self._end()
 
     def _start(self, region: Region, tensor: Tensor, at: int, is_put: bool) -> Pending:
@@ -112,7 +117,7 @@ class Disk:
         pending = Pending(at, stop, is_put, len(parts))
         memory = memory_of(tensor)
         with self._lock:
-            self._kept.require_good()
+            self._failure.require_none()
             if is_put:
                 region.note_written(at, stop)
                 self.written_bytes += tensor.nbytes
@@ -127,24 +132,24 @@ class Disk:
         return pending
 
     def _move(self, region: Region, part: Part, memory: memoryview, is_put: bool) -> None:
-        """One part, by one of the threads. Whatever happens is kept, because whoever waits must hear of it."""
+        """Move one part, in one of the threads. Any failure is stored for the callers that wait."""
         try:
             (self._blocks.put if is_put else self._blocks.fetch)(region, part, memory)
         except OSError as error:
-            self._keep(region, part, is_put, error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX), error)
+            self._fail(region, part, is_put, error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX), error)
         except StoreError as error:
-            self._keep(region, part, is_put, str(error), _FIX, error)
+            self._fail(region, part, is_put, str(error), _FIX, error)
         except Exception as error:  # noqa: BLE001
-            self._keep(region, part, is_put, repr(error), "report this, it is a bug", error)
+            self._fail(region, part, is_put, repr(error), "report this, it is a bug", error)
 
-    def _keep(self, region: Region, part: Part, is_put: bool, why: str, fix: str, cause: Exception) -> None:
-        told = StoreError(
+    def _fail(self, region: Region, part: Part, is_put: bool, why: str, fix: str, cause: Exception) -> None:
+        failure = StoreError(
             f"{self.folder}: bytes {part.start} to {part.stop} of {region.what} could not be "
             f"{'written' if is_put else 'read'}: {why}. What rests on this disk is lost: {fix}, and resume from the "
             f"last checkpoint, which is as it was"
         )
-        told.__cause__ = cause
-        self._kept.keep(told)
+        failure.__cause__ = cause
+        self._failure.keep(failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,36 +158,120 @@ class _Job:
     region: Region
     part: Part
     memory: memoryview
-    tensor: Tensor  # keeps the memory
+    tensor: Tensor  # keeps the memory alive
     pending: Pending
     earlier: list[Pending]
 
     def do(self) -> None:
         for each in self.earlier:
             each.settle()
-        if self.disk._kept.failure is None:
+        if self.disk._failure.first is None:
             self.disk._move(self.region, self.part, self.memory, self.pending.is_put)
-        self.pending.end_part(self.disk._kept.failure)
+        self.pending.end_part(self.disk._failure.first)
 
 
-class _Kept:
-    """The first thing that went wrong."""
+class _Failure:
+    """The first failure of a disk."""
 
     def __init__(self) -> None:
-        self.failure: StoreError | None = None
+        self.first: StoreError | None = None
         self._lock = threading.Lock()
 
     def keep(self, failure: StoreError) -> None:
         with self._lock:
-            self.failure = self.failure or failure
+            self.first = self.first or failure
 
-    def require_good(self) -> None:
-        if self.failure is not None:
-            raise StoreError(str(self.failure)) from self.failure
+    def require_none(self) -> None:
+        if self.first is not None:
+            raise StoreError(str(self.first)) from self.first
 
 
-def _end(folder: Path, kept: _Kept, readers: Workers, writers: Workers, file: int) -> None:
-    kept.keep(StoreError(f"{folder}: the disk was closed, and nothing of it can be read or written any more"))
+class Workers:
+    """Threads that run jobs in the order in which they were added.
+
+    Not an executor: its threads take no more work once the main thread has ended, and a save may outlive that.
+    """
+
+    def __init__(self, name: str, num: int) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._jobs,), name=f"{name}-{number}", daemon=True)
+            for number in range(num)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Queue a job, which must not raise."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Return when all jobs are done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # the last job may hold the last reference to their owner
+                thread.join()
+
+
+def _end(folder: Path, failure: _Failure, readers: Workers, writers: Workers, file: int) -> None:
+    failure.keep(StoreError(f"{folder}: the disk was closed, and nothing of it can be read or written any more"))
     readers.close()
     writers.close()
     os.close(file)
+
+
+def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds tensors, and the next one may not come for a long time
+
+
+def reserve(folder: Path, num_bytes: int) -> int:
+    """Create an unnamed file of this size in an existing folder; its descriptor goes around the page cache."""
+    if not folder.is_dir():
+        raise PlaceError(
+            f"{folder} is not a folder, and state should rest there on disk: make it, or name one that is there"
+        )
+    seen = os.statvfs(folder)
+    free = seen.f_bavail * seen.f_frsize
+    if num_bytes > free and seen.f_blocks:  # checked first, as trying would fill the disk; 0: unknown
+        raise _no_room(folder, num_bytes, free)
+    try:
+        file = _open_unnamed(folder)
+    except OSError as error:
+        raise PlaceError(
+            f"{folder}: no file can be made there, and state should rest there on disk ({error.strerror}): "
+            f"let it be written to, or name another folder"
+        ) from error
+    try:
+        if num_bytes:
+            # Where the file system cannot do it, the C library writes single bytes: so before O_DIRECT.
+            os.posix_fallocate(file, 0, num_bytes)
+        go_direct(file)
+    except OSError as error:
+        os.close(file)
+        if error.errno in _NO_ROOM:
+            raise _no_room(folder, num_bytes, free, error.strerror) from error
+        raise PlaceError(
+            f"{folder}: {num_bytes} bytes could not be reserved there ({error.strerror}): name another folder"
+        ) from error
+    return file
+
+
+def _open_unnamed(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED_FILES:
+            raise
+    file, path = mkstemp(prefix=".shardwise-", dir=folder)
+    Path(path).unlink()
+    return file
+
+
+def _no_room(folder: Path, num_bytes: int, free: int, why: str | None = None) -> NoRoomError:
+    return NoRoomError(
+        f"{folder}: {num_bytes} bytes are needed for state that rests on disk, and {free} are free there"
+        f"{f' ({why})' if why else ''}: make room, name a folder on a larger disk, or let less rest on disk"
+    )

@@ -24,8 +24,8 @@ from ...base.intervals import Interval, round_up
 from ..native.library import library
 from ..schedule.events import Way
 from ..schedule.flat import Flat
-from ..schedule.offload import NUM_STAGED, NUM_WINDOWS, chunks_of, off_device, record_bytes, staged_bytes, window_bytes
-from .arena import Arena, passing
+from ..schedule.offload import NUM_STAGED, NUM_WINDOWS, chunks_of, host_tensors, off_device, record_bytes
+from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 
 MASTER = "master"
@@ -68,32 +68,27 @@ class HostMemory:
                 )
             self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)
-        windows = max((window_bytes(flat, len(row_names)) for flats in units for flat in flats), default=0)
-        self.windows = Windows(self, [self._bytes(windows, "a window") for _ in range(NUM_WINDOWS if windows else 0)])
-        staged = max((staged_bytes(flats) for flats in units), default=0)
-        self.staging = Staging(self, [self._bytes(staged, "staging") for _ in range(NUM_STAGED if staged else 0)])
+        self.windows = Windows(self, self._buffers(NUM_WINDOWS, self.size.windows, "a window"))
+        self.staging = Staging(self._buffers(NUM_STAGED, self.size.staged, "staging"))
 
-    def _bytes(self, num_bytes: int, what: str) -> Tensor:
-        return self.arena.take(num_bytes, torch.uint8, what)
+    def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
+        return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
 
     def away_for(self, flat: Flat, unit_name: str) -> "Away | None":
         if flat.master_on == "device" and flat.rest_on in (None, "device"):
             return None
-        arena, compute = self.arena, flat.compute.torch
         rows = None
         if flat.master_on != "device":
             rows = Rows(self, flat, (MASTER, *(self.row_names if flat.trainable else ())), unit_name)
-        out = arena.take(flat.num_master, compute, f"weights of {unit_name}") if flat.has_out else None
-        rest = arena.take(flat.num_rest, compute, f"parameters of {unit_name}") if flat.rest_on == "host" else None
+        taken = {
+            name: self.arena.take(num_elems, dtype.torch, f"{name} of {unit_name}")
+            for name, (num_elems, dtype) in host_tensors(flat).items()
+        }
         region = None
         if flat.rest_on == "disk":
             assert self.disk is not None
             region = self.disk.region(flat.num_rest * flat.compute.itemsize, f"parameters of unit {unit_name!r}")
-        grads = None
-        if flat.host_updates:
-            num_elems = flat.num_grads if flat.grads_on_host else flat.num_master
-            grads = arena.take(num_elems, flat.reduce.torch, f"gradients of {unit_name}")
-        return Away(self, flat, rows, out, rest, region, grads)
+        return Away(self, flat, rows, taken.get("out"), taken.get("rest"), region, taken.get("grads"))
 
     def close_step(self) -> None:
         self.last_moves, self.moves = self.moves, Moves()
@@ -162,7 +157,7 @@ class Rows:
         """Elements of a row: a view of it on the host, a copy of what is on disk."""
         if not self.on_disk:
             return self.tensors[name][where]
-        found = passing(where.stop - where.start, self.dtype)
+        found = temporary_zeros(where.stop - where.start, self.dtype)
         for number, here, inside in self._places(name, where):
             if self._is_written[number]:
                 assert self._memory.disk is not None
@@ -230,7 +225,7 @@ class Away:
         if self.updated is not None:
             self.updated.copy_(master)
         if self.region is not None and self.flat.rest_is_own:
-            weights = passing(master.numel(), self.flat.compute.torch).copy_(master)
+            weights = temporary_zeros(master.numel(), self.flat.compute.torch).copy_(master)
             for pending in self.start_writing(weights, 0, moves):
                 pending.wait()
 
@@ -313,8 +308,7 @@ class Windows:
 class Staging:
     """Places on the host where the parameters of units are read ahead from disk, for the device to fetch."""
 
-    def __init__(self, memory: HostMemory, places: list[Tensor]) -> None:
-        self._memory = memory
+    def __init__(self, places: list[Tensor]) -> None:
         # With what to wait for before it is written again.
         self._free: deque[tuple[Tensor, Callable[[], None]]] = deque((place, lambda: None) for place in places)
         self._asked: dict[int, tuple[Tensor, Sequence[Away], list[Pending]]] = {}

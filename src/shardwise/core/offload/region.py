@@ -1,22 +1,31 @@
-"""A named row of bytes in a disk's file: where it lies, what of it was written, and the checksums of that."""
+"""Regions of a disk's file, and the blocks they are made of.
 
+A region is a named row of bytes. It knows where it lies, which of its bytes were written, and the checksums of its
+blocks: each is computed when the block is written and compared whenever it is read.
+"""
+
+import ctypes
+import mmap
 import threading
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from torch import Tensor
 
 from ...base.direct_io import ALIGNMENT
 from ...base.errors import StoreError
 from ...base.intervals import round_up
-from ..native.checksums import CHECK_BYTES
+from ..native.checked_io import CHECK_BYTES, CheckedIO
 
-# What a thread reads or writes at once.
+# Bytes that a thread reads or writes at once.
 BLOCK_BYTES = 16 << 20
 
 
 class Pending:
-    """A put or a fetch that was started. Until it is done, its tensor's memory is the disk's."""
+    """A put or a fetch that was started. Until it is done, its tensor must not be used."""
 
     def __init__(self, start: int, stop: int, is_put: bool, num_parts: int) -> None:
-        # Of whole blocks: to write a part of one, the rest of it is read.
+        # Whole blocks: to write a part of one, the rest of it is read.
         self.start = start // CHECK_BYTES * CHECK_BYTES
         self.stop = round_up(stop, CHECK_BYTES)
         self.is_put = is_put
@@ -37,7 +46,7 @@ class Pending:
             raise StoreError(str(self._failure)) from self._failure
 
     def settle(self) -> None:
-        """Wait, and leave it to others to ask how it went."""
+        """Wait without raising a failure."""
         self._done.wait()
 
     def end_part(self, failure: StoreError | None) -> None:
@@ -54,8 +63,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a region that one thread moves: whole blocks, from where they are; or, when it is not all of a block or
-    O_DIRECT cannot use the memory, at most one block, which is copied."""
+    """Bytes of a region that one thread moves: whole blocks directly from or to the tensor's memory, or at most one
+    block through a bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
 
     start: int
     stop: int
@@ -92,7 +101,7 @@ class Region:
         return self._under_way
 
     def add(self, pending: Pending) -> list[Pending]:
-        """Returns what it has to wait for."""
+        """Register a request; returns the earlier ones that it has to wait for."""
         earlier = [each for each in self.under_way() if pending.must_follow(each)]
         self._under_way.append(pending)
         return earlier
@@ -102,7 +111,7 @@ class Region:
         return start, min(start + CHECK_BYTES, self.num_bytes)
 
     def parts(self, start: int, stop: int, address: int) -> list[Part]:
-        """These bytes, which lie in memory at this address, in pieces for threads."""
+        """Cut these bytes, which lie in memory at this address, into parts for threads."""
         found = []
         while start < stop:
             part = self._next_part(start, stop, address)
@@ -119,3 +128,66 @@ class Region:
             if end > start:
                 return Part(start, end, is_whole=True)
         return Part(start, min(stop, self.block_around(start)[1]), is_whole=False)
+
+
+class Blocks:
+    """The blocks of a file. `num_threads` threads may use them at once, but no block that another thread writes."""
+
+    def __init__(self, file: int, io: CheckedIO, num_threads: int) -> None:
+        self._file = file
+        self._io = io
+        self._bounces: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(num_threads):
+            self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # no memory before it is used
+
+    def put(self, region: Region, part: Part, memory: memoryview) -> None:
+        if part.is_whole:
+            self._write(region, part.start, memory)
+            return
+        start, stop = region.block_around(part.start)
+        bounce = self._bounces.get()
+        try:
+            block = bounce[: round_up(stop - start, ALIGNMENT)]
+            if len(memory) < stop - start:
+                if region.sums[start // CHECK_BYTES] is not None:
+                    self._read(region, start, block)
+                else:
+                    block[:] = bytes(len(block))
+            block[part.start - start : part.stop - start] = memory
+            block[stop - start :] = bytes(len(block) - (stop - start))  # behind the region's end
+            self._write(region, start, block)
+        finally:
+            self._bounces.put(bounce)
+
+    def fetch(self, region: Region, part: Part, memory: memoryview) -> None:
+        if part.is_whole:
+            self._read(region, part.start, memory)
+            return
+        start, stop = region.block_around(part.start)
+        bounce = self._bounces.get()
+        try:
+            block = bounce[: round_up(stop - start, ALIGNMENT)]
+            self._read(region, start, block)
+            memory[:] = block[part.start - start : part.stop - start]
+        finally:
+            self._bounces.put(bounce)
+
+    def _write(self, region: Region, start: int, memory: memoryview) -> None:
+        region.sums[_blocks(start, memory)] = self._io.write(self._file, memory, region.offset + start)
+
+    def _read(self, region: Region, start: int, memory: memoryview) -> None:
+        sums = self._io.read(self._file, memory, region.offset + start)
+        for number, (seen, written) in enumerate(zip(sums, region.sums[_blocks(start, memory)], strict=True)):
+            if seen != written:
+                begin = start + number * CHECK_BYTES
+                end = min(begin + CHECK_BYTES, region.num_bytes)
+                raise StoreError(f"the disk returned other bytes than were written, in bytes {begin} to {end}")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """A view of the bytes of a contiguous tensor on the host. The view does not keep the memory alive."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _blocks(start: int, memory: memoryview) -> slice:
+    return slice(start // CHECK_BYTES, round_up(start + len(memory), CHECK_BYTES) // CHECK_BYTES)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ...base.dtypes import FP32
 from ...base.errors import ConfigurationError
 from ...base.intervals import Interval
-from ..native.adamw import AdamSettings, adamw, adamw8
-from ..native.compiled import FUSED_LANES
+from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..native.cores import Cores
 from ..offload.host_memory import MASTER, Moves, Rows
 from ..schedule.flat import Flat
@@ -131,16 +130,9 @@ class HostUpdates:
             for where, settings in runs:
                 cut = _inside(where, start, grad.numel())
                 if cut is not None:
-                    adamw(
-                        rows[MASTER][cut],
-                        rows["exp_avg"][cut],
-                        rows["exp_avg_sq"][cut],
-                        grad[cut],
-                        None if out is None else out[cut],
-                        settings,
-                        factor,
-                        self._cores,
-                    )
+                    master, mean, square = (rows[key][cut] for key in (MASTER, "exp_avg", "exp_avg_sq"))
+                    part = None if out is None else out[cut]
+                    adamw(AdamUpdate(master, mean, square, grad[cut], part, settings, factor), self._cores)
 
         return update
 
@@ -171,21 +163,9 @@ class HostUpdates:
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             for where, kept, settings in todo:
                 cut = slice(where.start, where.stop)
-                given = (grad[cut], None if out is None else out[cut], settings, factor, self._cores)
-                mean, square = kept["exp_avg"], kept["exp_avg_sq"]
-                if type(mean) is Tensor:
-                    adamw(rows[MASTER][cut], mean.view(-1), square.view(-1), *given)
-                else:
-                    adamw8(
-                        rows[MASTER][cut],
-                        mean.codes.view(-1),
-                        mean.scale,
-                        square.codes.view(-1),
-                        square.scale,
-                        mean.qmap,
-                        square.qmap,
-                        *given,
-                    )
+                mean, square = (_moment(kept[key]) for key in ("exp_avg", "exp_avg_sq"))
+                part = None if out is None else out[cut]
+                adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
 
         return update
 
@@ -306,6 +286,11 @@ def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _moment(kept: Any) -> Tensor | Moment8:
+    """A moment of a torchao optimizer: a plain tensor where the parameter is small, else 8-bit codes."""
+    return kept.view(-1) if type(kept) is Tensor else Moment8(kept.codes.view(-1), kept.scale, kept.qmap)
 
 
 def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 from ...base.dtypes import INT32, dtype_of
 from ...base.intervals import pieces
+from ..layout import Place
 from ..wire.codec import encoded_bytes
 from ..wire.ledger import Call, describe_call
-from .flat import Flat, Hop, Pass
+from .flat import Buffer, Flat, Hop, Pass
 from .state_bytes import LOST
 from .step_schedule import Schedule, UnitPlan
 from .unit_status import FlatGather, UnitStatus, statuses_of
@@ -125,7 +126,6 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
 def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Happening]:
     units = schedule.units
     is_trained = [unit.trainable for unit in units]
-    is_dropped = [unit.layout.gathered_until == "backward" for unit in units]
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(statuses, schedule.before_forward[unit], "forward")
@@ -134,7 +134,7 @@ def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_bat
         for unit in reversed(schedule.order):
             yield from _gathers(statuses, schedule.before_backward[unit], "backward")
             yield _Happening("backward", unit)
-            if is_dropped[unit]:
+            if units[unit].gives_back:
                 statuses[unit].lose()
             if is_trained[unit]:
                 yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
@@ -156,7 +156,7 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
         flat = unit.flats[at]
         hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
         calls.extend(_gather_calls(flat, hops, is_encoded))
-        moves.extend(_fetches(flat, is_stale))
+        moves.extend(_copy_moves(flat, is_stale))
         if is_encoded:
             encode_bytes += _row_making_bytes(flat, is_stale)
             decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
@@ -171,28 +171,31 @@ def _row_making_bytes(flat: Flat, is_stale: bool) -> int:
     return copied + (encoded if is_stale or not flat.copy_is_encoded else 0)
 
 
-def _fetches(flat: Flat, is_stale: bool) -> Iterator[Move]:
-    """What comes to the device before the hops of a gather, and what goes from it after those that refresh a copy."""
-    own, at_rest = (num * flat.compute.itemsize for num in (flat.num_master, flat.num_rest))
-    if flat.rest_on is None or flat.rest_is_own:
-        newest_on = "host" if flat.has_out else flat.master_on
-        resting_on = newest_on if flat.rest_on is None else flat.rest_on
-        if resting_on == "disk":
-            yield Move("read", own)
-        if resting_on != "device" or (is_stale and flat.host_updates):
-            yield Move("to_device", own)
-        return
-    if is_stale:
-        if flat.host_updates:
-            yield Move("to_device", own)
-        if flat.rest_on != "device":
-            yield Move("to_host", at_rest)
-        if flat.rest_on == "disk":
-            yield Move("write", at_rest)
-    elif flat.rest_on != "device":
-        if flat.rest_on == "disk":
-            yield Move("read", at_rest)
-        yield Move("to_device", at_rest)
+def _copy_moves(flat: Flat, is_stale: bool) -> Iterator[Move]:
+    """Bytes that the copies of a gather move between the memories of this rank."""
+    route = flat.route(is_stale)
+    for target, source in (*route.before, *route.after):
+        num_elems = flat.num_master if target in ("own", "own_in_rest") else flat.num_rest
+        num_bytes = num_elems * flat.compute.itemsize
+        to, place = _place_of(flat, target), _place_of(flat, source)
+        if place == "disk":
+            yield Move("read", num_bytes)
+        if place != "device" and to == "device":
+            yield Move("to_device", num_bytes)
+        if place == "device" and to != "device":
+            yield Move("to_host", num_bytes)
+        if to == "disk":
+            yield Move("write", num_bytes)
+
+
+def _place_of(flat: Flat, buffer: Buffer) -> Place:
+    if buffer in ("own", "at_rest"):
+        return "device"
+    if buffer in ("staged", "disk"):
+        return "disk"
+    if buffer == "updated":
+        return "device" if flat.master_on == "device" else "host"
+    return flat.rest_on or "device"
 
 
 def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:

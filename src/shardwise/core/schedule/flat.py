@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...base.dtypes import FP32, DType
 from ...base.intervals import BLOCK_ELEMS, Interval, nested_shards, place
@@ -31,8 +31,12 @@ from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
 from ..wire.ledger import Kind
 from .model import FoundUnit, Param, matches
 
-# What gathered parameters are for.
+# The pass that parameters are gathered for.
 Pass = Literal["forward", "backward"]
+# Memory that a gather copies from or to. In the whole: this rank's part (`own`) and the part that the copy at rest
+# covers (`at_rest`; rows of it, if the copy is encoded). Elsewhere: this rank's newest weights (`updated`), the copy at
+# rest (`rest`), this rank's part of that (`own_in_rest`), what was read from disk (`staged`), and the disk itself.
+Buffer = Literal["updated", "rest", "own_in_rest", "staged", "own", "at_rest", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ class Hop:
     kind: Kind
     axis: str
     depth: int
+
+
+class Copy(NamedTuple):
+    target: Buffer
+    source: Buffer
+
+
+class Route(NamedTuple):
+    """The copies of a gather on this rank: `before` its first hop, and `after` the hops that refresh the copy at rest,
+    which run in the buffer `refreshed`. The engine makes these copies, and the prediction counts their bytes."""
+
+    before: tuple[Copy, ...]
+    refreshed: Literal["whole", "rest"] = "whole"
+    after: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +188,28 @@ class Flat:
         is_master = self.master_on == "host" and self.master == self.compute
         is_rest = self.rest_is_own and self.rest_on != "device"
         return self.host_updates and not is_master and not is_rest
+
+    @cached_property
+    def is_staged(self) -> bool:
+        """Weights come to the device from disk. Weights that were just updated are on the host, if they stay there."""
+        return self.rest_on == "disk" or (self.rest_on is None and self.master_on == "disk" and not self.has_out)
+
+    @cached_property
+    def _routes(self) -> tuple[Route, Route]:
+        newest: Buffer = "staged" if self.is_staged else "updated" if self.rest_on is None else "rest"
+        if self.rest_on is None or self.rest_is_own:
+            bring = Copy("own", newest)
+            refresh = (Copy("rest", "updated"),) if self.rest_on == "device" else ()
+            return Route((bring,)), Route((*refresh, bring))
+        fresh = Route((Copy("at_rest", newest),))
+        if self.rest_on == "device" and not self.copy_is_encoded:
+            return fresh, Route((Copy("own_in_rest", "updated"),), "rest", (Copy("at_rest", "rest"),))
+        after = Copy("disk" if self.rest_on == "disk" else "rest", "at_rest")
+        return fresh, Route((Copy("own", "updated"),), after=(after,))
+
+    def route(self, is_stale: bool) -> Route:
+        """Copies of a gather; `is_stale`: the master is newer than the copy at rest."""
+        return self._routes[is_stale]
 
     @property
     def copy_is_encoded(self) -> bool:

@@ -28,6 +28,8 @@ ALIGN_BYTES = 2 * BLOCK_ELEMS
 NUM_REDUCTIONS = 2
 # Gathers of encoded parameters that are under way at a time.
 NUM_ROW_SLOTS = 2
+# Units whose gradients are on the device at once while they leave for the host: being written, reduced, copied.
+NUM_LEAVING = 3
 # The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
 # running it. Norms are taken of pieces of this many.
 PART_ELEMS = 32 << 20
@@ -43,6 +45,11 @@ class UnitPlan:
     flats: tuple[Flat, ...]
     holds_units: bool
     backward_reads: bool
+
+    @property
+    def gives_back(self) -> bool:
+        """The unit has gathered memory of its own, from its forward to the end of its backward."""
+        return self.layout.gathered_until == "backward"
 
     @property
     def trainable(self) -> bool:

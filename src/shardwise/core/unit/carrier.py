@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..offload.host_memory import Away
 from ..schedule.flat import Flat, Hop
+from ..schedule.state_bytes import LOST
 from ..wire.codec import Codec
 from ..wire.collectives import Channel, InFlight, Step, finish, start_all_gather, start_all_reduce, start_reduce_scatter
 from ..wire.encoded_collectives import (
@@ -29,8 +30,6 @@ STARTERS = {
 }
 
 Channels = dict[str, Channel]
-
-LOST_DTYPE = torch.bfloat16
 
 
 class Carrier:
@@ -99,7 +98,7 @@ class Carrier:
     def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
         """Keep the error of encoding for the next gradient. Values that are not finite have arrived as such."""
         if hop not in self.lost:
-            self.lost[hop] = torch.empty(part.numel(), dtype=LOST_DTYPE, device=part.device)
+            self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
         lost = self.lost[hop]
         decode(codec, sent, lost)
         torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...base.intervals import pieces
 from ..offload.host_memory import MASTER, Away, HostMemory, Moves
-from ..schedule.flat import Flat
+from ..schedule.flat import Buffer, Copy, Flat
 from ..wire.collectives import Journey
 from ..wire.reference_codecs import decode, encode
 from .carrier import Carrier, Channels
@@ -160,35 +160,36 @@ class FlatState:
             self._go_encoded(journey, is_stale, staged, rows.view(-1, flat.row_bytes), channels)
             journey.begin()
             return journey
-        refresh = flat.refresh_hops if is_stale else ()
+        route = flat.route(is_stale)
         at_rest = self.whole[self._rest_in_whole]
-        if flat.rest_on is None or flat.rest_is_own:
-            self._bring_own_part(is_stale, staged)
-            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
-        elif not is_stale:
-            resting = self.rest if staged is None else staged
-            assert resting is not None
-            self.carrier.copy(at_rest, resting)
-        elif flat.rest_on == "device":
-            assert self.rest is not None
-            self.carrier.copy(self.rest[self._master_in_rest], self.updated)
-            journey.go(self.carrier.steps(self.rest, flat.depth_of_params, refresh, channels))
-            journey.do(partial(self.carrier.copy, at_rest, self.rest))
-        else:
-            self.carrier.copy(self._own_part, self.updated)
-            journey.go(self.carrier.steps(self.whole, 0, refresh, channels))
-            journey.do(partial(self._rest_from, at_rest))
+        self._copy_all(route.before, staged, at_rest)
+        if is_stale:
+            depth = flat.depth_of_params if route.refreshed == "rest" else 0
+            refreshed = self._buffer("rest", staged, at_rest) if route.refreshed == "rest" else self.whole
+            journey.go(self.carrier.steps(refreshed, depth, flat.refresh_hops, channels))
+        if route.after:
+            journey.do(partial(self._copy_all, route.after, staged, at_rest))
         journey.go(self.carrier.steps(self.whole, 0, flat.gather_hops, channels))
         journey.begin()
         return journey
 
-    def _bring_own_part(self, is_stale: bool, staged: Tensor | None) -> None:
-        """Fill this rank's part of `whole`, where the copy at rest holds this rank's master only."""
-        if self.flat.rest_on == "device" and is_stale:
-            assert self.rest is not None
-            self.carrier.copy(self.rest, self.updated)
-        source = self.updated if self.rest is None else self.rest
-        self.carrier.copy(self._own_part, source if staged is None else staged)
+    def _copy_all(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> None:
+        for target, source in copies:
+            values = self._buffer(source, staged, at_rest)
+            if target == "disk":
+                self._write_to_disk(values)
+            else:
+                self.carrier.copy(self._buffer(target, staged, at_rest), values)
+
+    def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
+        """The tensor that a route calls so."""
+        if name == "own":
+            return self._own_part
+        if name == "updated":
+            return self.updated
+        found = {"at_rest": at_rest, "staged": staged, "rest": self.rest, "own_in_rest": self.rest}[name]
+        assert found is not None
+        return found[self._master_in_rest] if name == "own_in_rest" else found
 
     def _go_encoded(
         self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
@@ -199,19 +200,13 @@ class FlatState:
         assert codec is not None
         own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
         in_rest = rows[at_rest.start // flat.num_master : at_rest.stop // flat.num_master]
-        if flat.copy_is_encoded and not is_stale:
-            assert self.rest is not None
-            in_rest.copy_(self.rest)
-        else:
-            if flat.copy_is_encoded:
-                self.carrier.copy(self._own_part, self.updated)
-            else:
-                self._bring_own_part(is_stale, staged)
+        route = flat.route(is_stale)
+        self._copy_all(route.before, staged, in_rest)
+        if is_stale or not flat.copy_is_encoded:
             encode(codec, self._own_part, rows[own.start // flat.num_master :][:1], self.carrier.next_seed())
             journey.go(self.carrier.row_steps(rows, flat.refresh_hops, channels))
-        if flat.copy_is_encoded and is_stale:
-            assert self.rest is not None
-            journey.do(partial(self.carrier.copy, self.rest, in_rest))
+        if route.after:
+            journey.do(partial(self._copy_all, route.after, staged, in_rest))
         journey.go(self.carrier.row_steps(rows, flat.gather_hops, channels))
         journey.do(partial(decode, codec, rows, self.whole))
 
@@ -221,12 +216,9 @@ class FlatState:
         out = None if self.away is None else self.away.updated
         return self.master if out is None else out
 
-    def _rest_from(self, at_rest: Tensor) -> None:
-        """Renew the copy on the host or on disk from the gathered one, where the optimizer is split further than it."""
+    def _write_to_disk(self, at_rest: Tensor) -> None:
+        """Let the copy on disk follow the gathered one: here the optimizer is split further than the parameters."""
         assert self.away is not None
-        if self.rest is not None:
-            self.carrier.copy(self.rest, at_rest)
-            return
         memory = self.away.memory
         assert self.away.region is not None
         assert memory.disk is not None

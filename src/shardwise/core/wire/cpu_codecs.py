@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native.compiled import DTYPES, fields
-from ..native.library import library
+from ..native.library import DTYPES, library, struct_fields
 from .codec import Codec, parts
 
 # Fewer are not worth a thread.
@@ -20,11 +19,13 @@ _CODEC = "dtype block bits"
 
 
 class EncodeJob(ctypes.Structure):
-    _fields_ = fields(c_void_p="values payload scales", c_int64="num_elems", c_float="of_largest", c_int32=_CODEC)
+    _fields_ = struct_fields(
+        c_void_p="values payload scales", c_int64="num_elems", c_float="of_largest", c_int32=_CODEC
+    )
 
 
 class DecodeJob(ctypes.Structure):
-    _fields_ = fields(c_void_p="payload scales out", c_int64="row_bytes num_rows num_elems", c_int32=_CODEC)
+    _fields_ = struct_fields(c_void_p="payload scales out", c_int64="row_bytes num_rows num_elems", c_int32=_CODEC)
 
 
 def is_compiled(codec: Codec) -> bool:

@@ -31,7 +31,15 @@ from ...core.schedule.events import Event, Move
 from ...core.schedule.flat import Flat
 from ...core.schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES, OffDevice, off_device
 from ...core.schedule.state_bytes import device_state, kept_losses, resting_grads
-from ...core.schedule.step_schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, PART_ELEMS, Schedule, UnitPlan
+from ...core.schedule.step_schedule import (
+    NORM_ELEMS,
+    NUM_LEAVING,
+    NUM_REDUCTIONS,
+    NUM_ROW_SLOTS,
+    PART_ELEMS,
+    Schedule,
+    UnitPlan,
+)
 from ..training import Training
 from ..work.work import Work
 
@@ -75,8 +83,6 @@ PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSE
 
 # What libraries take from the allocator for matrix products: forwards and backwards run in a thread each.
 WORKSPACE_BYTES = 2 * (32 << 20)
-# Units whose gradients are on the device at once while they leave for the host: being written, reduced, copied.
-NUM_LEAVING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,7 @@ class _Walk:
         self.comes_and_goes = {
             unit.name
             for unit, slot in zip(schedule.units, schedule.slot_of, strict=True)
-            if slot is None and unit.layout.gathered_until == "backward"
+            if slot is None and unit.gives_back
         }
 
     def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import StateError
-from shardwise.core.native import torch_adamw as torch_ops
-from shardwise.core.native.adamw import AdamSettings, adamw8
+from shardwise.core.native.adam_update import update_with_torch
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
 from shardwise.core.native.cores import Cores, cores_for
 
 FIRST = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=1)
@@ -35,7 +35,13 @@ class State8:
     def update(
         self, grad: Tensor, settings: AdamSettings, out: Tensor | None = None, scale: float = 1.0, cores: Cores = CORES
     ) -> None:
-        adamw8(*vars(self).values(), *maps(), grad, out, settings, scale, cores)
+        adamw(AdamUpdate(self.master, *self.moments(*maps()), grad, out, settings, scale), cores)
+
+    def moments(self, signed: Tensor, unsigned: Tensor) -> tuple[Moment8, Moment8]:
+        return (
+            Moment8(self.exp_avg_codes, self.exp_avg_scale, signed),
+            Moment8(self.exp_avg_sq_codes, self.exp_avg_sq_scale, unsigned),
+        )
 
     def assert_same(self, other: "State8") -> None:
         for name, tensor in vars(self).items():
@@ -102,7 +108,7 @@ def test_torch_operations_make_the_same_codes(num_elems: int, decoupled: bool) -
         grad = gradients(num_elems).bfloat16()
         now = replace(given, step=step)
         ours.update(grad, now, out, scale=0.25)
-        torch_ops.adamw8(*vars(other).values(), *maps(), grad, None, now, 0.25)
+        update_with_torch(AdamUpdate(other.master, *other.moments(*maps()), grad, None, now, 0.25))
         # torch's square root may round otherwise; Adam's decay lets the weights into the moments.
         torch.testing.assert_close(ours.master, other.master, rtol=1e-6, atol=1e-6)
         other.master.copy_(ours.master)
@@ -142,5 +148,5 @@ def test_a_map_that_is_too_fine_is_refused() -> None:
     state = State8.of(256)
     fine = torch.linspace(0.5, 0.500001, 256)
     with pytest.raises(StateError, match="must ascend as torchao's do"):
-        adamw8(*vars(state).values(), fine, unsigned, torch.zeros(256), None, FIRST, 1.0, CORES)
+        adamw(AdamUpdate(state.master, *state.moments(fine, unsigned), torch.zeros(256), None, FIRST, 1.0), CORES)
     assert signed.numel() == 256

@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from shardwise.core.native import library as host_library
-from shardwise.core.native.adamw import AdamSettings, adamw, adamw8, cast, is_compiled
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
 from shardwise.core.native.cores import cores_for
 from shardwise.core.native.library import BuildError, build, load
 
 SETTINGS = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=1)
 UPDATE = """
 import torch
-from shardwise.core.native.adamw import AdamSettings, adamw, is_compiled
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, adamw
 from shardwise.core.native.cores import cores_for
-assert is_compiled()
+from shardwise.core.native.library import library
+assert library() is not None
 tensors = [torch.ones(1000) for _ in range(4)]
 settings = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=1)
-adamw(*tensors, None, settings, 1.0, cores_for(0, 1))
+adamw(AdamUpdate(*tensors, None, settings, 1.0), cores_for(0, 1))
 print(tensors[0].double().sum().item())
 """
 
@@ -89,10 +90,10 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(host_library, "COMPILERS", ("no-such-compiler",))
     with caplog.at_level(logging.WARNING, "shardwise"):
-        assert not is_compiled()
+        assert host_library.library() is None
         weights, grad, out = torch.ones(300), torch.ones(300, dtype=torch.bfloat16), torch.empty(300).half()
-        adamw(weights, torch.zeros(300), torch.zeros(300), grad, out, SETTINGS, 1.0, cores_for(0, 1))
-        cast(weights, out, cores_for(0, 1))
+        update = AdamUpdate(weights, torch.zeros(300), torch.zeros(300), grad, out, SETTINGS, 1.0)
+        adamw(update, cores_for(0, 1))
     (record,) = caplog.records
     assert "no C compiler among no-such-compiler" in record.getMessage()
     assert out.equal(weights.half())
@@ -106,7 +107,7 @@ def test_a_compiler_that_fails_is_quoted(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(host_library, "FLAGS", ("-march=no-such-machine",))
     with caplog.at_level(logging.WARNING, "shardwise"):
-        assert not is_compiled()
+        assert host_library.library() is None
     assert "no-such-machine" in caplog.records[0].getMessage()
     assert not list((tmp_path / "shardwise").iterdir())
 
@@ -118,7 +119,7 @@ def test_a_cache_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, "shardwise"):
-        assert not is_compiled()
+        assert host_library.library() is None
     assert "XDG_CACHE_HOME" in caplog.records[0].getMessage()
 
 
@@ -139,9 +140,9 @@ def test_older_processors_get_the_same_results(
         weights, moments, out = torch.ones(3001), [torch.zeros(3001) for _ in range(2)], torch.empty(3001).half()
         codes, scales = [torch.zeros(3001).byte() for _ in range(2)], [torch.zeros(12) for _ in range(2)]
         for grad in grads:
-            adamw(weights, *moments, grad, out, SETTINGS, 0.5, cores_for(0, 1))
-            state = (codes[0], scales[0], codes[1], scales[1])
-            adamw8(weights, *state, lookup, lookup, grad, out, SETTINGS, 0.5, cores_for(0, 1))
+            adamw(AdamUpdate(weights, *moments, grad, out, SETTINGS, 0.5), cores_for(0, 1))
+            moments8 = (Moment8(*each, lookup) for each in zip(codes, scales, strict=True))
+            adamw(AdamUpdate(weights, *moments8, grad, out, SETTINGS, 0.5), cores_for(0, 1))
         return [weights, *moments, out, *codes, *scales]
 
     here = updated()
@@ -149,6 +150,6 @@ def test_older_processors_get_the_same_results(
     monkeypatch.setattr(host_library, "FLAGS", (*flags, *rest))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     host_library.library.cache_clear()
-    assert is_compiled()
+    assert host_library.library() is not None
     assert list(tmp_path.rglob("*.so"))
     assert all(one.equal(other) for one, other in zip(here, updated(), strict=True))

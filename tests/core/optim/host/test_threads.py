@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.core.native.adamw import AdamSettings, adamw
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, adamw
 from shardwise.core.native.cores import Cores, cores_for
 
 SETTINGS = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=1)
@@ -29,7 +29,7 @@ def test_threads_are_pinned_and_the_interpreter_goes_on_meanwhile() -> None:
 
     def update() -> None:
         while not is_enough.is_set():
-            adamw(master, exp_avg, exp_avg_sq, grad, None, SETTINGS, 1.0, cores)
+            adamw(AdamUpdate(master, exp_avg, exp_avg_sq, grad, None, SETTINGS, 1.0), cores)
 
     before = {task.name for task in TASKS.iterdir()}
     updating = threading.Thread(target=update)
@@ -52,7 +52,7 @@ def test_updates_of_several_threads_at_once_do_not_meet() -> None:
     expected = [[tensor.clone() for tensor in state] for state in states]
 
     def update(state: list[torch.Tensor], grad: torch.Tensor) -> None:
-        adamw(state[0], state[1], state[2], grad, None, SETTINGS, 1.0, cores)
+        adamw(AdamUpdate(state[0], state[1], state[2], grad, None, SETTINGS, 1.0), cores)
 
     threads = [threading.Thread(target=update, args=pair) for pair in zip(states, grads, strict=True)]
     for thread in threads:

@@ -94,22 +94,3 @@ static void adamw_piece(const void *argument, int64_t begin, int64_t end) {
 void shardwise_adamw(const adamw_job *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {
     spread(adamw_piece, job, n, cpus, num_cpus);
 }
-
-typedef struct {
-    const float *master;
-    void *out;
-    int32_t out_dtype;
-} cast_job;
-
-static void cast_piece(const void *argument, int64_t begin, int64_t end) {
-    const cast_job *job = argument;
-    enum dtype dtype = (enum dtype)job->out_dtype;
-    int64_t at = least(begin + until_line(job->out, dtype, begin), end);
-    write_out(job->out, dtype, begin, job->master + begin, at - begin);
-    for (; at < end; at += MOST_STRIP)
-        write_out(job->out, dtype, at, job->master + at, least(end - at, MOST_STRIP));
-}
-
-void shardwise_cast(const cast_job *job, int64_t n, const int32_t *cpus, int32_t num_cpus) {
-    spread(cast_piece, job, n, cpus, num_cpus);
-}

@@ -1,6 +1,6 @@
-/* Parts of a file and the checksums of their blocks, as store/moves.py has them in Python, number for number.
+/* Reads and writes parts of a file and computes the checksums of their blocks: the same numbers as checked_io.py.
 
-   In one call, so that threads which move them do not wait for the interpreter's lock in between. */
+   One call does both, so that the threads do not wait for the interpreter's lock in between. */
 
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,5 +1,5 @@
-/* Integer codecs, symmetric and to the nearest code, as wire/quant.py has them in torch, bit for bit: no two roundings
-   are made one (-ffp-contract=off). Loops are plain C that compilers turn into vector instructions. */
+/* Integer codecs, symmetric and to the nearest code: bit for bit what wire/reference_codecs.py computes with torch. No
+   two roundings are made one (-ffp-contract=off). Loops are plain C that compilers turn into vector instructions. */
 
 #include <math.h>
 

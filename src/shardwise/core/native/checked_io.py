@@ -1,0 +1,103 @@
+"""Reads and writes of whole pages between memory and a file, with a checksum for each block of them.
+
+They run in C where the library is available, else in Python; both give the same numbers. C needs half the processor
+time, and takes the interpreter's lock once per call.
+
+The checksum costs little more than reading the memory, about a third of zlib's CRC. The 8-byte words of a page are
+multiplied by fixed odd numbers and added, and so are the pages of a block, modulo 2**64. A change in a single word
+always changes the sum, because an odd number has an inverse. What a disk may return instead (zeros, older bytes, bytes
+of another place) is detected except by negligible chance. The sum is weakest where only the highest bits of several
+words of a page differ. It does not protect against deliberate changes.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.direct_io import ALIGNMENT, read_at, write_at
+from ...base.errors import StoreError
+from ...base.intervals import round_up
+
+CHECK_BYTES = 1 << 20
+
+# A file, memory, and the memory's place in the file; returns one checksum for every `CHECK_BYTES`.
+Transfer = Callable[[int, memoryview, int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedIO:
+    write: Transfer
+    read: Transfer
+
+
+class _Factors(ctypes.Structure):
+    _fields_ = (("of_words", ctypes.c_void_p), ("of_pages", ctypes.c_void_p), ("block_pages", ctypes.c_int64))
+
+
+def checked_io(library: ctypes.CDLL | None) -> CheckedIO:
+    if library is None:
+        return CheckedIO(_write, _read)
+    # Computed before threads ask for them: `cache` may compute a value twice and keep one, and C may hold the other.
+    factors_of_words(), factors_of_pages()
+    write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
+    write.restype = read.restype = ctypes.c_int64
+    return CheckedIO(partial(_run_in_c, write, _write), partial(_run_in_c, read, _read))
+
+
+def _write(file: int, memory: memoryview, offset: int) -> list[int]:
+    sums = checksums(memory)
+    write_at(file, memory, offset)
+    return sums
+
+
+def _read(file: int, memory: memoryview, offset: int) -> list[int]:
+    num = read_at(file, memory, offset)
+    if num < len(memory):
+        raise StoreError(f"the file ends {len(memory) - num} bytes before them: it was cut short")
+    return checksums(memory)
+
+
+def _run_in_c(function: Any, in_python: Transfer, file: int, memory: memoryview, offset: int) -> list[int]:
+    factors = _Factors(factors_of_words().data_ptr(), factors_of_pages().data_ptr(), CHECK_BYTES // ALIGNMENT)
+    sums = (ctypes.c_int64 * (round_up(len(memory), CHECK_BYTES) // CHECK_BYTES))()
+    num = function(
+        ctypes.c_int32(file),
+        ctypes.byref(ctypes.c_char.from_buffer(memory)),
+        ctypes.c_int64(len(memory)),
+        ctypes.c_int64(offset),
+        ctypes.byref(factors),
+        sums,
+    )
+    # Python meets the same obstacle, and works around it or reports it.
+    return list(sums) if num == len(memory) else in_python(file, memory, offset)
+
+
+def checksums(content: memoryview) -> list[int]:
+    """Return one number for each `CHECK_BYTES` of some pages; the last block may be shorter."""
+    # Few calls, because each waits for the interpreter's lock; and none that uses torch's own threads, because each of
+    # the disk's threads would start a set of them.
+    words, of_words, of_pages = torch.frombuffer(content, dtype=torch.int64), factors_of_words(), factors_of_pages()
+    pages = torch.mv(words.view(-1, of_words.numel()), of_words)
+    num_whole = pages.numel() // of_pages.numel() * of_pages.numel()
+    whole, rest = pages[:num_whole], pages[num_whole:]
+    sums: list[int] = torch.mv(whole.view(-1, of_pages.numel()), of_pages).tolist()
+    return [*sums, int(torch.dot(rest, of_pages[: rest.numel()]))] if rest.numel() else sums
+
+
+def factors_of_words() -> Tensor:
+    return _factors(ALIGNMENT // 8)
+
+
+def factors_of_pages() -> Tensor:
+    return _factors(CHECK_BYTES // ALIGNMENT)
+
+
+@cache
+def _factors(num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num)
+    return torch.randint(-(2**62), 2**62, (num,), generator=generator) * 2 + 1
