@@ -22,7 +22,7 @@ from .core.engine.sharding import ShardRequest, shard_model
 from .core.layout import AUTO, Layout, Strategy, layouts_for
 from .core.mesh import device, everyone, local_rank, make_axes, num_local_ranks
 from .core.native.cores import cores_for
-from .core.optim.moments import num_moments
+from .core.optim.probe import num_moments
 from .core.optim.sharded_optimizer import ShardedOptimizer
 from .core.precision import Precision, precision_of
 from .core.schedule.model import FoundUnit

@@ -134,7 +134,7 @@ def test_going_on_from_an_older_checkpoint_leaves_the_other_branch(run_ranks: Po
 
 def hyper_parameters(settings: str) -> list[dict[str, Any]]:
     from shardwise.core import mesh
-    from shardwise.core.optim.sharded_optimizer import plain_settings
+    from shardwise.core.optim.groups import plain_settings
     from shardwise.trainer.checks import completed
     from shardwise.trainer.settings import settings_from_json
     from shardwise.trainer.setup import set_up

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigurationError
 from ..core.engine.runtime import Engine
-from ..core.optim.elementwise_probe import KNOWN_PACKAGES
+from ..core.optim.clip import LossScaler
 from ..core.optim.groups import shard_groups
-from ..core.optim.loss_scaler import LossScaler
+from ..core.optim.probe import KNOWN_PACKAGES
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.unit.stand_ins import OnDisk
 from ..core.unit.user_parameter import place_of

@@ -18,7 +18,7 @@ from ..core.engine.guards import engine_of
 from ..core.engine.memory_report import memory
 from ..core.engine.runtime import Engine
 from ..core.layout import layouts_for
-from ..core.optim.moments import num_moments
+from ..core.optim.probe import num_moments
 from ..core.precision import precision_of
 from ..core.schedule.events import Way, step_events
 from ..core.schedule.state_bytes import state_bytes

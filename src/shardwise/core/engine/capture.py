@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, StateError
-from ..optim.sharded_optimizer import plain_settings
+from ..optim.groups import plain_settings
 from ..schedule.unit_status import Weights, snapshot
 from .guards import engine_of
 from .runtime import Engine

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import StateError
-from ..optim.moments import num_moments
+from ..optim.probe import num_moments
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..schedule.state_bytes import StateBytes, state_bytes
 from ..schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS

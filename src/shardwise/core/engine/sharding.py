@@ -14,11 +14,11 @@ from ..layout import Layout
 from ..mesh import Axes, connect, device, local_rank, num_local_ranks
 from ..native.cores import cores_for
 from ..offload.host_memory import HostMemory
-from ..optim.elementwise_probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
-from ..optim.groups import cut_state, optimizer_of_each
+from ..optim.clip import LossScaler
+from ..optim.groups import cut_state, optimizer_of_each, settings_number
 from ..optim.host_updates import HostUpdates, is_eight_bit
-from ..optim.loss_scaler import LossScaler
-from ..optim.sharded_optimizer import ShardedOptimizer, settings_number
+from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
+from ..optim.sharded_optimizer import ShardedOptimizer
 from ..precision import Precision
 from ..schedule.flat import Flat, flats_of
 from ..schedule.model import FoundUnit

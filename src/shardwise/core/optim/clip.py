@@ -1,8 +1,8 @@
-"""Norms of gradients, from whatever each rank holds of them.
+"""Norms of gradients, from the parts that each rank holds, the limits of clipping, and the loss scaling of fp16.
 
-Powers are summed in fp64, so that the result does not depend on how the gradients are split: every layout and
-every rank gets the same fp32 number. Of gradients that have left the device the sum of squares was taken on their way,
-unless they were changed on the host.
+Powers are summed in fp64, so that the result does not depend on how the gradients are split: every layout and every
+rank gets the same fp32 number. The sum of squares of a gradient that has left the device was taken on its way, and is
+used unless the gradient was changed on the host.
 """
 
 import math
@@ -46,7 +46,7 @@ def global_norm(
 def norms_by_param(
     states: Iterable[FlatState], channels: Channels, device: torch.device, norm_type: float
 ) -> dict[str, float]:
-    """The norm of each parameter's final gradient, by name, without those that no rank has one of."""
+    """The norm of each parameter's final gradient, by name. Parameters without a gradient on any rank are left out."""
     names: dict[Axes, list[tuple[str, bool]]] = {}
     parts: dict[Axes, list[Tensor]] = {}
     nothing = torch.zeros((), dtype=torch.float64, device=device)
@@ -73,8 +73,7 @@ def require_norm_type(norm_type: float) -> float:
 
 
 def require_limit(name: str, limit: Any) -> None:
-    """What gradients are clipped to. torch takes 0 and sets all gradients to 0; elsewhere 0 means that nothing is
-    clipped."""
+    """Refuse a limit that is not above 0: torch sets all gradients to 0 then, other libraries clip nothing."""
     if not isinstance(limit, int | float | Tensor) or not float(limit) > 0:
         raise ConfigurationError(
             f"{name}={limit!r}: it must be above 0. To clip nothing, leave the call out; "
@@ -88,7 +87,7 @@ def _split_over(state: FlatState) -> Axes:
 
 
 def _power_of(row: Tensor, norm_type: float) -> Tensor:
-    """What is joined over parts and ranks: the sum of the elements' powers, or the largest of them."""
+    """The value that is joined over parts and ranks: the sum of the elements' powers, or the largest element."""
     if norm_type == 2.0:
         return sum_of_squares(row)
     if norm_type == math.inf:
@@ -116,8 +115,40 @@ def _over_ranks(row: Tensor, axes: Axes, channels: Channels, norm_type: float) -
 
 
 def _largest(row: Tensor, channel: Channel) -> Tensor:
-    """Of every rank's row, element by element. A communicator's own maximum may lose a NaN."""
+    """The largest of every rank's row, element by element. A communicator's own maximum may lose a NaN."""
     rows = row.new_zeros(channel.num_ranks, row.numel())
     rows[channel.index] = row
     finish(start_all_gather(channel, rows.view(-1), "the gradients' norm"))
     return rows.amax(0)
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16. The loss is multiplied by `scale`, so that small gradients do not vanish, and the
+    gradients are divided by it before the step. The scale halves when a gradient overflows, and doubles after
+    `growth_interval` steps without an overflow."""
+
+    def __init__(self, device: torch.device, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.scale: Tensor = torch.full((), initial, dtype=torch.float32, device=device)
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+        self.num_skipped = 0
+
+    def after_step(self, overflowed: bool) -> None:
+        # In place: the hooks on the model's output hold this tensor.
+        if overflowed:
+            self.num_skipped += 1
+            self._good_steps = 0
+            self.scale.mul_(0.5).clamp_(min=1.0)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            self._good_steps = 0
+            self.scale.mul_(2.0).clamp_(max=2.0**24)
+
+    def state(self) -> dict[str, float]:
+        """Plain numbers that `restore` takes."""
+        return {"scale": float(self.scale), "good_steps": self._good_steps, "num_skipped": self.num_skipped}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good_steps, self.num_skipped = int(state["good_steps"]), int(state["num_skipped"])

@@ -1,12 +1,16 @@
 """The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
 
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...base.errors import ConfigurationError, StateError
+from ..schedule.step_schedule import PART_ELEMS
 from ..unit.shard_tensor import Place
 from ..unit.state import FlatState
 from ..unit.user_parameter import place_of
@@ -154,3 +158,52 @@ def _cut(key: str, value: Any, place: Place) -> Any:
     part = place.state.part_of(place.index, value).view(place.resting.shape)
     dtype = place.resting.dtype if value.is_floating_point() else value.dtype
     return part.to(place.resting.device, dtype, copy=True)
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of every group that are plain numbers. A tensor is left out: the update reads it."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
+        for group in optimizer.param_groups
+    ]
+
+
+def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """A hash of all plain settings: above zero, and so small that a sum over ranks fits into 32 bits."""
+    return 1 + zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Flats that are updated together, and this rank's parts of their parameters, group by group."""
+
+    states: list[FlatState]
+    groups: list[list[Tensor]]
+
+
+def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], at_once: bool) -> list[Part]:
+    """Join neighbouring units into parts of at least `PART_ELEMS`, without the flats that the host updates.
+
+    `at_once` makes one part of everything: for optimizers that may keep more than the state of each parameter, such as
+    a counter of their steps, and for step hooks, which expect to run once a step.
+    """
+    parts: list[list[FlatState]] = [[]]
+    for states in units:
+        if not at_once and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
+            parts.append([])
+        parts[-1] += [state for state in states if at_once or not state.flat.host_updates]
+    return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
+    held = {param for state in states for param in state.resting_params}
+    return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]

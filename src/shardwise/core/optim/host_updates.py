@@ -22,7 +22,7 @@ from ..offload.host_memory import MASTER, Moves, Rows
 from ..schedule.flat import Flat
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
-from .elementwise_probe import KNOWN_PACKAGES, rows_kept, shadow_of
+from .probe import KNOWN_PACKAGES, rows_kept, shadow_of
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 

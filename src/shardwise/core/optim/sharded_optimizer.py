@@ -4,28 +4,32 @@ Class, groups, hyper-parameters and state stay the inner optimizer's own. Its gr
 it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
 """
 
-import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...base.errors import ConfigurationError, StateError
-from ..schedule.step_schedule import PART_ELEMS
 from ..unit.carrier import Channels
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from ..wire.collectives import exchange
-from .clip import global_norm, require_limit, require_norm_type
-from .elementwise_probe import refuse_unless_elementwise
-from .groups import UserState, as_list, names_of_joining, shard_groups
+from .clip import LossScaler, global_norm, require_limit, require_norm_type
+from .groups import (
+    Part,
+    UserState,
+    as_list,
+    cut_into_parts,
+    has_hooks,
+    names_of_joining,
+    plain_settings,
+    shard_groups,
+)
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut
-from .loss_scaler import LossScaler
+from .probe import refuse_unless_elementwise
 
 
 class Stepper(Protocol):
@@ -291,7 +295,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _is_at_once(self) -> bool:
         """The optimizer must see all parameters at once, those on the host too."""
-        return not can_be_cut(self._inner) or _has_hooks(self._inner)
+        return not can_be_cut(self._inner) or has_hooks(self._inner)
 
     def update_early(self, states: list[FlatState]) -> None:
         """During the backward: the gradients of `states` are final. What is complete now is updated now."""
@@ -313,15 +317,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._is_at_once:
             self._update_on_host([state for state in states if all(state.gradient.used)])
 
-    def _current_parts(self) -> list["Part"]:
-        order, has_hooks = self._stepper.update_order, _has_hooks(self._inner)
-        if self._parts_are_for[0] is not order or self._parts_are_for[1] != has_hooks:
-            own = [[state for state in states if state in self._own] for states in order]
+    def _current_parts(self) -> list[Part]:
+        made_for = (self._stepper.update_order, has_hooks(self._inner))
+        if self._parts_are_for[0] is not made_for[0] or self._parts_are_for[1] != made_for[1]:
+            own = [[state for state in states if state in self._own] for states in made_for[0]]
             self._parts = cut_into_parts(self._inner, own, self._is_at_once)
-            self._parts_are_for = (order, has_hooks)
+            self._parts_are_for = made_for
         return self._parts
 
-    def _update_part(self, part: "Part", early: bool) -> None:
+    def _update_part(self, part: Part, early: bool) -> None:
         self._await_host(part.states)
         with self._stepper.updating(part.states, early):
             self._hand_over_gradients(part.states)
@@ -465,55 +469,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_back_gradients(self) -> None:
         for state in self._states:
             state.hide_gradients()
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
-
-
-def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of every group that are plain numbers; a tensor is read when an update runs."""
-    return [
-        {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
-        for group in optimizer.param_groups
-    ]
-
-
-def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """A number above zero that stands for all plain settings; so small that a sum over ranks fits into 32 bits."""
-    return 1 + zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Flats that are updated together, and this rank's parts of their parameters, group by group."""
-
-    states: list[FlatState]
-    groups: list[list[Tensor]]
-
-
-def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatState]], at_once: bool) -> list[Part]:
-    """Neighbouring units, a part at least `PART_ELEMS` long, without those that the host updates.
-
-    All in one where the optimizer may keep more than the state of each parameter, such as a counter of its steps:
-    then it must see them all at once. torch's own do not, but hooks expect to run once a step.
-    """
-    parts: list[list[FlatState]] = [[]]
-    for states in units:
-        if not at_once and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
-            parts.append([])
-        parts[-1] += [state for state in states if at_once or not state.flat.host_updates]
-    return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
-
-
-def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
-    held = {param for state in states for param in state.resting_params}
-    return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
 
 
 def _refuse_old(name: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Whether an optimizer can work on shards: found out by trying it, once, on small matrices.
+"""Trials of an optimizer on small matrices: can it work on shards, and what does it keep for each parameter?
 
-A shard is a run of elements of each parameter. An optimizer is right on shards when two of its kind, each with one half
-of every parameter, do what one does with all of them whole: Adam, SGD and Lion do; Muon, Adafactor and LAMB do not, nor
-does what clips inside its step or learns a step size from all gradients (D-Adaptation, Prodigy).
+A shard is a run of elements of each parameter. An optimizer works on shards if two copies of it, each with one half of
+every parameter, compute the same as one copy with all parameters whole. Adam, SGD and Lion do. Muon, Adafactor and LAMB
+do not, nor do optimizers that clip inside their step or learn a step size from all gradients (D-Adaptation, Prodigy).
 """
 
 import math
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
+from ..precision import Precision
 
 # Elementwise by construction (block-wise for 8 bits, with blocks that never cross a shard); compiling some of
 # them for the trial would take minutes.
 KNOWN_PACKAGES = ("torchao.optim", "torchao.prototype.low_bit_optim")
-
-
-# Of the matrices that are tried: what mixes parameters needs several.
+# Shapes of the trial's matrices: several, to detect optimizers that mix parameters.
 _SHAPES = ((64, 128), (32, 64))
-# Of the gradients: what is clipped in a step may be large.
+# Scales of its gradients: a large one, to detect clipping inside a step.
 _GRAD_SCALES = (1.0, 1e3, 1.0)
+# Bytes per element of a moment in fewer bits, with its blocks' scales, by the end of the optimizer's name.
+_SMALL_MOMENTS = {"8bit": 1 + 4 / 256, "Fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -72,7 +73,7 @@ def _params(trial: Any) -> list[Tensor]:
 
 
 def _numbers(trial: Any) -> Iterator[tuple[str, float]]:
-    """What an optimizer knows beside the state of its parameters: in its groups, and as attributes."""
+    """Numbers that an optimizer holds apart from the state of its parameters: in its groups, and as attributes."""
     for group in (*trial.param_groups, vars(trial)):
         for key, value in sorted(group.items()):
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -80,7 +81,7 @@ def _numbers(trial: Any) -> Iterator[tuple[str, float]]:
 
 
 def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of what one of torch's own optimizers keeps for each element of a parameter, found out by a trial."""
+    """Names of the tensors that one of torch's own optimizers keeps for each parameter, found by a trial step."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return ()
     names: dict[str, None] = {}
@@ -100,8 +101,22 @@ def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return tuple(names)
 
 
+def num_moments(optimizer: torch.optim.Optimizer | None, precision: Precision) -> float:
+    """Tensors of the master's size that an optimizer will keep: Adam's two, unless it is known to differ."""
+    if optimizer is None:
+        return 0
+    name, groups = type(optimizer).__name__, optimizer.param_groups
+    if name == "SGD":
+        return max(float(group["momentum"] != 0) for group in groups)
+    moments = 2 + max(float(group.get("amsgrad", False)) for group in groups)
+    for ending, num_bytes in _SMALL_MOMENTS.items():
+        if name.endswith(ending):
+            return moments * num_bytes / precision.master.itemsize
+    return moments
+
+
 def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
-    """What rests on disk is brought to the optimizer in parts, with all that it keeps for them."""
+    """Refuse an optimizer whose state cannot be on disk: it must come to the optimizer part by part."""
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim."):
         raise ConfigurationError(
@@ -132,7 +147,7 @@ def _train(
 
 
 def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
-    """A copy that leaves no trace in the optimizer, whatever its step changes."""
+    """A copy of the optimizer on other parameters, whose step changes nothing in the original."""
     trial = shadow_of(optimizer)
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.param_groups = [
@@ -155,7 +170,7 @@ def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], param
 
 
 def _attribute(value: Any, optimizer: torch.optim.Optimizer, trial: Any, known: set[Tensor]) -> Any:
-    """Of the trial: parameters are its own, an optimizer inside works on the same ones, and numbers are copies."""
+    """An attribute of the trial: its own parameters, an inner optimizer on the same ones, or copies of numbers."""
     if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
         inside = shadow_of(value)
         if value.param_groups is optimizer.param_groups:
@@ -192,7 +207,7 @@ def shadow_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _like(value: Any, original: Tensor, param: Tensor) -> Any:
-    """State as the constructor made it for `original`, for `param`."""
+    """State for `param` like that which the constructor made for `original`."""
     if isinstance(value, Tensor) and value.shape == original.shape and value.ndim and value.numel():
         return torch.full_like(param, float(value.reshape(-1)[0]))
     return deepcopy(value)
