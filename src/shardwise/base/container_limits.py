@@ -1,4 +1,4 @@
-"""Limits of a container, which the machine's own numbers do not show. Pure but for the files it reads."""
+"""Memory and processor limits of a container (cgroups), which the machine's own numbers do not show."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cgroup_values(name: str, old_name: str | None, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[str]:
-    """What a limit is set to, from this process's group up to the root. `old_name` is that of cgroups v1, if any."""
+    """Read the values of a limit, from this process's group up to the root. `old_name` is its file in cgroups v1."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -29,11 +29,12 @@ def cgroup_values(name: str, old_name: str | None, root: Path = CGROUPS, members
 
 
 def memory_limit(values: list[str], total_bytes: int) -> int | None:
+    """The lowest limit in bytes; None where there is none."""
     limits = [int(value) for value in values if value.isdecimal()]
     return min((limit for limit in limits if limit < total_bytes), default=None)  # v1 says "none" with a huge number
 
 
 def cpu_limit(values: list[str]) -> float | None:
-    """Cores, from "200000 100000" (v2: quota and period)."""
+    """The lowest limit in cores, from values such as "200000 100000" (v2: quota and period)."""
     pairs = [value.split() for value in values]
     return min((int(quota) / int(period) for quota, period in pairs if quota != "max"), default=None)

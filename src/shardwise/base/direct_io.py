@@ -1,6 +1,6 @@
-"""Reads and writes that go around the page cache where the file system lets them (O_DIRECT).
+"""Reads and writes that go around the page cache where the file system allows it (O_DIRECT).
 
-The disk is then as fast as it can be, the processor has less to copy, and what the run keeps in the cache stays there.
+The disk reaches its full speed, the processor has less to copy, and the contents of the page cache stay.
 Lengths, offsets and addresses must be multiples of `ALIGNMENT`.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-# What O_DIRECT asks of lengths, offsets and addresses, on every disk that is sold.
+# O_DIRECT's alignment of lengths, offsets and addresses, on all common disks.
 ALIGNMENT = 4096
 
 
 def open_direct(path: Path, flags: int) -> int:
-    """A descriptor that goes around the page cache, if there is a way around it."""
+    """Open a file around the page cache, or through it where the file system has no O_DIRECT."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
@@ -26,7 +26,7 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def go_direct(file: int) -> None:
-    """Let a descriptor that is open go around the page cache from now on, if there is a way around it."""
+    """Switch an open descriptor to O_DIRECT, where the file system has it."""
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -39,10 +39,10 @@ def is_direct(file: int) -> bool:
 
 
 def read_at(file: int, view: memoryview, offset: int) -> int:
-    """Fill the view from a place in a file, both aligned; returns how much there was before the file ended."""
+    """Fill the view from a place in a file, both aligned; returns the bytes read before the file ended."""
     done = 0
     while done < len(view):
-        num = _or_through_the_cache(file, partial(os.preadv, file, [view[done:]], offset + done))
+        num = _run(file, partial(os.preadv, file, [view[done:]], offset + done))
         if num == 0:
             break
         done += num
@@ -53,16 +53,16 @@ def write_at(file: int, view: memoryview, offset: int) -> None:
     """Write all of the view to a place in a file, both aligned."""
     done = 0
     while done < len(view):
-        done += _or_through_the_cache(file, partial(os.pwrite, file, view[done:], offset + done))
+        done += _run(file, partial(os.pwrite, file, view[done:], offset + done))
 
 
-def _or_through_the_cache(file: int, do: Callable[[], int]) -> int:
-    """For file systems that open files this way and then do not read or write them."""
+def _run(file: int, do: Callable[[], int]) -> int:
+    """Run a read or write; switch O_DIRECT off for file systems that accept it when opening and refuse it here."""
     try:
         return do()
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # Another thread may have found out in the meantime: so whatever the flags are now, it is tried once more.
+    # Another thread may have switched it off in the meantime, so the flags are not checked.
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return do()

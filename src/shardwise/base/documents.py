@@ -1,9 +1,8 @@
-"""YAML and JSON as trees of texts: what was written, before anybody decides what it means.
+"""YAML and JSON documents as trees of texts, exactly as they were written.
 
-A scalar is a text or None, whatever YAML would make of it: the numbers, dates and base-60 integers of YAML 1.1 are
-never made, and 1e-4 or "1e-4" are the same. A key that is said twice is refused, and so are tags: nothing in a document
-is constructed or executed. JSON may have comments (`//`, `#`, `/* */`) and a comma behind the last entry, as
-DeepSpeed's files do. yaml is imported in this file only, and only once there is something to read.
+A scalar is a text or None: YAML 1.1's numbers, dates and base-60 integers are never made, so 1e-4 and "1e-4" are the
+same. Duplicate keys and tags are refused: nothing in a document is constructed or executed. JSON may have comments
+(`//`, `#`, `/* */`) and a trailing comma, as DeepSpeed's files do. yaml is imported in this file only, at first use.
 """
 
 import json
@@ -32,7 +31,7 @@ JSON_COMMA = re.compile(rf"{JSON_STRING}|,(?=\s*[}}\]])", re.S)
 
 
 def read_text(path: Path) -> str:
-    """Of a file that somebody named: it is there, it is not huge, and it is text."""
+    """Read a text file of at most `MOST_BYTES`; refuse everything else."""
     try:
         return read_regular(path, MOST_BYTES).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, ValueError) as error:  # a name with a zero byte, bytes that are no text
@@ -45,7 +44,7 @@ def yaml_tree(text: str, where: str, most_depth: int) -> Tree:
 
 
 def _num_nodes(node: "yaml.Node", known: dict[int, int]) -> int:
-    """With what aliases stand for, each time; what refers to itself is without end."""
+    """Count nodes, with aliases expanded; a node that refers to itself counts as too many."""
     if id(node) not in known:
         known[id(node)] = MOST_NODES + 1  # while its own parts are counted
         parts = node.value if isinstance(node.value, list) else []
@@ -135,7 +134,7 @@ def json_tree(text: str, where: str) -> Tree:
 
 
 def texts_of(value: Any) -> Tree:
-    """What a program or JSON has as values, in texts."""
+    """Turn the values of a program or of JSON into texts."""
     if isinstance(value, dict):
         return {str(name): texts_of(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Number formats by name and size: torch's dtypes for those who must not wait for torch."""
+"""Number formats by name and size: torch's dtypes for code that must not import torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
@@ -40,7 +40,7 @@ _BY_NAME = {dtype.name: dtype for dtype in _ALL} | {"fp32": FP32, "bf16": BF16, 
 
 
 def dtype_of(value: DTypeLike) -> DType:
-    """By a name, long or short, or from torch's own."""
+    """Find a dtype by its long or short name, or from torch's own."""
     if isinstance(value, DType):
         return value
     name = str(value).removeprefix("torch.")

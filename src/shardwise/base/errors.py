@@ -9,17 +9,17 @@ from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
-    """In one line of a terminal or of a file: what cannot be printed, or would move the cursor, is escaped."""
+    """Escape characters that cannot be printed or would move the cursor, also line ends."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text of several lines."""
+    """Escape such characters in a text of several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 class ShardwiseError(Exception):
-    """Anything shardwise refuses or fails at. Names in its text may be anybody's, so it is made printable."""
+    """Base of all errors of shardwise. Its text may contain names from files, so it is made printable."""
 
     exit_code = 1
     has_lines = False  # or one line, whatever is in it
@@ -29,20 +29,20 @@ class ShardwiseError(Exception):
 
 
 class ConfigurationError(ShardwiseError, ValueError):
-    """What was asked for cannot be done; raised before anything ran."""
+    """A request that cannot be carried out; raised before anything ran."""
 
     exit_code = 2
 
 
 class MemoryExceededError(ConfigurationError):
-    """Memory is not enough for what was asked for."""
+    """The request needs more memory than there is."""
 
     exit_code = 3
     has_lines = True
 
 
 class DivergenceError(ShardwiseError, RuntimeError):
-    """The training does not go anywhere any more."""
+    """Training has diverged."""
 
     exit_code = 4
 
@@ -54,33 +54,33 @@ class WireError(ShardwiseError, RuntimeError):
 
 
 class StoreError(ShardwiseError, RuntimeError):
-    """Memory or a disk that holds training state or data failed, or gave back other bytes than it was given."""
+    """Memory or a disk that holds training state or data failed, or returned other bytes than were written."""
 
 
 class PlaceError(StoreError, ConfigurationError):
-    """A place that was asked for cannot be used; raised before anything ran."""
+    """The requested place for state cannot be used; raised before anything ran."""
 
 
 class NoRoomError(PlaceError, MemoryExceededError):
-    """A place that was asked for has too little room; raised before anything ran."""
+    """The requested place for state has too little room; raised before anything ran."""
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A sharded model or optimizer was touched in a way, or at a time, that cannot be right."""
+    """A sharded model or optimizer was used in a way, or at a time, that cannot be right."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint is not whole, or is of something else."""
+    """A checkpoint is incomplete, or belongs to another model."""
 
     exit_code = 5
 
 
 class DamageError(CheckpointError):
-    """A checkpoint is incomplete, or is not what was written any more; an older one may be good."""
+    """A checkpoint is incomplete or was changed after it was written; an older one may be good."""
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; what was saved before is as it was. Another try may do."""
+    """A checkpoint could not be written; older ones are unchanged. Another try may succeed."""
 
     exit_code = 1
 

@@ -43,7 +43,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a shard holds of one parameter: the same elements, counted in the flat and in the parameter."""
+    """The part of one parameter that a shard holds: the same elements, counted in the flat and in the parameter."""
 
     param: int
     in_flat: Interval
@@ -66,7 +66,7 @@ def place(sizes: Sequence[int], num_shards: int, block: int = BLOCK_ELEMS) -> tu
 
 
 def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) -> tuple[Interval, ...]:
-    """What a rank holds after 0, 1, 2, ... splits.
+    """The intervals that a rank holds after 0, 1, 2, ... splits.
 
     The row is split over an axis of `sizes[0]` ranks, of which this one is `indices[0]`; its part again
     over `sizes[1]`, and so on. Entry 0 is the whole row.
@@ -83,7 +83,7 @@ def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) 
 
 
 def pieces(params: Sequence[Interval], span: Interval) -> Iterator[Piece]:
-    """What `span` holds of each parameter; parameters it does not touch are left out."""
+    """The parts of parameters that `span` holds, without parameters that it does not touch."""
     for index, interval in enumerate(params):
         common = interval.overlap(span)
         if common.num_elems:

@@ -1,4 +1,4 @@
-"""JSON that people hand over: one sentence says what is wrong with it, whatever it holds."""
+"""JSON files from users: whatever they hold, an error says in one sentence what is wrong."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ MANY_BRACKETS = 1_000_000
 
 
 def find(path: str | Path) -> Path | None:
-    """The file or folder, a user's home put in for ~; None where there is none, or none can have this name."""
+    """Expand ~ and return the file or folder; None where it does not exist or cannot have this name."""
     try:
         found = Path(path).expanduser()
         return found if found.exists() else None
@@ -23,7 +23,7 @@ def find(path: str | Path) -> Path | None:
 
 
 def parse(text: str | bytes) -> Any:
-    """A value, in memory of about ten times the text. Raises ValueError."""
+    """Parse a value, in memory of about ten times the text. Raises ValueError."""
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     num_brackets = content.count(b"[") + content.count(b"{")
     if num_brackets > MANY_BRACKETS + len(content) // 8:
@@ -35,7 +35,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """`what` begins the sentence."""
+    """Read a JSON object; `what` names it in errors."""
     try:
         value = parse(read_regular(path, MOST_BYTES))
     except OSError as error:

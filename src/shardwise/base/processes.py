@@ -1,4 +1,4 @@
-"""Nothing is left of a process that was killed: its children end with it, and the next one removes its folders.
+"""Cleaning up after processes that were killed: children end with their parent, and abandoned folders are removed.
 
 A child that is started as a command gets `as_child` as its environment and calls `end_with_parent` first.
 """
@@ -20,18 +20,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def as_child(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child that should end with this process."""
     return {**environment, PARENT: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """If this process was started with `as_child`. What it starts itself is not concerned."""
+    """End with the parent, if this process was started with `as_child`. Its own children are not affected."""
     pid = os.environ.pop(PARENT, None)
     if pid is not None:
         end_with(int(pid))
 
 
 def end_with(parent_pid: int) -> None:
-    """From here on the kernel kills this process when its parent is gone. A parent that is gone already counts."""
+    """Let the kernel kill this process when its parent ends; end now if the parent is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

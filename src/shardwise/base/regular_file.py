@@ -1,7 +1,7 @@
-"""Files that somebody named, opened for reading: regular files alone, and no larger than expected.
+"""Reading files that a user named: regular files only, and no larger than expected.
 
-A FIFO would wait for a writer, a device need not have an end, and a sparse file of no bytes on a disk can be terabytes
-long. Each of them is refused with an OSError that has the reason in words, as every other file that cannot be read.
+A FIFO would wait for a writer, a device need not end, and a sparse file can be terabytes long. Each of them is refused
+with an OSError that says why.
 """
 
 import errno
@@ -13,7 +13,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a dev
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from."""
+    """Open a regular file for reading."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(file), path)
@@ -31,7 +31,7 @@ def num_bytes_of(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """All of a file that has at most so many bytes."""
+    """Read a whole file of at most `most_bytes`."""
     with os.fdopen(open_regular(path), "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > most_bytes:

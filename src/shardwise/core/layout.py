@@ -1,15 +1,14 @@
-"""The table: how each way of sharded training differs from the others.
+"""The table of strategies: how each way of sharded training differs from the others.
 
-Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says
-over which ranks each of them is split, in which memory it rests, as what it travels, and until when gathered
-parameters are kept. That is all: the engine reads the answers, and no other file knows the name of a preset.
+Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says over which ranks
+each of them is split, in which memory it rests, in which codec it is sent, and until when gathered parameters are kept.
+The engine reads these answers; no other file knows the name of a preset.
 
 `whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
 the nodes hold equal copies), `world` that all ranks together hold one copy.
 
-A preset's name may be followed by where something rests instead, as in `zero3+optimizer=host:0.6+params=disk`: the
-number is the part that goes there, and the rest of it stays on the device. And by what it travels as, a codec's name:
-`hsdp+params_as=int8+grads_as=int4:feedback`.
+A preset's name may be followed by other places, as in `zero3+optimizer=host:0.6+params=disk`: the number is the part
+that goes there, and the rest stays on the device. And by codecs: `hsdp+params_as=int8+grads_as=int4:feedback`.
 """
 
 import re
@@ -26,9 +25,9 @@ Until = Literal["forward", "backward", "always"]
 Place = Literal["device", "host", "disk"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-# What may rest elsewhere than on the device.
+# State that may be off the device.
 MOVABLE = ("params", "grads", "optimizer", "activations")
-# What may travel as something else than it is.
+# State that may be encoded for collectives.
 ENCODABLE = ("params", "grads")
 
 
@@ -116,7 +115,7 @@ class Layout:
             self._refuse_one_gather(str(replace(params, is_forward_only=False)))
 
     def _refuse_one_gather(self, in_both: str) -> None:
-        """What a forward alone gets encoded is gathered twice, and both times from the masters."""
+        """Refuse an encoding for the forward only, unless parameters are gathered twice, each time from the masters."""
         if self.gathered_until != "forward":
             raise ConfigurationError(
                 f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: what the forward "
@@ -193,12 +192,12 @@ class Layout:
         return ("node", "replicate") if stops_at_node or sums_at_node else ("world",)
 
     def depth(self, split: Split) -> int:
-        """How many axes of `chain` something split so is split over."""
+        """Number of axes of `chain` over which state with this split is split."""
         return {"whole": 0, "node": 1, "world": len(self.chain)}[split]
 
     @property
     def name(self) -> str:
-        """Of the preset, with what rests elsewhere or travels otherwise than it says; `layout_of` reads it."""
+        """The preset's name, followed by changed places and codecs; `layout_of` parses it."""
         exact = next((name for name, layout in PRESETS.items() if layout == self), None)
         if exact is not None:
             return exact
@@ -214,7 +213,7 @@ class Layout:
 
     @property
     def moves(self) -> list[str]:
-        """What rests elsewhere than on the device, as `moved` takes it."""
+        """Offloaded state, in the form that `moved` takes."""
         moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
         part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
@@ -259,13 +258,13 @@ ALIASES: dict[str, str] = {
     "zero++": "zeropp",
 }
 
-# What torch's FSDP2 can do of it, to be compared with.
+# Presets that torch's FSDP2 has, too.
 FSDP2_HAS = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
 
 AUTO = "auto"
-# What most ranks can do without: others are measured by it.
+# The preset that splits the most: others are compared with it.
 MOST_SPLIT = "zero3"
-# Pairs that are mixed to fill memory: what does not fit is split as the first, what does is kept as the second.
+# Pairs that are mixed to fill memory: units that fit use the second, the others the first.
 MIXES: tuple[tuple[str, str], ...] = (
     ("zero3", "zero2"),
     ("zero3", "shard_grad_op"),
@@ -278,8 +277,8 @@ MIXES: tuple[tuple[str, str], ...] = (
     ("zero1", "ddp"),
 )
 
-# What is tried where nothing fits on the device alone, each with as much as fits of the optimizer on the device all the
-# same. Gradients that stay there save copies from the second micro-batch on.
+# Strategies that are tried if nothing fits on the device alone, each with as much of the optimizer there as fits.
+# Gradients that stay on the device save copies from the second micro-batch on.
 OFFLOADS: tuple[str, ...] = (
     "zero2_offload",
     "zero2+optimizer=host",
@@ -289,7 +288,7 @@ OFFLOADS: tuple[str, ...] = (
     "zero3+params=host+grads=host+optimizer=disk",
     "zero3_nvme",
 )
-# Whose activations may go to the host, where memory asks for checkpointing or is short.
+# Presets whose activations may go to the host, where memory is short or checkpointing would be needed.
 STOWS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 Strategy = str | Layout | Mapping[str, "str | Layout"]
@@ -317,14 +316,14 @@ def layout_of(strategy: str | Layout) -> Layout:
 
 
 def changed(layout: Layout, changes: Iterable[str]) -> Layout:
-    """With things in other places, or travelling as something else."""
+    """The layout with other places and codecs."""
     changes = list(changes)
     codecs = [change for change in changes if change.partition("=")[0].removesuffix("_as") != change.partition("=")[0]]
     return encoded(moved(layout, [change for change in changes if change not in codecs]), codecs)
 
 
 def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
-    """With things that travel as something else: each is `params_as=codec` or `grads_as=codec`."""
+    """The layout with other codecs; each is `params_as=codec` or `grads_as=codec`."""
     changes: dict[str, Any] = {}
     for change in codecs:
         what, _, codec = change.partition("=")
@@ -338,7 +337,7 @@ def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
 
 
 def moved(layout: Layout, moves: Iterable[str]) -> Layout:
-    """With things in other places: each move is `what=place`, for the optimizer also `optimizer=place:part`."""
+    """The layout with other places; each is `what=place`, for the optimizer also `optimizer=place:part`."""
     changes: dict[str, Any] = {}
     for move in moves:
         what, _, where = move.partition("=")

@@ -24,13 +24,13 @@ from .wire.rank_watch import Limits, Watch, last_words
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
-# How much longer than in a step ranks wait for each other where disks work.
+# Factor of the timeout where ranks wait for disks.
 _DISK_PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Which ranks each axis joins, seen from this rank. Pure: no communicator is made yet."""
+    """The ranks that each axis joins, seen from this rank. No communicator is made yet."""
 
     rank: int
     world_size: int
@@ -59,7 +59,7 @@ class Mesh:
         return self.channels["gather", "world"]
 
     def begin(self, phase: str) -> None:
-        """Of the training: collectives that follow belong to it."""
+        """Begin a phase of the training; the collectives that follow belong to it."""
         world = self.world
         if world.watch is not None and world.mesh is not None:
             world.watch.order.begin(phase, world.mesh)
@@ -121,10 +121,9 @@ def everyone() -> Channel:
 
 
 def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
-    """All ranks over a gloo group of its own: numbers on the host, exchanged beside what the devices do.
+    """All ranks over a gloo group: numbers on the host, exchanged while the devices work.
 
-    With a timeout other than that of `init` for what one rank may keep the others waiting with; with a purpose, a
-    group that nothing else uses.
+    `timeout_s` replaces that of `init` where one rank may keep the others waiting; `purpose` makes a separate group.
     """
     device()
     ranks = tuple(range(dist.get_world_size()))
@@ -137,17 +136,17 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
 
 
 def patient_hosts() -> Channel:
-    """All ranks, for what takes as long as the slowest disk; beside the devices, whose watchdogs would end the run."""
+    """All ranks, for work that takes as long as the slowest disk, beside the devices, whose watchdogs would end it."""
     return hosts(_DISK_PATIENCE * timeout_s(), purpose="checkpoints")
 
 
 def timeout_s() -> float:
-    """How long a rank waits for the others, as `init` was told."""
+    """Seconds that a rank waits for the others, as given to `init`."""
     return _timeout.total_seconds()
 
 
 def restarts() -> int:
-    """How often an elastic launcher has started these ranks again."""
+    """Number of restarts by an elastic launcher."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -157,22 +156,22 @@ def local_rank() -> int:
 
 
 def num_local_ranks() -> int:
-    """Ranks of this machine; all of them where nobody has said."""
+    """Number of ranks of this machine; all ranks if LOCAL_WORLD_SIZE is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, also before there is a process group."""
+    """True on rank 0, also before there is a process group."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def is_first_here() -> bool:
-    """Whether this rank is the first of its machine. LOCAL_RANK does not tell: where each sees one GPU, all are 0."""
+    """True on the first rank of a machine. LOCAL_RANK is 0 on all ranks where each sees one GPU, so it is not used."""
     return dist.get_rank() % num_local_ranks() == 0
 
 
 def is_joined() -> bool:
-    """Whether there is a process group already."""
+    """True once there is a process group."""
     return dist.is_initialized()
 
 
@@ -237,7 +236,7 @@ _watches: dict[object, Watch] = {}
 
 
 def _watch() -> Watch | None:
-    """Over the ranks of the default group; None where there is nobody to wait for."""
+    """The watch over the ranks of the default group; None for a single rank."""
     group, num_ranks = dist.group.WORLD, dist.get_world_size()
     if num_ranks == 1 or dist.get_backend() == "emulated":
         return None
@@ -272,9 +271,8 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 def _let_segments_grow() -> None:
-    """Memory that is given back can then be lent in other sizes, so that next to none is reserved and unused.
-
-    What the user has said about the allocator is left as it is.
+    """Set the allocator to expandable segments, so that hardly any memory is reserved and unused, unless the user has
+    set it.
     """
     if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -293,7 +291,7 @@ def _refuse_other_launchers() -> None:
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:
-    """As torchrun's environment says. Who waits in vain says for whom."""
+    """Join as torchrun's environment says. After a timeout, the error names the missing ranks."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = None
     try:

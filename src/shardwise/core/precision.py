@@ -1,4 +1,4 @@
-"""In which number format a model computes, is updated, and sends its gradients.
+"""Number formats of computation, master weights and gradients.
 
 `compute` is what forward and backward read, `master` what the optimizer updates, `reduce` what gradients
 travel as, rest as and are summed in. Frozen parameters have no master: they rest in the dtype they
@@ -16,7 +16,7 @@ from ..base.errors import ConfigurationError, did_you_mean
 
 @dataclass(frozen=True, slots=True, init=False)
 class Precision:
-    """Dtypes are given as torch's own or by name."""
+    """The dtypes of a training. They are given as torch's own or by name."""
 
     compute: DType
     master: DType

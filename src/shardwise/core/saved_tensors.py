@@ -1,7 +1,8 @@
-"""What a custom autograd function keeps for its backward, kept before it computes anything, as torch's own do.
+"""Saving tensors in a custom autograd function before it computes anything, as torch's own functions do.
 
-What `save_for_backward` was given is handed to hooks only after the forward. Activation checkpointing stops a recompute
-where the last tensor is saved: a block that ends with such a function would compute its result for nothing.
+`save_for_backward` hands tensors to saved-tensor hooks only after the forward. Activation checkpointing stops a
+recompute where the last tensor is saved: a block that ends with such a function would compute its result for nothing.
+These two functions call the hooks at once.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
-    """Call it first in a forward."""
+    """Save tensors for the backward. Call it first in a forward."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ctx.has_hooks = hooks is not None
     if hooks is None:
@@ -22,9 +23,9 @@ def keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """In the backward: the tensors, once, unless the graph is kept for another.
+    """Return the saved tensors, in the backward; once, unless the graph is kept for another backward.
 
-    The hooks are let go of, too: checkpointing's hold the inputs of the block.
+    The hooks are dropped, too, because those of checkpointing hold the inputs of the block.
     """
     if not ctx.has_hooks:
         found: tuple[Any, ...] = ctx.saved_tensors

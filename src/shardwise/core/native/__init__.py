@@ -1,1 +1,1 @@
-"""C sources, how they are compiled, and their signatures; torch does the same where there is no compiler."""
+"""C sources, how they are compiled, and their signatures. Without a compiler torch computes the same."""

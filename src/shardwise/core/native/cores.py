@@ -1,8 +1,8 @@
-"""Which of the machine's processors a rank's host updates run on, so that ranks of one machine share them fairly.
+"""The processors on which a rank's host updates run: the ranks of one machine share them fairly.
 
-Shares are of equal size (to one processor) and contiguous in an order that keeps a NUMA node together, and in it the
-threads of a core: no two ranks share a core's arithmetic, and few a node's memory bus with more ranks than they must. A
-container's quota of processor time bounds the number of threads: more would be stopped and resumed by the kernel.
+Shares differ by one processor at most. They are contiguous in an order that keeps NUMA nodes together, and within them
+the threads of a core: no two ranks share a core, and as few as possible share a node's memory bus. A container's quota
+of processor time limits the number of threads: the kernel would interrupt more of them.
 """
 
 import os
@@ -33,7 +33,7 @@ def cores_for(local_rank: int, num_local_ranks: int) -> Cores:
 
 
 def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> Cores:
-    """The part of `ordered` that is one rank's. More ranks than processors go round. Pure."""
+    """The part of `ordered` that belongs to one rank. With more ranks than processors, ranks take turns."""
     num_cores = len(ordered)
     if num_local_ranks >= num_cores:
         return Cores((ordered[local_rank % num_cores],))

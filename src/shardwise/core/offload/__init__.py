@@ -1,4 +1,4 @@
-"""Where training state rests that is not on the device: one piece of host memory, and one file on a disk.
+"""Training state off the device: in one piece of host memory, and in one file on a disk.
 
-Bytes in named places; nothing here knows what a parameter or a collective is.
+This package stores bytes in named places; it does not know what a parameter or a collective is.
 """

@@ -53,7 +53,7 @@ class Arena:
         return self._row[begin : begin + size].view(dtype)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a piece of this memory, or a view of one."""
+        """Return True for a piece of this memory, or a view of one."""
         if tensor.device.type != "cpu" or not self.num_bytes:
             return False
         return tensor.untyped_storage().data_ptr() == self._row.data_ptr()

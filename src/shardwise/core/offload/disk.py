@@ -65,7 +65,7 @@ class Disk:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go around the page cache."""
+        """True if reads and writes go around the page cache."""
         return is_direct(self._file)
 
     def region(self, num_bytes: int, what: str) -> Region:

@@ -1,7 +1,7 @@
-"""The lane of the host: work that runs in a thread beside the computation, of what is ready the most urgent first.
+"""A thread for host updates next to the computation: of the jobs that are ready, it runs the most urgent first.
 
-Its work releases the interpreter while it runs, so that the thread which feeds the device goes on. A failure is kept:
-whoever waits for a job, or gives another one, is told of it, because what the job should have updated is in between.
+Jobs release the interpreter's lock while they run, so that the thread which feeds the device goes on. A failure is
+stored and raised for everyone who waits for a job or adds one, because the state is only partly updated.
 """
 
 import threading
@@ -12,19 +12,19 @@ from torch.profiler import record_function
 
 from ...base.errors import ShardwiseError, StateError
 
-# Jobs that are read ahead for, where there is room: one may be so short that a disk is through with the next too soon.
+# Jobs whose state is read ahead, if there is room: with one, a short job would leave the disk idle.
 NUM_AHEAD = 2
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`run` is called with what it may call to have read ahead what comes next."""
+    """`run` gets a function that starts to read ahead for the next jobs."""
 
     urgency: int
     name: str
     run: Callable[[Callable[[], None]], None]
-    ask: Callable[[], None] = lambda: None  # read ahead what it needs
-    is_ready: Callable[[], bool] = lambda: True  # what it works on has arrived
+    ask: Callable[[], None] = lambda: None  # starts to read its state ahead
+    is_ready: Callable[[], bool] = lambda: True  # its gradient has arrived
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -64,16 +64,16 @@ class HostLane:
                 if self._error is None:
                     with record_function(f"shardwise::{job.name}"):
                         job.run(self._ask_ahead)
-            except BaseException as error:  # noqa: BLE001  told to whoever waits
+            except BaseException as error:  # noqa: BLE001  raised for everyone who waits
                 self._error = error
             with self._changed:
                 self._running = None
             job.done.set()
-            # Not held until the next one comes: it holds the host's memory.
+            # A job holds host memory: do not keep it until the next one comes.
             del job
 
     def end(self) -> None:
-        """Nothing more will be given. The thread goes when it is through."""
+        """Let the thread end after the last job; no more jobs will come."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -92,7 +92,7 @@ class HostLane:
             self.raise_failure()
 
     def drain(self) -> None:
-        """Until nothing is left to do."""
+        """Wait for all jobs."""
         with self._changed:
             left = [*self._waiting, *([self._running] if self._running is not None else [])]
         for job in left:
@@ -108,6 +108,6 @@ class HostLane:
 
 
 def _first_of(jobs: list[Job]) -> Job:
-    """The most urgent that is ready; if none is, what was given first is ready first."""
+    """The most urgent job that is ready; if none is, the oldest, which will be ready first."""
     ready = [job for job in jobs if job.is_ready()]
     return min(ready, key=lambda job: job.urgency) if ready else jobs[0]

@@ -1,9 +1,9 @@
-"""What the flats of a rank have off their device: on the host as tensors, on disk as regions.
+"""The state of a rank's flats off the device: tensors on the host, regions on disk.
 
-    rows      the master, and what an optimizer keeps beside it in tensors of the same length, by name
+    rows      the master, and the optimizer's tensors of the same length, by name
     out       updated weights in the compute dtype, on their way to the device
     rest      the copy of parameters that rests here (`Flat.rest_on`)
-    grads     gradients that the host adds to nothing, but keeps until the update reads them
+    grads     gradients until the update reads them
 
 On the host all of it is pieces of one arena. On disk rows are cut into chunks; a chunk's rows lie one behind the other
 and come to the host together, into a window, to be updated. Parameters are staged: read ahead, for the device to fetch.
@@ -29,7 +29,7 @@ from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 
 MASTER = "master"
-# Windows that are read ahead into, at most: the disk should be given something to write at the same time.
+# At most this many windows are read ahead: the disk should have something to write at the same time.
 NUM_ASKED = NUM_WINDOWS - 2
 
 
@@ -197,7 +197,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """What one flat has off the device."""
+    """The state of one flat off the device."""
 
     memory: HostMemory
     flat: Flat
@@ -209,11 +209,11 @@ class Away:
 
     @property
     def updated(self) -> Tensor | None:
-        """Where the update writes weights in the compute dtype; None where it is the master itself, or the disk."""
+        """The tensor for updated weights in the compute dtype; None if that is the master itself, or the disk."""
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
 
     def start_writing(self, values: Tensor, at: int, moves: Moves) -> list[Pending]:
-        """Weights of this rank in the compute dtype, from an element on, to where parameters rest on disk."""
+        """Start to write this rank's weights in the compute dtype, from element `at` on, to parameters on disk."""
         if self.region is None or not self.flat.rest_is_own:
             return []
         assert self.memory.disk is not None
@@ -221,7 +221,7 @@ class Away:
         return [self.memory.disk.put(self.region, values, at * values.element_size())]
 
     def publish(self, master: Tensor, moves: Moves) -> None:
-        """Weights were set by somebody else than the host's updates: let what is made from them follow."""
+        """Update the copies of the master after it was changed by something else than the host's updates."""
         if self.updated is not None:
             self.updated.copy_(master)
         if self.region is not None and self.flat.rest_is_own:
@@ -277,14 +277,14 @@ class Windows:
         while not self._free and self._leaving:
             self._wait_for_oldest()
         if not self._free:
-            # Read ahead for somebody who comes later: once more then.
+            # Give up a window that was read ahead for a later chunk, which is read again then.
             window, pending = self._asked.pop(next(reversed(self._asked)))
             pending.wait()
             self.moves.add("read", -window.nbytes)
             self.give_back(window)
 
     def room_beside(self, window: Tensor) -> Tensor:
-        """What is left of a window behind the record in it."""
+        """The rest of a window behind the record in it."""
         return self._whole[window.data_ptr()][round_up(window.nbytes, ALIGNMENT) :]
 
     def put(self, region: Region, window: Tensor, beside: Sequence[Pending]) -> None:
@@ -293,14 +293,14 @@ class Windows:
         self.leave(window, [self._memory.disk.put(region, window), *beside])
 
     def leave(self, window: Tensor, writing: list[Pending]) -> None:
-        """It is free when it is written."""
+        """Free a window once its writes are done."""
         self._leaving.append((window, writing))
 
     def give_back(self, window: Tensor) -> None:
         self._free.append(self._whole[window.data_ptr()])
 
     def flush(self) -> None:
-        """Nothing is being written."""
+        """Wait for all writes."""
         while self._leaving:
             self._wait_for_oldest()
 
@@ -314,7 +314,7 @@ class Staging:
         self._asked: dict[int, tuple[Tensor, Sequence[Away], list[Pending]]] = {}
 
     def ask(self, unit: int, wanted: Sequence["Away"]) -> bool:
-        """Start to read what is wanted of a unit, if there is a place; whether it is there or on its way."""
+        """Start to read these flats of a unit, if a place is free; False if none is."""
         if unit in self._asked:
             return True
         if not self._free:
@@ -350,7 +350,7 @@ class Staging:
         self.give_back(place)
 
     def forget(self) -> None:
-        """What was read ahead is out of date."""
+        """Drop everything that was read ahead: it is out of date."""
         for unit in list(self._asked):
             self._forget_one(unit)
 

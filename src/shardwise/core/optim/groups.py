@@ -85,7 +85,7 @@ def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 
 
 class NoPartError(StateError, KeyError):
-    """A mapping asks for it as for any key that is not there."""
+    """Also a KeyError, as every mapping raises for a missing key."""
 
     __str__ = Exception.__str__
 
@@ -96,10 +96,10 @@ def _own_key(key: Any) -> Any:
 
 
 class UserState(MutableMapping[Any, Any]):
-    """What an optimizer keeps, by the user's parameters: of each, what it keeps for this rank's part. Other keys are
-    the optimizer's own.
+    """The optimizer's state by the user's parameters: for each, the state of this rank's part. Other keys are the
+    optimizer's own.
 
-    `was_changed` is called with a part whose state was put in or taken out.
+    `was_changed` is called with a part whose state was set or deleted.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, was_changed: Callable[[Tensor], None]) -> None:
@@ -152,7 +152,7 @@ def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parame
 
 
 def _cut(key: str, value: Any, place: Place) -> Any:
-    """What is shaped like the parameter is cut like it; counters and the like are each rank's own."""
+    """Cut state of the parameter's shape like the parameter; every rank keeps counters and the like."""
     if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
         return value
     part = place.state.part_of(place.index, value).view(place.resting.shape)

@@ -1,8 +1,8 @@
-"""Updates that the host does: of master weights that rest there or on disk, flat by flat.
+"""Updates on the host of master weights on the host or on disk, flat by flat.
 
-There are three ways to update. AdamW and Adam have one pass over memory (`host/adamw.py`), and so have torchao's with
-8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. What an optimizer keeps shows in
-its `state` as ever: as views of rows on the host, and as tensors that say so where it is on disk.
+There are three ways to update. AdamW and Adam take one pass over memory (`native/adamw.py`), and so do torchao's with
+8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. The optimizer's `state` shows its
+tensors as always: views of rows on the host, and stand-ins (`OnDisk`) for rows on disk.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,22 +37,22 @@ class Held:
     group: dict[str, Any]  # its settings at the time of the step
 
 
-# With the first element of a chunk, its rows, its gradient, where weights go, and the gradient's factor.
+# Arguments: the first element of a chunk, its rows, its gradient, the output for weights, and the gradient's factor.
 ChunkUpdate = Callable[[int, dict[str, Tensor], Tensor, Tensor | None, float], None]
 
 
 def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torchao's with moments of 8 bits."""
+    """True for torchao's optimizers with 8-bit moments."""
     return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps nothing but the state of each parameter, and can be given one after the other."""
+    """True if the optimizer keeps only the state of each parameter, so that it can update them part by part."""
     return type(optimizer).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES))
 
 
 class HostUpdates:
-    """What the optimizer has to do with host and disk."""
+    """Updates of one optimizer on the host, and its state there and on disk."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, row_names: tuple[str, ...], cores: Cores) -> None:
         self._optimizer = optimizer
@@ -69,7 +69,7 @@ class HostUpdates:
         return self._one_pass if is_plain and flat.master == FP32 else self._its_own
 
     def refuse_other_rows(self) -> None:
-        """Rows were laid out for what the optimizer kept when the model was sharded."""
+        """Refuse settings with which the optimizer keeps more than it did when the model was sharded."""
         more = [name for name in rows_kept(self._optimizer) if self._row_names and name not in self._row_names]
         if more:
             raise ConfigurationError(
@@ -78,7 +78,7 @@ class HostUpdates:
             )
 
     def take_over(self, states: Iterable[FlatState]) -> None:
-        """State that the optimizer was given from outside becomes rows; what has none starts from zero again."""
+        """Move state that was set from outside into the rows; missing state becomes zero."""
         for state in states:
             rows = _rows_of(state)
             for index, held in state.held.items():
@@ -94,7 +94,7 @@ class HostUpdates:
                     rows.set_part(key, held, value.reshape(-1))
 
     def read(self, state: FlatState, index: int, key: str) -> Tensor:
-        """What is kept for a parameter under a name, as a row, also if it is on disk."""
+        """Read a parameter's state under a name, as a row, also from disk."""
         return _rows_of(state).part(key, state.held[index])
 
     def show(self, state: FlatState, index: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class HostUpdates:
         return kept
 
     def _shown(self, state: FlatState, index: int, key: str) -> Tensor:
-        """What stands in the optimizer's state for a part of a row."""
+        """The tensor that the optimizer's state shows for a part of a row."""
         assert state.away is not None
         assert state.away.rows is not None
         resting, rows = state.resting_params[index], state.away.rows
@@ -111,7 +111,7 @@ class HostUpdates:
         return rows.tensors[key][state.held[index]].view(resting.shape)
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
-        """An update of a flat with the gradients and the settings of this moment."""
+        """Make the update of a flat with its current gradients and settings."""
         held = [
             Held(index, resting, Interval(where.start, where.stop), groups[resting])
             for index, where in sorted(state.held.items())
@@ -137,7 +137,7 @@ class HostUpdates:
         return update
 
     def _adam_settings(self, state: FlatState, held: Held) -> AdamSettings:
-        """Counts the step, too."""
+        """Count the step, and return its settings."""
         kept = self.show(state, held.index)
         if "step" not in kept:
             kept["step"] = torch.tensor(0.0)
@@ -208,7 +208,7 @@ class HostUpdates:
         return {key: value for key, value in kept.items() if key not in self._row_names}
 
     def _keep(self, state: FlatState, held: Held, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]) -> None:
-        """What an update left in the optimizer's state: in the rows, and beside them."""
+        """Store the state that an update left, in the rows and in the optimizer's own state."""
         kept = self.show(state, held.index) if found else {}
         for key, value in found.items():
             if key in self._row_names and isinstance(value, Tensor):
@@ -239,7 +239,7 @@ class FlatUpdate:
         return _rows_of(self.state)
 
     def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
-        """What goes to disk is being written when it returns, and is read there by nobody before it is."""
+        """Update all chunks. Writes to disk are under way when it returns; reads of them wait."""
         away, rows, update = self.state.away, self._rows, self.update
         if update is None:
             return
@@ -280,7 +280,7 @@ def _rows_of(state: FlatState) -> Rows:
 
 
 def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
-    """Whether it is a view of the row already."""
+    """True if it is a view of the row already."""
     return value is not None and not rows.on_disk and _storage(value) == _storage(rows.tensors[key])
 
 

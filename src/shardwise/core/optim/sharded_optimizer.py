@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._scaler
 
     def kept(self, resting: Tensor, key: str) -> Any:
-        """What the optimizer keeps for a parameter, brought here if it is on disk."""
+        """Return the optimizer's state of a parameter under a key; read it if it is on disk."""
         value = self._inner.state[resting][key]
         if isinstance(value, OnDisk):
             state, index = self._place_of(resting)
@@ -117,14 +117,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return value
 
     def was_restored(self, resting: Tensor) -> None:
-        """What it keeps for a parameter was set from outside."""
+        """Take over the state of a parameter that was set from outside."""
         state, _ = self._place_of(resting)
         if state.flat.host_updates:
             self._host.take_over([state])
 
     @property  # type: ignore[override]
     def state(self) -> UserState:
-        """What is kept for each of the user's parameters that this rank has a part of: of that part."""
+        """The state of this rank's part of each of the user's parameters."""
         for state in self._states:
             if state.flat.host_updates:
                 self._stepper.await_host_of(state)  # its last update may still run there
@@ -147,17 +147,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 gradients are multiplied by at present; 1 in every other precision."""
+        """The current factor of the loss in fp16; 1 in every other precision."""
         return 1.0 if self._scaler is None else float(self._scaler.scale)
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite: in fp16 it may have overflowed."""
+        """Number of steps that were skipped because a gradient was not finite, such as an overflow in fp16."""
         return self._num_skipped if self._scaler is None else self._scaler.num_skipped
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        """Asked by `torch.amp.GradScaler.step`, if it is enabled."""
+        """Read by `torch.amp.GradScaler.step`, if the scaler is enabled."""
         raise StateError(
             "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
             "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
@@ -258,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _update(self) -> None:
-        """Part by part, each as soon as its gradients are there, in the order in which they come."""
+        """Update part by part, in the order in which their gradients arrive."""
         if (self._updated or self._given) and self._settings_when_early != plain_settings(self._inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update_part(part, early=False)
         left = [] if self._is_at_once else [state for state in self._states if state not in self._given]
         self._update_on_host(left)
-        # Asked by schedulers that were built on the inner optimizer, which may have had nothing to update itself.
+        # Schedulers that were built on the inner optimizer check it, and it may have had nothing to update itself.
         vars(self._inner)["_opt_called"] = True
         self._arrived.clear()
         self._updated.clear()
@@ -287,18 +287,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del now["params"]
             settings |= dict.fromkeys(shards, now)
         for state in ready:
-            # Of the last step, if nothing has asked for its weights since.
+            # The last step's update may still run, if nothing has read its weights since.
             self._stepper.await_update_of(state)
         self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
         self._given.update(ready)
 
     @property
     def _is_at_once(self) -> bool:
-        """The optimizer must see all parameters at once, those on the host too."""
+        """True if the optimizer must see all parameters at once, also those on the host."""
         return not can_be_cut(self._inner) or has_hooks(self._inner)
 
     def update_early(self, states: list[FlatState]) -> None:
-        """During the backward: the gradients of `states` are final. What is complete now is updated now."""
+        """Called during the backward when the gradients of `states` are final; updates every part that is complete."""
         if not self._arrived.isdisjoint(states):
             raise StateError(
                 "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
@@ -308,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._settings_when_early = plain_settings(self._inner)
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
-            # A parameter that this rank did not use waits for the other ranks' word, at the end of the backward.
+            # A parameter that this rank did not use waits until the ranks agree, at the end of the backward.
             if number not in self._updated and all(
                 state in self._arrived and all(state.gradient.used) for state in part.states
             ):
@@ -339,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _holding(self, shards: list[list[Tensor]]) -> Iterator[None]:
-        """Inside, the groups hold these tensors. The lists stay the same objects: some optimizers keep them."""
+        """Let the groups hold these tensors for a while. The lists stay the same objects: some optimizers keep them."""
         lists = [group["params"] for group in self._inner.param_groups]
         users = [list(params) for params in lists]
         for params, held in zip(lists, shards, strict=True):
@@ -351,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 params[:] = own
 
     def _await_host(self, states: list[FlatState]) -> None:
-        """Before the optimizer itself is given parameters on the host."""
+        """Wait until the optimizer itself may update parameters on the host; refuse parameters on disk."""
         on_disk = [state for state in states if state.flat.master_on == "disk"]
         if on_disk:
             raise StateError(
@@ -364,14 +364,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._stepper.await_host_of(state)
 
     def _publish(self, states: list[FlatState]) -> None:
-        """The optimizer itself has updated parameters on the host."""
+        """Update the copies of parameters on the host that the optimizer itself has updated."""
         for state in states:
             if state.away is not None and state.flat.host_updates:
                 self._host.take_over([state])
                 state.publish(state.away.memory.moves)
 
     def _step_with(self, closure: Callable[[], float]) -> float:
-        """The inner optimizer evaluates the loss itself, perhaps several times with weights moved in between."""
+        """Let the inner optimizer evaluate the loss itself, perhaps several times with weights changed in between."""
         if self._scaler is not None:
             raise StateError(
                 "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
@@ -409,7 +409,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.forget_gradients(self._states, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take in parameters of the model that are trained and in no group yet; every rank calls it."""
+        """Add trained parameters of the model that are in no group yet; every rank must call it."""
         world, own = self._channels["world"], self._states
         names, complaint = names_of_joining(self._inner, param_group["params"], own, self._stepper.all_states)
         plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}

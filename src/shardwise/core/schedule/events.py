@@ -55,15 +55,15 @@ def step_events(
 ) -> list[Event]:
     """A whole training step. Later steps begin with the gathers started right after the update before."""
     statuses = statuses_of(schedule)
-    told = _Teller(schedule)
+    events_of = _EventMaker(schedule)
     events: list[Event] = []
     if not first_step:
         for _ in _micro_batches(schedule, statuses, num_micro_batches):
             pass
         for status in statuses:
             status.invalidate()
-        events.extend(told(happening) for happening in _gathers(statuses, schedule.after_step, "forward"))
-    events.extend(told(happening) for happening in _micro_batches(schedule, statuses, num_micro_batches))
+        events.extend(events_of(happening) for happening in _gathers(statuses, schedule.after_step, "forward"))
+    events.extend(events_of(happening) for happening in _micro_batches(schedule, statuses, num_micro_batches))
     events.append(_agreement(schedule))
     if clips:
         events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
@@ -72,7 +72,7 @@ def step_events(
 
 
 class _Happening(NamedTuple):
-    """What the engine does, before it is known what that moves. `is_first` and `is_last` are of a step's reductions."""
+    """An action of the engine, before its bytes are known. `is_first` and `is_last` are about a unit's reductions."""
 
     verb: Verb
     unit: int
@@ -81,8 +81,8 @@ class _Happening(NamedTuple):
     is_last: bool = False
 
 
-class _Teller:
-    """Makes events. Units that share their flats move the same, which is worked out once."""
+class _EventMaker:
+    """Makes events from happenings. Units that share their flats move the same bytes, which are computed once."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
@@ -104,7 +104,7 @@ class _Teller:
 
 
 def _agreement(schedule: Schedule) -> Event:
-    """The ranks tell each other which parameters were used, one number each, and what their optimizers are set to."""
+    """The ranks exchange which parameters were used, one number each, and a hash of their optimizers' settings."""
     num_params = sum(len(flat.params) for flat in schedule.trainable_flats)
     num_ranks = schedule.num_ranks
     call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)
@@ -164,8 +164,8 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
 
 
 def _row_making_bytes(flat: Flat, is_stale: bool) -> int:
-    """Before a gather of rows: from this rank's master, cast already, or from the copy at rest, which is such rows; a
-    new one is copied there."""
+    """Bytes that are read and written before a gather of rows: rows are encoded from this rank's master, which is cast
+    already, or copied from the copy at rest, which consists of such rows; a new copy is written there."""
     copied = 2 * flat.rest_bytes if flat.copy_is_encoded else 0
     encoded = flat.num_master * flat.compute.itemsize + flat.row_bytes
     return copied + (encoded if is_stale or not flat.copy_is_encoded else 0)
@@ -199,7 +199,7 @@ def _place_of(flat: Flat, buffer: Buffer) -> Place:
 
 
 def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
-    """Gradients that rest on the host come back to be added to."""
+    """The reduction of a unit. Gradients on the host come back to be added to."""
     calls: list[Call] = []
     moves: list[Move] = []
     encode_bytes = decode_bytes = 0
@@ -240,7 +240,7 @@ def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def _gather_calls(flat: Flat, hops: Iterable[Hop], is_encoded: bool) -> Iterator[Call]:
-    """Rows of masters, if they are encoded, through all hops."""
+    """The collectives of a gather: rows of masters, if they are encoded, through all hops."""
     for hop, num_ranks, num_elems in flat.moving(hops):
         if is_encoded:
             num_bytes = num_elems // flat.num_master * flat.row_bytes
@@ -250,7 +250,8 @@ def _gather_calls(flat: Flat, hops: Iterable[Hop], is_encoded: bool) -> Iterator
 
 
 def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
-    """Rows of what each rank sums, if they are encoded, and of the sums, if all ranks want them."""
+    """The collectives of a reduction. Encoded, each rank receives the rows that it sums; then the rows of the sums are
+    gathered, if all ranks need them."""
     codec = flat.grads_codec
     for hop, num_ranks, num_elems in flat.moving(hops):
         if codec is None:
@@ -263,9 +264,9 @@ def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
 
 
 def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
-    """What a reduction's encodings and decodings read and write, one after the other: of every hop the rows to be sent,
-    and the sum of those that came; and where all ranks want it, the rows of the sum. With feedback, what was lost is
-    added first, and what is lost is found out: rows once more, three times the gradient, six times what is kept."""
+    """Bytes that a reduction's encodings and decodings read and write, one after the other: for every hop the rows that
+    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last loss
+    is added first and the new one computed: the rows once more, three times the gradient, six times the loss."""
     codec = flat.grads_codec
     if codec is None:
         return

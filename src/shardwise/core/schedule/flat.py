@@ -10,11 +10,11 @@ optimizer each stop at a depth of the chain, so every layout is three numbers:
 and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
 Frozen parameters have no optimizer: they stop at P.
 
-What travels encoded is a flat of its own: matrices are, what else a unit has travels as it is. The parts that ranks
-hold of it are rows of bytes on the way (`wire/encoded.py`), and so is a copy at rest that several masters make up.
+Encoded parameters have a flat of their own: matrices are encoded, the rest of a unit is exact. While they are sent, the
+parts of the ranks are rows of bytes (`wire/encoded_collectives.py`), and so is a copy at rest made of several masters.
 
-Each of them rests in a place, too. Where the optimizer is not on the device, the host updates: it reads the gradient on
-the host, and leaves the new weights there in the compute dtype.
+Each of them also has a place. If the optimizer is not on the device, the host updates: it reads the gradient on the
+host, and leaves the new weights there in the compute dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,12 +75,12 @@ class Flat:
 
     @property
     def optimizer(self) -> int:
-        """The number of the one that updates it."""
+        """The number of the optimizer that updates it."""
         return self.params[0].optimizer
 
     @property
     def num_ranks(self) -> int:
-        """All of them: a chain's axes make up the world."""
+        """All ranks: the axes of a chain make up the world."""
         return prod(self.axis_sizes)
 
     @cached_property
@@ -97,14 +97,14 @@ class Flat:
 
     @cached_property
     def params_codec(self) -> Codec | None:
-        """None: as they are, or nowhere."""
+        """The codec of gathers; None if parameters are not encoded or not sent."""
         is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
         is_encoded = self.layout.params_as != AS_IS and is_split and self._has_elems
         return parse(self.layout.params_as) if is_encoded else None
 
     @cached_property
     def rounds_forwards(self) -> bool:
-        """Parameters travel encoded to a forward, and as they are to a backward."""
+        """Parameters are encoded for a forward, and exact for a backward."""
         return self.params_codec is not None and self.params_codec.is_forward_only
 
     def is_encoded_for(self, pass_: Pass) -> bool:
@@ -146,17 +146,17 @@ class Flat:
 
     @cached_property
     def host_updates(self) -> bool:
-        """The host does, wherever it keeps what it updates."""
+        """The host runs the update, with its state on the host or on disk."""
         return self.trainable and self.master_on != "device"
 
     @cached_property
     def grads_on_host(self) -> bool:
-        """Between micro-batches, too; else gradients leave the device once they are final."""
+        """Gradients are on the host between micro-batches, too; otherwise they leave the device when final."""
         return self.host_updates and self.layout.grads_on == "host"
 
     @cached_property
     def reduces_in_slot(self) -> bool:
-        """Gradients travel in a slot, not where they rest: that holds a part of them, or is not on the device."""
+        """Gradients are reduced in a slot: their own memory holds only a part of them, or is not on the device."""
         return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
 
     @cached_property
@@ -166,8 +166,8 @@ class Flat:
 
     @cached_property
     def rest_on(self) -> Place | None:
-        """Where a copy in the compute dtype rests between master and whole: where the parameters should rest, if the
-        master is split further, rests elsewhere, or would travel to the device in more bits than it is used in."""
+        """The place of a copy in the compute dtype between master and whole. There is one, where the parameters should
+        be, if the master is split further, is in another place, or has more bits than are sent to the device."""
         place = self.layout.params_on
         if self.depth_of_params == 0:
             return None
@@ -178,13 +178,13 @@ class Flat:
 
     @cached_property
     def rest_is_own(self) -> bool:
-        """The copy at rest is what the update of this rank writes, and nobody else's."""
+        """The copy at rest is exactly what the update of this rank writes."""
         return self.rest_on is not None and self.depth_of_params == self.depth_of_master
 
     @cached_property
     def has_out(self) -> bool:
-        """Updated weights have a place of their own on the host, from which they go to the device: unless that is the
-        copy at rest, or the master itself."""
+        """Updated weights have memory of their own on the host, unless they are written to the copy at rest, or are the
+        master itself."""
         is_master = self.master_on == "host" and self.master == self.compute
         is_rest = self.rest_is_own and self.rest_on != "device"
         return self.host_updates and not is_master and not is_rest
@@ -213,29 +213,29 @@ class Flat:
 
     @property
     def copy_is_encoded(self) -> bool:
-        """The copy at rest is kept as it came."""
+        """The copy at rest stays encoded, as it arrived."""
         return self.params_codec is not None and self.rest_on == "device" and not self.rest_is_own
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a rank's master, encoded."""
+        """Bytes of a rank's master, encoded."""
         return 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
 
     @property
     def rest_bytes(self) -> int:
-        """Of a copy at rest on the device."""
+        """Bytes of a copy at rest on the device."""
         if self.copy_is_encoded:
             return self.num_rest // self.num_master * self.row_bytes
         return self.num_rest * self.compute.itemsize
 
     @cached_property
     def gathered_row_bytes(self) -> int:
-        """Of rows under way in a gather."""
+        """Bytes of rows under way in a gather."""
         return self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """Of rows under way in a reduction: sent, and received, in the largest of its hops."""
+        """Bytes of rows under way in a reduction: sent and received, in the largest of its hops."""
         if self.grads_codec is None:
             return 0
         return max(
@@ -245,7 +245,7 @@ class Flat:
 
     @property
     def num_lost(self) -> int:
-        """Elements whose loss in encoding is kept, with feedback: of every hop."""
+        """Elements, over all hops, whose encoding loss is kept for feedback."""
         if self.grads_codec is None or not self.grads_codec.has_feedback:
             return 0
         return sum(num_elems for _, _, num_elems in self.moving((*self.reduce_hops, *self.sync_hops)))
@@ -273,7 +273,7 @@ class Flat:
 
     @cached_property
     def master_hops(self) -> tuple[Hop, ...]:
-        """From the master straight to the whole, for reading weights in full precision."""
+        """The hops from the master to the whole, for reading weights in full precision."""
         return self._gathers(self.depth_of_master, 0)
 
     @cached_property
@@ -287,7 +287,7 @@ class Flat:
         return self._scatters(self.depth_of_grads, self.depth_of_master) + sums
 
     def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
-        """Those that move something, with the ranks and the elements of each."""
+        """The hops that move something, with the ranks and the elements of each."""
         sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
         for hop in hops:
             num_elems = self.spans[hop.depth].num_elems
@@ -337,12 +337,12 @@ def flats_of(
 
 
 def is_encodable(param: Param) -> bool:
-    """Matrices are; norms, biases and tables of embeddings are few, or felt everywhere."""
+    """Matrices may be encoded. Norms and biases are few, and errors in embedding tables reach everything."""
     return len(param.shape) > 1 and not param.is_table
 
 
 def kept_params(params: Sequence[Param], part: float) -> set[str]:
-    """Names, of those that are trained, of about this part of their elements, and not more: the largest that fit."""
+    """Names of the largest trained parameters that together have at most this part of all trained elements."""
     trained = [param for param in params if param.trainable]
     room = part * sum(param.num_elems for param in trained)
     kept: set[str] = set()

@@ -1,6 +1,6 @@
-"""A model as the plan sees it: parameters with their names and sizes, and the units they travel in.
+"""A model as a list of units, and units as lists of parameters with their names and sizes.
 
-Units of a real module are found in `units.py`; those of a model that is only a shape are made in `shapes/shape.py`.
+`units.py` finds the units of a real module; `planner/shapes/shape.py` makes those of a model that is only a shape.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -65,7 +65,7 @@ class FoundUnit:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a module's path, or the path of a module around it, matches one of the patterns."""
+    """True if a module's path, or the path of a module around it, matches one of the patterns."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...base.dtypes import BF16
 from .flat import Flat
 
-# What encoding lost is kept in 16 bits.
+# The dtype of encoding losses that are kept for feedback.
 LOST = BF16
 
 
@@ -29,9 +29,8 @@ class StateBytes:
 
 
 def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
-    """What a rank holds between backward and step, padding included. Adam keeps two moments in the master's dtype.
-
-    Moments in fewer bits are a fraction of one.
+    """Bytes of a rank between backward and step, padding included. Adam keeps two moments in the master's dtype;
+    moments in fewer bits count as fractions.
     """
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
@@ -59,10 +58,10 @@ def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
 
 
 def resting_grads(flats: Iterable[Flat]) -> int:
-    """On the device, between micro-batches."""
+    """Bytes of gradients on the device between micro-batches."""
     return sum(flat.num_grads * flat.reduce.itemsize for flat in flats if flat.trainable and not flat.grads_on_host)
 
 
 def kept_losses(flats: Iterable[Flat]) -> int:
-    """What encoding lost of gradients, on the device from the first reduction on."""
+    """Bytes of the encoding losses of gradients, on the device from the first reduction on."""
     return sum(flat.num_lost * LOST.itemsize for flat in flats)

@@ -1,4 +1,4 @@
-"""When everything happens in a step, as a pure value: no process group, no GPU, no tensors.
+"""The order of a step as a pure value: no process group, no GPU, no tensors.
 
 A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a gather has
 anything to do depends on what memory holds at that moment: that is in `unit_status.UnitStatus`, one record per unit.
@@ -10,8 +10,8 @@ slots (unit k of them in slot k mod ring size); a dropped unit stays readable un
 slot, so the last units of the forward need no gather in the backward. Units gathered for longer, and
 units that other units lie inside, have memory of their own.
 
-Parameters may travel encoded to forwards alone. What is held so is no use to a backward, which gathers it again, as it
-is; what a backward has gathered serves the next forward.
+Parameters may be encoded for forwards only. A backward cannot use these, and gathers them again, exact; what a backward
+has gathered serves the next forward.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
-# Reduction slots: one travels while the next is written. Gradients that rest whole need none.
+# Reduction slots: one is reduced while the next is written. Gradients that are kept whole need none.
 NUM_REDUCTIONS = 2
 # Gathers of encoded parameters that are under way at a time.
 NUM_ROW_SLOTS = 2
@@ -38,7 +38,7 @@ NORM_ELEMS = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """A unit as the schedule sees it."""
+    """A unit in the schedule."""
 
     name: str
     layout: Layout
@@ -66,7 +66,7 @@ class UnitPlan:
 
     @property
     def reduced_bytes(self) -> int:
-        """What a reduction of the unit needs beside the gradients at rest on the device: for them, and for rows."""
+        """Bytes of a reduction's slot: for gradients that do not rest whole on the device, and for encoded rows."""
         slots = sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
         return slots + sum(aligned(flat.exchanged_bytes) for flat in self.flats)
 
@@ -113,13 +113,13 @@ class Schedule:
 
     @property
     def scratch_bytes(self) -> int:
-        """For sums of earlier micro-batches that rest on the host, one at a time."""
+        """Bytes for sums of earlier micro-batches that come back from the host, one at a time."""
         flats = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
         return max((flat.num_grads * flat.reduce.itemsize for flat in flats), default=0)
 
     @property
     def row_slot_bytes(self) -> int:
-        """For rows of encoded parameters under way."""
+        """Bytes of a slot for rows of encoded parameters under way."""
         return max((unit.gathered_row_bytes for unit in self.units), default=0)
 
     @property

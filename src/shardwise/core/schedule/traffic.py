@@ -1,9 +1,9 @@
-"""What one rank moves in a step: over which axes (as the ledger counts it), inside and between nodes, to and from the
+"""Bytes that one rank moves in a step: by axis (as the ledger counts them), inside and between nodes, to and from the
 host, and from and to disk.
 
-Between nodes counts what has to cross a node's border: every element that the node lacks comes in once, and its ranks
-share the work. The rest of the ledger's bytes stays inside. A ring through all ranks may carry more across the border
-than that; the seconds (`time.py`) are the ring's.
+Bytes between nodes are those that have to cross a node's border: every element that the node lacks comes in once, and
+its ranks share the work. The rest of the ledger's bytes stays inside. A ring through all ranks may carry more across
+the border; predicted seconds (`planner/cost/step_time.py`) are those of the ring.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Moved:
     write: int
 
     def continued(self, fewer: "Moved", num: int) -> "Moved":
-        """With `num` more micro-batches, each as this has one more than `fewer`."""
+        """Add `num` micro-batches; one is the difference between this and `fewer`."""
         before = {(row.axis, row.kind, row.dtype): row for row in fewer.by_call.rows}
         rows = []
         for row in self.by_call.rows:
@@ -64,7 +64,7 @@ def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> Moved
 
 
 def crossing_bytes(call: Call, num_nodes: int, node_size: int) -> float:
-    """What one rank has to take across its node's border, of a collective over one of the mesh's axes."""
+    """Bytes of a collective that one rank has to take across its node's border."""
     if call.axis == "node" or num_nodes == 1:
         return 0.0
     if call.axis == "replicate":

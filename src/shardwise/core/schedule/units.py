@@ -1,4 +1,4 @@
-"""From a model to units: the sets of parameters that travel together.
+"""Finding the units of a model: the sets of parameters that travel together.
 
 A unit is a module with the parameters below it that belong to no unit deeper down; the root takes what
 is left. A parameter used in several units belongs to the nearest unit above all its uses.
@@ -19,7 +19,7 @@ from ...base.errors import ConfigurationError, did_you_mean
 from ..layout import ALWAYS_WHOLE
 from .model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
 
-# Of what a model may keep whole on every rank: less than the padding of a shard costs.
+# Parameters of at most this size, registered on the model itself, stay whole: the padding of shards would cost more.
 SMALL_ELEMS = 4096
 
 Units = str | int | Sequence["str | type[nn.Module]"]
@@ -49,7 +49,7 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
 
 
 def _is_small_and_own(param: Param) -> bool:
-    """Registered on the model itself, where a loss may look for it."""
+    """True for a small parameter that is registered on the model itself, where a loss may use it."""
     return param.num_elems <= SMALL_ELEMS and all(not site.module for site in param.sites)
 
 
@@ -135,12 +135,12 @@ def _unit_paths(model: nn.Module, units: Any) -> list[str]:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The paths of the blocks that a model repeats: what it says must stay together, else what its lists repeat."""
+    """The paths of the blocks that a model repeats: the classes it declares, else the entries of its lists."""
     return _by_class(model, _no_split_classes(model)) or _repeated_blocks(model)
 
 
 def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], asked_as: str) -> list[str]:
-    """The paths of modules of these classes; `asked_as` is what the user calls them."""
+    """The paths of modules of these classes; `asked_as` names the option in errors."""
     names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
     present = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - present):
@@ -162,7 +162,7 @@ def _callables(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
-    """What a Hugging Face model, or one wrapped by another library, says must stay together."""
+    """Classes that a Hugging Face model, or one wrapped by another library, declares as not to be split."""
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())

@@ -1,13 +1,13 @@
-"""What travels in fewer bits: the name of a codec, how many bytes it makes of so many elements, and where they lie.
+"""Codecs for collectives in fewer bits: their names, and the size and layout of encoded buffers.
 
     kind[:block][:asymmetric][:stochastic][:feedback][:forward]     int8, int4:128, int8:512:asymmetric, e4m3:64:forward
 
 A buffer of encoded elements has up to three parts: the payload; one fp32 scale for each block of elements; and for an
 asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes, so
-that buffers in a row can be viewed as what they hold and be read in the widest steps; what lies between is zero. Kinds
-without scales are their payload alone.
+that buffers in a row can be viewed in their dtype and be read in the widest steps; the padding is zero. Kinds without
+scales consist of their payload.
 
-`quant` says what the bytes mean, and encodes and decodes; here is what planning needs to know, without torch.
+`reference_codecs.py` encodes and decodes; this file has what planning needs, without torch.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ _OPTIONS = ("asymmetric", "stochastic", "feedback", "forward")
 @dataclass(frozen=True, slots=True)
 class Codec:
     """`block` elements share a scale. Symmetric codes are of -absmax to absmax, asymmetric ones of minimum to maximum.
-    Stochastic rounding is right on average; the nearest code is nearer. With feedback, whoever encodes keeps what was
-    lost, and adds it to what is encoded next. Forward alone: what a backward computes with travels as it is."""
+    Stochastic rounding is right on average; rounding to the nearest code has the smaller error. With feedback, the
+    encoding rank keeps the loss and adds it to the next values. Forward only: a backward gets exact parameters."""
 
     kind: Kind
     block: int = BLOCK_ELEMS
@@ -92,7 +92,7 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where the parts of an encoded buffer begin and end. A part's length without padding comes with it."""
+    """The offsets of the parts of an encoded buffer, and their lengths without padding."""
 
     payload_bytes: int
     num_blocks: int
@@ -129,7 +129,7 @@ def parse(name: str) -> Codec:
 
 @lru_cache(maxsize=4096)
 def parts(codec: Codec, num_elems: int) -> Parts:
-    """Of a codec with scales or of 16 bits."""
+    """The layout of an encoded buffer; not for `as_is`."""
     payload_bytes = -(-num_elems * _BITS[codec.kind] // 8)
     if not codec.has_scales:
         return Parts(payload_bytes, 0, payload_bytes, payload_bytes, payload_bytes)
@@ -141,7 +141,7 @@ def parts(codec: Codec, num_elems: int) -> Parts:
 
 
 def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = None) -> int:
-    """Exactly what `quant.encode` fills. What travels as it is has the size of its `dtype`."""
+    """The bytes that `reference_codecs.encode` fills. Without encoding, elements have the size of `dtype`."""
     if isinstance(codec, str):
         codec = parse(codec)
     if codec.kind != "as_is":

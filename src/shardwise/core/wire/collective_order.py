@@ -1,12 +1,12 @@
-"""One order of collectives on every rank, found out before a collective is started and not after.
+"""One order of collectives on every rank, checked before a collective is started.
 
 A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ
-end in an abort, a hang, or in wrong numbers. So every collective passes here first. What came next the last time, on
-every rank, passes at once. Anything else is announced: it is started when all ranks have announced the same, and never
-if one of them went on with something else. Ranks that are at the same place thus know the same.
+end in an abort, a hang, or wrong numbers. So every collective passes here first. If it is the one that followed at this
+place the last time, on every rank, it passes at once. Any other is announced: it starts when all ranks have announced
+the same, and never if one of them went on with something else.
 
-What came next is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
-collective follows; a place is named by the last phases and what has passed since, so that steps are alike.
+The next collective is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
+collective follows; a place is named by the last phases and the events since, so that steps are alike.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ MOST_PLACES = 50_000
 
 
 class _Place:
-    """`expected` comes next, and leads to `then`."""
+    """A place in the order: `expected` comes next, and leads to `then`."""
 
     __slots__ = ("expected", "others", "then")
 
@@ -32,7 +32,7 @@ class _Place:
 
 
 class Order:
-    """`announce` returns when every rank has announced the same event as the same one of its order."""
+    """The order of events on this rank. `announce` returns when every rank has announced the same event here."""
 
     def __init__(self, announce: Callable[[Event], None]) -> None:
         self._announce = announce
@@ -50,11 +50,11 @@ class Order:
         return "" if phase is None else str(phase[0])
 
     def begin(self, phase: str, mesh: int) -> None:
-        """A phase in which collectives may come. One without any is nothing to the other ranks."""
+        """Begin a phase. A phase without collectives does not matter to the other ranks."""
         self._begun = (phase, mesh)
 
     def take(self, event: Event) -> None:
-        """Called before a collective is started."""
+        """Pass an event; called before a collective is started."""
         if self._begun is not None:
             self._enter_phase()
         place = self._place
@@ -66,7 +66,7 @@ class Order:
         self.num_passed += 1
 
     def stop(self) -> None:
-        """From now on, everything is announced."""
+        """Forget the order: from now on every event is announced."""
         self._place = _Place()
         self._by_phases.clear()
 

@@ -55,16 +55,16 @@ class Channel:
     ledger: Ledger
     # Whether the communicator can take the mean where it would take the sum.
     averages: bool = False
-    # Over the ranks that wait here, and which of their meshes this is: its collectives have one order. None: no mesh.
+    # The watch over the ranks that wait here, and the number of the mesh, whose collectives have one order; or None.
     watch: Watch | None = None
     mesh: int | None = None
-    # How long a rank may be busy with a disk while the others wait here; 0: no longer than anywhere else.
+    # How long a rank may be busy with a disk while the others wait here; 0: the usual limit.
     patience_s: float = 0.0
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A queued collective, what it reads and writes until it is finished, and what is done then."""
+    """A queued collective, the buffer that it uses until it is finished, and the work that follows then."""
 
     kind: Kind
     channel: Channel
@@ -79,7 +79,7 @@ Step = Callable[[], InFlight]
 
 
 class Journey:
-    """Collectives one behind the other, and what is done between them, each when what was before it is finished."""
+    """A sequence of collectives and of work between them; each starts when the one before it is finished."""
 
     def __init__(self) -> None:
         self._todo: deque[Callable[[], InFlight | None]] = deque()
@@ -94,12 +94,12 @@ class Journey:
         self._todo.append(work)
 
     def begin(self) -> None:
-        """Until the first collective is under way."""
+        """Run until the first collective is under way."""
         while self._num_steps and self._flight is None:
             self._go_on()
 
     def go_to_last(self) -> None:
-        """Until the last collective is under way."""
+        """Run until the last collective is under way."""
         while self._num_steps:
             self._go_on()
 
@@ -163,7 +163,8 @@ def finish(flight: InFlight) -> None:
 
 
 def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, what: str) -> None:
-    """A GPU's stream waits, and this returns at once. On a CPU the caller waits, with an eye on the other ranks."""
+    """Wait for a collective. On a GPU the stream waits, and this returns at once. On a CPU the caller waits, and the
+    other ranks are watched."""
     watch = channel.watch
     try:
         if watch is None or buffer.is_cuda:
@@ -259,7 +260,7 @@ def _run(channel: Channel, kind: str, what: str, buffer: torch.Tensor, start: Ca
 
 
 def gather_seconds(channel: Channel, buffer: torch.Tensor, num_tries: int = 3) -> float:
-    """How long it takes to gather `buffer` over the ranks, at best; set-up only."""
+    """The shortest time of gathering `buffer` over the ranks; set-up only."""
     times = []
     for _ in range(1 + num_tries):
         begin_s = time.perf_counter()
@@ -275,7 +276,7 @@ def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
-    """Let the communicator begin, where something moves, if all ranks do; then it is in the ledger."""
+    """Start a collective if it moves anything and all ranks are at the same place, and count it."""
     channel, buffer = flight.channel, flight.buffer
     if channel.num_ranks > 1 and buffer.numel():
         call = flight.call or describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)

@@ -1,4 +1,4 @@
-"""The codecs that most use, compiled for the processor (`optim/host/c/codecs.c`): bit for bit what `quant` says."""
+"""The most common codecs, compiled for the processor (`native/c/codecs.c`): bit for bit the reference codecs."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..native.library import DTYPES, library, struct_fields
 from .codec import Codec, parts
 
-# Fewer are not worth a thread.
+# Fewer elements are not worth a thread.
 LEAST_ELEMS = 1 << 16
 
 _CODEC = "dtype block bits"
@@ -74,7 +74,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def _in_threads(function: Callable[..., Any], job: ctypes.Structure, num_blocks: int, block_elems: int) -> None:
-    """As many as torch would take. ctypes gives the GIL back while the function runs."""
+    """Run on as many threads as torch would use. ctypes gives the GIL back while the function runs."""
     num_threads = max(1, min(torch.get_num_threads(), num_blocks * block_elems // LEAST_ELEMS))
     ends = [num_blocks * index // num_threads for index in range(num_threads + 1)]
 

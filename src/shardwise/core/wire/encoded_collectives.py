@@ -1,10 +1,9 @@
-"""Collectives of what travels in fewer bits.
+"""Collectives of encoded values.
 
-A buffer of N equal parts is N rows of bytes, one for each part, each encoded by itself; so a part of the buffer is so
-many whole rows. Rows are gathered as they are, over one axis after the other, and decoded once, in the end. A reduction
-sends each rank the rows of its own part (an all-to-all), decodes what came from all and sums that in fp32: so there is
-one encoding for each hop, and nobody receives what he does not need. Where the sum should be on every rank, it is
-encoded once more and gathered.
+A buffer of N equal parts is N rows of bytes, one for each part, each encoded by itself; so a part of the buffer is made
+of whole rows. Rows are gathered over one axis after the other, and decoded once, at the end. A reduction sends every
+rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is one encoding
+for each hop, and no rank receives more than it needs. If every rank needs the sum, it is encoded once more and gathered.
 
 `scratch` is memory for the rows under way (`Flat.exchanged_bytes`); it is in use until the collective is finished.
 """
@@ -20,7 +19,7 @@ from .reference_codecs import decode, decode_sum, encode
 
 
 def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
-    """In place, as every gather: this rank's own rows are where they belong."""
+    """Gather rows in place; this rank's own rows are in their place already."""
     return start_gather(_flight("all_gather", channel, rows, codec, what))
 
 
@@ -38,7 +37,7 @@ def start_encoded_reduce_scatter(
 def start_gather_of_sums(
     channel: Channel, buffer: Tensor, codec: Codec, what: str, scratch: Tensor, seed: int
 ) -> InFlight:
-    """Behind the reduce-scatter of `buffer`: what its parts hold goes to `buffer` on every rank, the same bits."""
+    """Start, after the reduce-scatter of `buffer`, to gather its parts into `buffer`: the same bits on every rank."""
     rows, _ = rows_under_way(channel, buffer, codec, scratch)
     own = buffer.view(channel.num_ranks, -1)[channel.index]
     encode(codec, own, rows[channel.index :][:1], seed)
@@ -48,14 +47,14 @@ def start_gather_of_sums(
 
 
 def rows_under_way(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the rows of a reduction lie: those that are sent, and those that are received."""
+    """The rows of a reduction in scratch memory: those that are sent, and those that are received."""
     size = channel.num_ranks * encoded_bytes(codec, buffer.numel() // channel.num_ranks)
     sent, received = scratch[: 2 * size].view(2, channel.num_ranks, -1)
     return sent, received
 
 
 def _flight(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
-    """The ledger has the codec, not bytes."""
+    """A collective of rows, which the ledger counts under the codec's name."""
     call = Call(kind, channel.axis, str(codec), rows.nbytes, channel.num_ranks)
     return InFlight(kind, channel, what, rows.view(-1), call=call)
 

@@ -1,4 +1,4 @@
-"""Every byte that leaves a rank is written down here: what kind of collective, over which axis, as what.
+"""The ledger of every byte that leaves a rank: by kind of collective, axis and dtype.
 
 `wire_bytes` are what one rank sends (and receives) when a collective is done without waste: (N-1)/N of
 the buffer for a gather or a reduce-scatter over N ranks, twice that for an all-reduce. Axes of one rank
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank moved in one step: between ranks, and (`moves`, bytes by way) between its own memories."""
+    """Bytes that one rank moved in one step: between ranks, and (`moves`, by way) between its own memories."""
 
     rows: tuple[Row, ...]
     moves: Mapping[str, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Ledger:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What moves inside is no part of a training step: reading whole weights, loading."""
+        """Do not count the collectives inside: they are no part of a training step."""
         num_calls = len(self.calls)
         try:
             yield

@@ -1,7 +1,6 @@
-"""Where the ranks of one machine meet: at a store in their launcher that other machines do not reach.
+"""The store in a launcher at which the ranks of one machine meet, and which other machines cannot reach.
 
-A store that rank 0 makes listens on every interface, whatever address it is given. It would also be gone, or silent,
-when rank 0 is.
+A store made by rank 0 would listen on every interface, whatever address it is given, and would end with rank 0.
 """
 
 import socket
@@ -27,9 +26,9 @@ def store_at(address: str, port: int = 0) -> TCPStore:
 
 
 def rank_variables(store: TCPStore, given: Mapping[str, str]) -> dict[str, str]:
-    """For ranks that join at this store, and whose communicators are to listen on the loopback as well.
+    """Environment variables of ranks that join at this store and whose communicators use the loopback interface.
 
-    An interface that the user has named in `given` counts.
+    An interface that the user has named in `given` takes precedence.
     """
     return {
         "MASTER_ADDR": store.host,

@@ -1,17 +1,18 @@
-"""Ranks that wait for each other, and how they learn that it is in vain.
+"""Detection of ranks that wait for each other in vain.
 
 Every rank has a thread that looks at the store of the process group about twice a second. When its own rank has waited
-for a while it asks all others where they are, and every thread answers for its rank: what it waits in, or its stack.
-Who finds that the ranks cannot go on writes a verdict, which is raised on every rank. That is certain when
+for a while, it asks all others where they are, and every thread answers for its rank: the collective it waits in, or
+its stack. The first thread to find that the ranks cannot go on writes a verdict, which is raised on every rank. That is
+certain when
 
-- a rank announces a collective (`order`) and another has gone on with something else,
+- a rank announces a collective (`collective_order.py`) and another has gone on with something else,
 - a rank has left or died,
-- every rank has waited for `hang_s`, and not in the same thing.
+- every rank has waited for `hang_s`, and not in the same collective.
 
-A rank in code of its own may be slow for good reasons: it is named in a warning, and in a verdict after `timeout_s`. If
-it does nothing there (its main thread stands at one place and uses no processor time), or its process is stopped, after
-three times `hang_s`. A rank that writes or reads a checkpoint does nothing for as long as its disk takes: where ranks
-meet for that, they wait as long as the channel says.
+A rank in the user's code may be slow for good reasons: a warning names it, and a verdict after `timeout_s`. If it is
+idle there (its main thread stays at one place and uses no processor time), or its process is stopped, the verdict comes
+after three times `hang_s`. A rank that reads or writes a checkpoint is idle while its disk works: where ranks meet for
+that, they wait as long as the channel says.
 """
 
 import json
@@ -42,7 +43,7 @@ TICK_S = 0.5
 SLICE = timedelta(seconds=0.5)
 # A rank that has announced something asks the others after this long.
 ANNOUNCED_S = 1.0
-# Those that fail because another one is gone wait for its last words.
+# A rank that fails because another one is gone waits this long for that rank's last words.
 LAST_WORDS_S = 3.0
 NUM_SHOWN = 16
 # How many times `hang_s` a rank may do nothing in code of its own, or be stopped, while others wait for it.
@@ -53,7 +54,7 @@ Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rank is. `passed` is how many events of its order it has passed, `recent` are the last of them."""
+    """The place of a rank. `passed` counts the events of its order so far, `recent` are the last of them."""
 
     asked: int
     doing: Doing
@@ -89,7 +90,7 @@ class _Wait:
 
 @dataclass(slots=True)
 class Limits:
-    """How long ranks wait for each other in different places, and for one that is in code of its own."""
+    """Time limits for ranks that wait for each other in different places, and for a rank in the user's code."""
 
     hang_s: float
     timeout_s: float
@@ -118,7 +119,7 @@ class Watch:
         self._thread.start()
 
     def number_mesh(self) -> int:
-        """A mesh is made, so every rank is there: it is time to learn which processes of this machine they are."""
+        """Number a new mesh. Every rank is there now, so look up the processes of the ranks on this machine."""
         keys = [f"process/{rank}" for rank in range(self.num_ranks)]
         for rank, value in enumerate(self._store.multi_get(keys)):
             pid, host = value.decode().split(" ", 1)
@@ -128,7 +129,7 @@ class Watch:
         return self._num_meshes - 1
 
     def close(self, words: str) -> None:
-        """This rank leaves, with these last words."""
+        """Tell the other ranks that this rank leaves, and why."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(2.0)
@@ -140,7 +141,7 @@ class Watch:
     # The rank's own threads.
 
     def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool, patience_s: float) -> None:
-        """For work on a CPU that was not done within a slice of time."""
+        """Wait for work on a CPU that was not done within a slice of time."""
         if is_meeting and threading.current_thread() is not threading.main_thread():
             work.wait()  # of a thread beside the training
             return
@@ -164,8 +165,8 @@ class Watch:
         return f" ({self.order.phase})" if self.order.phase else ""
 
     def _announce(self, event: Event) -> None:
-        """Sums of numbers that stand for events: when all ranks have added the same, the sum is known. Two keys take
-        turns: a rank is one announcement ahead of another at most."""
+        """Add a number for the event to a sum in the store, and wait until the sum says that all ranks added the same.
+        Two keys take turns, because a rank is at most one announcement ahead of another."""
         if self.verdict:
             self.raise_verdict()
         number = zlib.crc32(repr((self.order.num_passed, event)).encode())
@@ -192,7 +193,7 @@ class Watch:
             self._wait = None
 
     def explain(self, failure: str) -> str:
-        """What is known of a failure that others may know more about, and tell them: those that wait."""
+        """Explain a failure with what other ranks know about it, and tell the ranks that wait."""
         patience_s = time.monotonic() + LAST_WORDS_S
         try:
             while not self.verdict and time.monotonic() < patience_s:
@@ -271,7 +272,7 @@ class Watch:
         return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead, stopped)
 
     def _gone(self, states: dict[int, State] | None = None) -> dict[int, str]:
-        """Ranks that have left, or whose processes are gone, and what is known about that."""
+        """Ranks that have left or died, with the reason."""
         found = {rank: f"rank {rank} has died" for rank, pid in self._neighbours.items() if not _is_alive(pid)}
         for state in (states or {}).values():
             found |= {rank: f"rank {rank} has died" for rank in state.dead}
@@ -281,7 +282,7 @@ class Watch:
         return found
 
     def _states(self, num_asked: int) -> dict[int, State]:
-        """Answers that are not older than the question before this one."""
+        """The ranks' answers, unless they are older than the previous question."""
         found: dict[int, State] = {}
         for rank in range(self.num_ranks):
             if self._store.check([f"state/{rank}"]):
@@ -320,7 +321,7 @@ class Watch:
                 logger.warning("%s", self._report(headline, states, gone))
 
     def _apart(self, wait: _Wait, passed: int, states: dict[int, State]) -> str:
-        """This rank announces something. Another cannot have passed it, nor announce something else there."""
+        """Describe a rank that went on with something else than this rank announces; empty if there is none."""
         if wait.doing == "announcing":
             for rank, state in states.items():
                 went_on = ""
@@ -379,6 +380,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def last_words() -> str:
-    """Of a process that ends."""
+    """The reason why a process ends, for the other ranks."""
     error: Any = getattr(sys, "last_value", None)
     return "its process has ended" if error is None else f"{type(error).__name__}: {error}"

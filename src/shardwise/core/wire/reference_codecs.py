@@ -1,8 +1,8 @@
-"""Encoding and decoding: what the bytes of a codec mean, in plain torch, and the kernels' reference.
+"""Encoding and decoding in plain torch: the definition of every codec, and the reference of its kernels.
 
-On a CUDA device the kernels of `kernels` do the same, bit for bit, and on a processor the C of `host` for the codecs
-that most use; elsewhere what is written here does. All arithmetic is fp32, an operation at a time, and nothing waits
-for a device.
+On a CUDA device the Triton kernels (`triton_codecs.py`) compute the same, bit for bit, and on a processor the C code
+(`cpu_codecs.py`) for the most common codecs; otherwise this file does the work. All arithmetic is fp32, one operation
+at a time, and nothing waits for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
 value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
@@ -14,7 +14,7 @@ the seed and of where the element is. fp8 is the cast of value times 1/scale. De
 - A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
   codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
 
-Elements are taken a piece at a time, so that whatever the size about 16 MiB are needed besides; the kernels need none.
+Elements are taken in pieces, so that about 16 MiB of scratch memory are enough for any size; the kernels need none.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from ...base.errors import ConfigurationError
 from . import cpu_codecs
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
-# Few enough for the caches, and enough for threads to be worth their meeting after each operation.
+# Few enough for the caches, and enough for torch's threads.
 PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
 
@@ -87,7 +87,7 @@ def _decode_sum_on_host(codec: Codec, rows: Tensor, out: Tensor) -> None:
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
-    """Of a codec with scales."""
+    """Encode with torch, for a codec with scales."""
     num_elems = values.numel() // len(rows)
     where, num_piece, num_pairs = parts(codec, num_elems), _piece_elems(codec, num_elems), -(-num_elems // 2)
     scales, minima = _scale_parts(codec, rows, num_elems)
@@ -150,7 +150,7 @@ def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
 
 
 def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each block, and what its values are multiplied with."""
+    """The scale of each block, and the factor of its values."""
     scale = spread * (1.0 / codec.largest)
     is_finite = spread < torch.inf
     is_usable = is_finite & (scale >= SMALLEST_SCALE)
@@ -159,9 +159,9 @@ def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: int, seed: int) -> None:
-    """To the nearest integer of each element plus a number of (-1/2, 1/2): an odd multiple of 2^-17, from 16 bits of a
-    hash of the seed and the number of its pair. Words of 32 bits are int32, whose sums and products wrap; a shift to
-    the right brings copies of the sign, which are masked."""
+    """Round each element plus a number of (-1/2, 1/2) to the nearest integer. It is an odd multiple of 2^-17, from a
+    hash of the seed and the number of the pair, 16 bits each. Words of 32 bits are int32, whose sums and products wrap;
+    a shift to the right brings copies of the sign, which are masked."""
     low, high = seed_words(seed)
     num_pairs = wide.numel() // 2
     words, shifted = counts[:num_pairs] + signed_word(first_pair), spare.view(torch.int32)[:num_pairs]
@@ -176,7 +176,7 @@ def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: in
 
 
 def _write_codes(codec: Codec, codes: Tensor, spare: Tensor, out: Tensor, begin: int) -> None:
-    """Of a piece that begins at the element `begin`. A cast to int8 is much quicker than one to uint8."""
+    """Write the codes of a piece that begins at element `begin`. A cast to int8 is much faster than to uint8."""
     num = codes.numel()
     if codec.kind == "int4":
         narrow = spare.view(torch.int8)[: num + num % 2]
@@ -258,7 +258,7 @@ def _check_values(codec: Codec, what: str, values: Tensor) -> None:
 
 
 def _part_elems(codec: Codec, rows: Tensor, values: Tensor) -> int:
-    """Of the part that one of the rows is of."""
+    """Elements of the part that one row encodes."""
     num_rows = len(rows) if rows.ndim == 2 else 0
     if not num_rows or values.numel() % num_rows:
         raise ConfigurationError(
@@ -269,7 +269,7 @@ def _part_elems(codec: Codec, rows: Tensor, values: Tensor) -> int:
 
 
 def _check_rows(codec: Codec, rows: Tensor, values: Tensor, num_elems: int) -> None:
-    """`rows` must be of `num_elems` each, beside the values."""
+    """Refuse rows that do not have room for `num_elems` each, or are on another device than the values."""
     needed = encoded_bytes(codec, num_elems, values.dtype)
     is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
     if rows.dtype != torch.uint8 or not is_right:

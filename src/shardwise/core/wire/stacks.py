@@ -1,4 +1,4 @@
-"""Where the main thread of this process is, for reports about ranks that wait."""
+"""The place of this process's main thread, for reports about ranks that wait."""
 
 import linecache
 import sys
@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 
 NUM_FRAMES = 6
-# Of processor time, between two looks: less is waking up and going to sleep again.
+# Processor seconds between two looks: less is waking up and going to sleep again.
 LITTLE_S = 0.02
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _BARRIERS = ("barrier", "monitored_barrier")
@@ -30,7 +30,7 @@ def caller() -> str:
 
 
 class Idle:
-    """For how long the main thread has stood at one place without using a processor."""
+    """Measures how long the main thread has been at one place without using a processor."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, float] = ("", 0.0)

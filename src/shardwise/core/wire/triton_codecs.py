@@ -1,4 +1,4 @@
-"""The codecs as Triton kernels, for CUDA devices: bit for bit what `quant` says.
+"""The codecs as Triton kernels, for CUDA devices: bit for bit `reference_codecs.py`.
 
 Each is one pass: a program reads a tile of whole blocks once, in steps of 16 bytes, has scales and codes in registers,
 and writes them. What keeps the bits equal: products and sums are not fused (`enable_fp_fusion=False`); an inverse is
@@ -32,7 +32,7 @@ _DECODED_ELEMS = 2048
 
 
 def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
-    """Of a codec with scales."""
+    """Encode, for a codec with scales."""
     num_elems = values.numel() // len(rows)
     where = parts(codec, num_elems)
     num_slots = (where.minima_at - where.scales_at) // 4
@@ -94,7 +94,7 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
 
 
 def _is_long(num_elems: int) -> bool:
-    """Whether the index of an element, also of one in the last tile's padding, needs 64 bits."""
+    """True if the index of an element, also in the last tile's padding, needs 64 bits."""
     return num_elems > 2**31 - _ENCODED_ELEMS
 
 
