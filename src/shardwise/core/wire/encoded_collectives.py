@@ -2,8 +2,9 @@
 
 A buffer of N equal parts is N rows of bytes, one for each part, each encoded by itself; so a part of the buffer is made
 of whole rows. Rows are gathered over one axis after the other, and decoded once, at the end. A reduction sends every
-rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is one encoding
-for each hop, and no rank receives more than it needs. If every rank needs the sum, it is encoded once more and gathered.
+rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is one
+encoding for each hop, and no rank receives more than it needs. A sum that every rank needs is encoded once more and
+gathered.
 
 `scratch` is memory for the rows under way (`Flat.exchanged_bytes`); it is in use until the collective is finished.
 """
