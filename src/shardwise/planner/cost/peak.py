@@ -335,7 +335,7 @@ def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recom
     active = memory.peak.total
     if memory.pools:
         return _of_streams(memory)
-    returned = sum(unit.gathered_bytes for unit in schedule.units if unit.layout.gathered_until == "backward")
+    returned = sum(unit.gathered_bytes for unit in schedule.units if unit.gives_back)
     kept = schedule.reduction_slot_bytes // 2 if training.num_micro_batches > 1 else 0
     holes = returned // (5 if is_recomputed else 30)
     expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.schedule.events import Event
-from ...core.schedule.step_schedule import NUM_REDUCTIONS, Schedule
+from ...core.schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
 from ..hardware.cluster import Cluster
 from ..hardware.efficiency import IDEAL, Wear
 from .compute import UnitSeconds
 from .lanes import Lanes, Op, Span
-from .peak import NUM_LEAVING, NUM_THERE
+from .peak import NUM_THERE
 
 # Where the engine encodes and decodes: gathers one after the other; reductions start on one lane and end on another.
 GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
