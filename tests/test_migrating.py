@@ -94,6 +94,7 @@ def before(library: str, folder: Path, precision: str) -> Losses:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_ddp_is_the_same_to_the_last_digit(run_ranks: Pool, tmp_path: Path) -> None:
     scripts = ("ddp_before", "ddp_after")

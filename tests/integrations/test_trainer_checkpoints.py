@@ -142,6 +142,7 @@ def test_the_best_model_comes_back(run_ranks: Pool, tmp_path: Path) -> None:
     assert after == best
 
 
+@pytest.mark.slow
 def test_adapters_begin_alike_and_are_saved_as_adapters(run_ranks: Pool, tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_llama().save_pretrained(base)

@@ -341,6 +341,7 @@ def require_one_clear_error(told: str, run: Run, pattern: str) -> None:
     assert lines[0].endswith("resume from the last checkpoint, which is as it was")
 
 
+@pytest.mark.quick("*-changed bytes")
 @pytest.mark.parametrize("what", HURTS)
 def test_a_disk_that_fails_in_a_run(
     run_ranks: Pool, tmp_path: Path, undisturbed: list[list[float]], strategy: str, what: str
@@ -374,6 +375,7 @@ def test_a_disk_that_is_full_in_a_run(
     require_going_on(run_ranks, run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_in_a_save(
     run_ranks: Pool, tmp_path: Path, undisturbed: list[list[float]], strategy: str
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_step_moves_what_was_planned_to_the_byte(run_ranks: Pool, tmp_path: Pa
     assert plan_in(tmp_path)["strategies"][0]["traffic"] == moved["planned"]
 
 
+@pytest.mark.slow
 def test_traffic_is_of_a_step_with_nothing_in_between(run_ranks: Pool, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, strategy="zero3", max_steps=6, eval_steps=2)
     assert train(run_ranks, 2, settings) == 0

@@ -100,6 +100,7 @@ def tied_inside() -> nn.Module:
     return model
 
 
+@pytest.mark.quick("tied_ends", "tied_inside")
 @pytest.mark.parametrize("build", [tied_ends, tied_blocks, tied_inside])
 def test_tied_weights(run_ranks: Pool, build: Any) -> None:
     check(run_ranks, train, build, ONE_OF_EACH)

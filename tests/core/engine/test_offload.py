@@ -371,6 +371,7 @@ def test_frozen_parameters(run_ranks: Pool) -> None:
     assert_same(run_ranks, partial(steps, clip=0.5), strategies, build=lora)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_in_bf16(run_ranks: Pool) -> None:
     """Given in fp32, they are kept so, and travel in 16 bits."""
     assert_same(run_ranks, partial(steps, clip=0.5), ["zero3_offload", "zero3_nvme"], build=lora, precision="bf16")
@@ -539,6 +540,7 @@ def test_early_updates(run_ranks: Pool) -> None:
     assert_same(run_ranks, steps, [*MOVED, "zero2+optimizer=disk", "zero3_offload"], early_update=True)
 
 
+@pytest.mark.slow
 def test_early_updates_of_parameters_left_out(run_ranks: Pool) -> None:
     assert_same(
         run_ranks, early_with_unused, ["zero2_offload", "zero3_offload"], build=Branches, make=decaying,

@@ -243,6 +243,7 @@ class Scheduled:
         return values
 
 
+@pytest.mark.quick("one_cycle", "plateau")
 @pytest.mark.parametrize("make", SCHEDULERS)
 def test_a_scheduler_made_after_sharding(run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
     check(run_ranks, Scheduled(make), Model, ["ddp", "zero3"], make_optimizer=OPTIMIZERS["AdamW"])
@@ -264,6 +265,7 @@ def train_with_early_scheduler(trainee: Trainee) -> list[float]:
     return Scheduled.train(trainee, trainee.optimizer.early_scheduler)
 
 
+@pytest.mark.quick("warm_up", "one_cycle")
 @pytest.mark.parametrize("make", SCHEDULERS)
 def test_a_scheduler_made_before_sharding(
     run_ranks: Pool, make: Callable[[torch.optim.Optimizer], LRScheduler]
