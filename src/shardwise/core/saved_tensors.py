@@ -2,7 +2,10 @@
 
 `save_for_backward` hands tensors to saved-tensor hooks only after the forward. Activation checkpointing stops a
 recompute where the last tensor is saved: a block that ends with such a function would compute its result for nothing.
-These two functions call the hooks at once.
+These two functions call the hooks at once:
+
+    keep(ctx, weight, inputs)        # first line of `forward`
+    weight, inputs = kept(ctx)       # in `backward`
 """
 
 from typing import Any
