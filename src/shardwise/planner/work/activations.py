@@ -17,7 +17,7 @@ from ..training import Training
 from .blocks import gpt_block, in_tree_block, llama_block, mpt_block, titan_block
 from .losses import end
 from .operations import Habits, Setting
-from .tape import Block, Tape, Tensor, chain, measure, rounded
+from .tape import Block, Buffers, Tape, Tensor, chain, measure, rounded
 from .work import Work, embedding_scratch_bytes
 
 LOSS = "loss"
@@ -107,7 +107,7 @@ def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
     def look_up(t: Tape, x: Tensor) -> Tensor:
         scratch = embedding_scratch_bytes(training.num_tokens, num_rows, shape.hidden)
         weight = at.habits.weight(num_rows * shape.hidden)
-        return t.op([x], num_elems, weights=[weight], scratch_bytes=scratch)
+        return t.op([x], num_elems, weights=[weight], buffers=Buffers(scratch_bytes=scratch))
 
     work = measure(look_up, 0, at.itemsize, needs_input_grad=False)
     return replace(work, moved_bytes=float(2 * work.output_bytes))

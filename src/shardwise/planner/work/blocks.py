@@ -28,7 +28,7 @@ from .operations import (
     scale,
     softmax,
 )
-from .tape import Tape, Tensor
+from .tape import Buffers, Tape, Tensor
 
 
 def in_tree_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
     else:
         mixed = activation(t, both)
     out = linear(t, h, mixed, (ffn, shape.hidden), "experts", num_weights=weights)
-    weighted = t.op([out, chosen], out.num_elems, saves=[out, chosen], scratch_bytes=out.num_bytes)
+    weighted = t.op([out, chosen], out.num_elems, saves=[out, chosen], buffers=Buffers(scratch_bytes=out.num_bytes))
     del out, both, mixed, sent
     return t.op([weighted], x.num_elems)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..training import Loss
 from .operations import Habits, Setting, cast, layer_norm, linear, llama_norm, rms_norm
-from .tape import Gradients, Tape, Tensor
+from .tape import Buffers, Gradients, Tape, Tensor
 from .work import Product
 
 # As in train/loss.py, which imports torch.
@@ -33,7 +33,7 @@ class Head:
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
         logits = linear(t, self.habits, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
-        scores = t.op([cast(t, logits, 4)], logits.num_elems, itemsize=4, saves_result=True)
+        scores = t.op([cast(t, logits, 4)], logits.num_elems, itemsize=4, buffers=Buffers(saves_result=True))
         return t.op([scores], 1, itemsize=4, saves=[scores])
 
     def _chunked(self, t: Tape, states: Tensor) -> Tensor:

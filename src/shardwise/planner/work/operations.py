@@ -8,7 +8,7 @@ shape of the model and its batch. Attention and rotary positions are written lik
 from dataclasses import dataclass, replace
 
 from ..shapes.shape import ModelShape
-from .tape import ROUND_BYTES, Tape, Tensor, Weight, rounded
+from .tape import ROUND_BYTES, Arithmetic, Buffers, Tape, Tensor, Weight, rounded
 from .work import AttentionShape, Product
 
 
@@ -86,8 +86,10 @@ def _product(
         rows * width_out,
         saves=[x] if trainable else (),
         weights=[*weights, Weight(width_out, trainable)] if bias else weights,
-        is_kept=_is_kept(tape, habits, width_in, width_out),
-        product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
+        arithmetic=Arithmetic(
+            is_kept=_is_kept(tape, habits, width_in, width_out),
+            product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
+        ),
     )
 
 
@@ -114,8 +116,8 @@ def _norm(tape: Tape, habits: Habits, x: Tensor, width: int, row_bytes: int, num
         x.num_elems,
         itemsize=x.itemsize,
         saves=[x],
-        extra_bytes=row_bytes * (x.num_elems // width),
         weights=[habits.weight(width)] * num_weights,
+        buffers=Buffers(extra_bytes=row_bytes * (x.num_elems // width)),
     )
 
 
@@ -125,11 +127,11 @@ def llama_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
         return rms_norm(tape, habits, x, width)
     rows, wide = x.num_elems // width, 4 * x.num_elems
     states = cast(tape, x, 4)
-    squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], scratch_bytes=2 * wide)
+    squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], buffers=Buffers(scratch_bytes=2 * wide))
     variance = tape.op([squares], rows, itemsize=4)
     del squares
-    root = tape.op([scale(tape, variance)], rows, itemsize=4, saves_result=True)
-    states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], scratch_bytes=wide)
+    root = tape.op([scale(tape, variance)], rows, itemsize=4, buffers=Buffers(saves_result=True))
+    states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], buffers=Buffers(scratch_bytes=wide))
     narrow = cast(tape, states, x.itemsize)
     weight = habits.weight(width)
     return tape.op(
@@ -137,8 +139,8 @@ def llama_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
         x.num_elems,
         itemsize=x.itemsize,
         saves=[narrow] if weight.trainable else (),
-        scratch_bytes=narrow.num_bytes if weight.trainable else 0,
         weights=[weight],
+        buffers=Buffers(scratch_bytes=narrow.num_bytes if weight.trainable else 0),
     )
 
 
@@ -176,12 +178,14 @@ def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
     """A GPU's backward begins with a product of the gradient and the result."""
-    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves_result=True, scratch_bytes=x.num_bytes)
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(saves_result=True, scratch_bytes=x.num_bytes))
 
 
 def dropout(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
     """A byte for each element says what was dropped. Fused, it is drawn again."""
-    return tape.op([x], x.num_elems, itemsize=x.itemsize, extra_bytes=0 if habits.is_fused else x.num_elems)
+    return tape.op(
+        [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if habits.is_fused else x.num_elems)
+    )
 
 
 def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
@@ -193,12 +197,14 @@ def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
 
 def _raised(tape: Tape, x: Tensor) -> Tensor:
     """1 + tanh(c * (x + d * x ** 3)), each result gone once the next is there."""
-    curve = tape.op([scale(tape, add(tape, x, scale(tape, _cube(tape, x))))], x.num_elems, saves_result=True)
+    curve = tape.op(
+        [scale(tape, add(tape, x, scale(tape, _cube(tape, x))))], x.num_elems, buffers=Buffers(saves_result=True)
+    )
     return tape.op([curve], x.num_elems, passes=[True])
 
 
 def _cube(tape: Tape, x: Tensor) -> Tensor:
-    return tape.op([x], x.num_elems, saves=[x], scratch_bytes=2 * x.num_bytes)
+    return tape.op([x], x.num_elems, saves=[x], buffers=Buffers(scratch_bytes=2 * x.num_bytes))
 
 
 def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -209,11 +215,12 @@ def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, val
         [query, key, value],
         query.num_elems,
         saves=[query, key, value],
-        saves_result=True,
-        extra_bytes=rounded(shape.statistics_bytes) + 2 * ROUND_BYTES,  # and the state of a random generator
-        scratch_bytes=shape.scratch_bytes,
-        is_kept=True,
-        attention_flops=shape.flops,
+        buffers=Buffers(
+            saves_result=True,
+            extra_bytes=rounded(shape.statistics_bytes) + 2 * ROUND_BYTES,  # and the state of a random generator
+            scratch_bytes=shape.scratch_bytes,
+        ),
+        arithmetic=Arithmetic(is_kept=True, attention_flops=shape.flops),
     )
 
 
@@ -225,12 +232,19 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     key, value = (tape.op([part], query.num_elems) for part in (key, value))
     scaled_key = scale(tape, key)
     flops = shape.flops  # half of what both products take, so as much as one of them
-    scores = tape.op([scaled, scaled_key], num_scores, saves=[scaled, scaled_key], attention_flops=flops)
+    scores = tape.op(
+        [scaled, scaled_key], num_scores, saves=[scaled, scaled_key], arithmetic=Arithmetic(attention_flops=flops)
+    )
     scores = tape.op([scores], num_scores, passes=[True])
     scratch = tape.new(shape.softmax_scratch_bytes, 1)
     shares = softmax(tape, scores)
     del scores, scratch
-    mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], attention_flops=flops, is_kept=True)
+    mixed = tape.op(
+        [shares, value],
+        query.num_elems,
+        saves=[shares, value],
+        arithmetic=Arithmetic(attention_flops=flops, is_kept=True),
+    )
     del mask
     return mixed
 

@@ -90,6 +90,30 @@ class Weight:
     is_direct: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Memory of an operation besides its inputs and its new result.
+
+    `extra_bytes` are saved for the backward (statistics of a norm), `scratch_bytes` live while the backward runs.
+    """
+
+    saves_result: bool = False
+    extra_bytes: int = 0
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """FLOP of an operation. `is_kept`: selective checkpointing keeps the result."""
+
+    product: Product | None = None
+    attention_flops: float = 0.0
+    is_kept: bool = False
+
+
+NO_BUFFERS = Buffers()
+NO_ARITHMETIC = Arithmetic()
+
 Block = Callable[["Tape", Tensor], Tensor]
 
 
@@ -140,19 +164,17 @@ class Tape:
         *,
         itemsize: int | None = None,
         saves: Sequence[Tensor] = (),
-        saves_result: bool = False,
-        extra_bytes: int = 0,
         passes: Sequence[bool] = (),
-        scratch_bytes: int = 0,
         weights: Sequence[Weight] = (),
-        is_kept: bool = False,
-        product: Product | None = None,
-        attention_flops: float = 0.0,
+        buffers: Buffers = NO_BUFFERS,
+        arithmetic: Arithmetic = NO_ARITHMETIC,
     ) -> Tensor:
-        """A result of `num_elems`. `extra_bytes` are saved beside it (statistics of a norm), `scratch_bytes` live in
-        the backward. An input that `passes` gets the gradient itself; one that does not, new memory of its size.
-        Weights that are trained get a gradient too.
+        """Run an operation with a result of `num_elems`.
+
+        An input that `passes` gets the gradient itself; one that does not, new memory of its size. Weights that are
+        trained get a gradient too.
         """
+        product, attention_flops, is_kept = arithmetic.product, arithmetic.attention_flops, arithmetic.is_kept
         needs_grad = self.is_recording and (any(x.node for x in inputs) or any(w.trainable for w in weights))
         node = self.node(inputs) if needs_grad else None
         saved = [tensor.alias() for tensor in saves] if node else []
@@ -169,22 +191,22 @@ class Tape:
                 elif not attention_flops:
                     out_bytes = num_elems * (self.itemsize if itemsize is None else itemsize)
                     self.moved_bytes += out_bytes + sum(x.num_bytes for x in inputs)
-            beside = [self.new(extra_bytes, 1)] if extra_bytes else []
+            beside = [self.new(buffers.extra_bytes, 1)] if buffers.extra_bytes else []
             out = self.new(num_elems, itemsize)
             if is_kept and self.kept is not None:
                 self.kept.append([out.alias(), *(tensor.alias() for tensor in beside)])
         if node is None:
             return out
-        if beside or saves_result:
-            saved += [*beside, *([out.alias()] if saves_result else [])]
-            self._count_saved(len(beside) + saves_result)
+        if beside or buffers.saves_result:
+            saved += [*beside, *([out.alias()] if buffers.saves_result else [])]
+            self._count_saved(len(beside) + buffers.saves_result)
         sizes = [(x.num_elems, x.itemsize) if x.node else None for x in inputs]
         hands_on = [*passes, *[False] * (len(sizes) - len(passes))]
 
         def backward(grads: Gradients) -> list[Tensor | None]:
             grad = grads.pop()
             assert grad is not None
-            scratch = self.new(scratch_bytes, 1)
+            scratch = self.new(buffers.scratch_bytes, 1)
             found: list[Tensor | None] = []
             for weight in weights:
                 if weight.trainable and not weight.is_direct:
