@@ -55,7 +55,7 @@ def test_the_environment_is_read_where_a_process_begins_only() -> None:
 
     # What is compiled goes where the user keeps caches.
     caches = "core/native/library.py"
-    starting = ("base/processes.py", "trainer/launcher.py", "trainer/rank.py", "doctor/rings.py")
+    starting = ("base/processes.py", "trainer/launcher.py", "trainer/rank.py", "doctor/measure.py")
     allowed = ("core/mesh.py", "trainer/config.py", *starting, "cli/", "bench/", caches)
     assert not uses(environment, allowed)
 

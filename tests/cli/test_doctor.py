@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.container_limits import cgroup_values, cpu_limit, memory_limit
-from shardwise.doctor import devices, disk, limits, network, software
-from shardwise.doctor.finding import Finding, size
+from shardwise.doctor import Finding, disk, machine, network, size, software
 from shardwise.doctor.network import Interface
 
 TOPICS = ("software", "devices", "limits", "network", "disk")
@@ -101,17 +100,17 @@ def test_versions_that_are_too_old() -> None:
 
 def test_a_driver_that_torch_cannot_use(tmp_path: Path) -> None:
     file = tmp_path / "version"
-    assert devices.driver_version(file) is None
+    assert machine.driver_version(file) is None
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    assert devices.driver_version(file) == "580.65.06"
-    found = devices._without_gpus("580.65.06")
+    assert machine.driver_version(file) == "580.65.06"
+    found = machine._without_gpus("580.65.06")
     assert found.grade == "broken"
     assert "580.65.06" in found.meaning
-    assert devices._without_gpus(None).grade == "ok"
+    assert machine._without_gpus(None).grade == "ok"
 
 
 def test_a_disk_is_really_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST", 32 << 20)
+    monkeypatch.setattr(disk, "MAX_BYTES", 32 << 20)
     written, read = disk.speeds(tmp_path)
     assert 1e5 < written < 1e12
     assert 1e5 < read < 1e12
@@ -123,13 +122,13 @@ def test_sizes() -> None:
 
 
 def test_a_compiler_is_looked_for_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
-    found = limits._host_updates(tmp_path)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    found = machine._host_updates(tmp_path)
     assert (found.value, found.grade) == (f"in C (/usr/bin/gcc), compiled when first needed, into {tmp_path}", "ok")
     (tmp_path / "host-1.so").touch()
-    assert limits._host_updates(tmp_path).value == f"in C (/usr/bin/gcc), compiled in {tmp_path}"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    found = limits._host_updates(tmp_path)
+    assert machine._host_updates(tmp_path).value == f"in C (/usr/bin/gcc), compiled in {tmp_path}"
+    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
+    found = machine._host_updates(tmp_path)
     assert found.grade == "worse"
     assert "install a C compiler (cc, gcc, clang)" in found.fix
 

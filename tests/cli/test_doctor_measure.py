@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shardwise.doctor import measure
-from shardwise.doctor.rings import measure_rings
 from shardwise.planner.hardware.measured import cluster_in, read_measured
 from tests.cli.asking import Asker
 
@@ -57,4 +56,4 @@ def test_a_rate_is_what_calls_do_in_a_second(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_ranks_that_do_not_meet_measure_nothing() -> None:
-    assert measure_rings("no backend", 1).gather_bytes_per_s is None
+    assert measure.measure_rings("no backend", 1).gather_bytes_per_s is None

@@ -7,14 +7,14 @@ import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .files import say
 
 if TYPE_CHECKING:
-    from ..doctor.finding import Finding
+    from ..doctor import Finding
 
 WIDTH = 100
 INDENT = 22
@@ -72,10 +72,39 @@ def oom(
 
     shardwise doctor oom runs/tiny
     """
-    from ..doctor.oom import look, text
+    reports = _oom_reports(folder)
+    say(*(json.dumps(reports, indent=1) if as_json else _oom_text(folder, reports)).split("\n"))
 
-    reports = look(folder)
-    say(*(json.dumps(reports, indent=1) if as_json else text(folder, reports)).split("\n"))
+
+def _oom_reports(folder: Path) -> list[dict[str, Any]]:
+    """The reports in a run folder, that of the first rank to fail first."""
+    from ..base.errors import ConfigurationError
+    from ..trainer.run_folder import CONFIG, oom_reports
+
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder}: there is no such folder; give one that `shardwise train` made")
+    reports = oom_reports(folder)
+    if not reports:
+        is_run = (folder / CONFIG).is_file()
+        why = "no rank of its last start ran out of memory" if is_run else f"it is no run folder: it has no {CONFIG}"
+        raise ConfigurationError(f"{folder}: {why}")
+    return reports
+
+
+def _oom_text(folder: Path, reports: list[dict[str, Any]]) -> str:
+    from ..base.errors import ConfigurationError
+    from ..base.text import plural
+
+    first, *others = reports
+    try:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first["time"]))
+    except (OverflowError, OSError, ValueError, TypeError):
+        raise ConfigurationError(f"{folder}: the time {first['time']!r} in a rank's report is none") from None
+    lines = [f"{folder}, {when}", str(first["text"])]
+    if others:
+        ranks = ", ".join(str(report["rank"]) for report in others)
+        lines.append(f"  {plural(len(others), 'more rank')} failed after it: {ranks}; --json shows all")
+    return "\n".join(lines)
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
@@ -134,11 +163,11 @@ def _require_writable(file: Path) -> None:
 def _with_torch() -> "Iterable[Finding]":
     import torch
 
-    from ..doctor import devices, limits, network
+    from ..doctor import machine, network
 
     num_gpus = torch.cuda.device_count()
-    yield from devices.look()
-    yield from limits.look(num_gpus)
+    yield from machine.look_at_gpus()
+    yield from machine.look_at_limits(num_gpus)
     yield from network.look(os.environ, num_gpus)
 
 

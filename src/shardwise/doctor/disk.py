@@ -1,4 +1,4 @@
-"""How fast a folder takes and gives data, and whether it does: written, flushed to the disk, read back, removed."""
+"""Speed of a folder's disk: a file is written, flushed, read back and removed."""
 
 import mmap
 import os
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..base.direct_io import ALIGNMENT, go_direct, is_direct, write_at
-from .finding import Finding, size
+from . import Finding, size
 
 TOPIC = "disk"
 CHUNK = 16 << 20
-MOST = 128 << 20
+MAX_BYTES = 128 << 20
 BUDGET_S = 2.0  # for writing, and again for reading: a slow disk is measured on less
 SLOW = 200e6  # bytes/s
 LEAST_FREE = 10 << 30
-# What a checkpoint holds of a parameter: an fp32 master and two moments.
+# Bytes per parameter of a checkpoint: an fp32 master and two moments.
 CHECKPOINT_BYTES = 12
 
 
@@ -26,7 +26,7 @@ def look(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     meaning = (
         f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter, and so "
-        "has an optimizer that rests on disk"
+        "has an optimizer on disk"
     )
     if free < LEAST_FREE:
         yield Finding(TOPIC, "free", size(free), meaning, "worse", "make room, or give --output-dir elsewhere")
@@ -46,7 +46,7 @@ def look(folder: Path) -> Iterator[Finding]:
     else:
         yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning)
     yield Finding(TOPIC, "read", f"{read / 1e6:.0f} MB/s", "resuming and loading weights; memory may have helped")
-    meaning = "O_DIRECT: state that rests on disk (--offload optimizer=disk:FOLDER) and checkpoints go around the cache"
+    meaning = "O_DIRECT: state on disk (--offload optimizer=disk:FOLDER) and checkpoints go around the cache"
     if goes_direct(place):
         yield Finding(TOPIC, "around the cache", "yes", meaning)
     else:
@@ -55,11 +55,11 @@ def look(folder: Path) -> Iterator[Finding]:
 
 
 def speeds(folder: Path) -> tuple[float, float]:
-    """Bytes per second, written and read. The file has no name left when this returns."""
-    chunk = os.urandom(CHUNK)  # a file system that compresses shall not gain from it
+    """Bytes per second, written and read. The file has no name, and is gone when this returns."""
+    chunk = os.urandom(CHUNK)  # random, so that a compressing file system does not look faster
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began_s, num_written = time.perf_counter(), 0
-        while num_written < MOST and time.perf_counter() - began_s < BUDGET_S:
+        while num_written < MAX_BYTES and time.perf_counter() - began_s < BUDGET_S:
             num_written += file.write(chunk) or 0
             os.fsync(file.fileno())
         write_s = time.perf_counter() - began_s
@@ -73,7 +73,7 @@ def speeds(folder: Path) -> tuple[float, float]:
 
 
 def goes_direct(folder: Path) -> bool:
-    """Some file systems take the flag, and then do not write."""
+    """Return True if O_DIRECT works; some file systems accept the flag, and then fail to write."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         go_direct(file.fileno())
         write_at(file.fileno(), memoryview(mmap.mmap(-1, ALIGNMENT)), 0)
@@ -81,5 +81,5 @@ def goes_direct(folder: Path) -> bool:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or what of its path is there: a run would make the rest."""
+    """The folder, or its nearest parent that exists: a run would make the rest."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())

@@ -1,32 +1,46 @@
-"""What this machine reaches, measured in some seconds, for plans that shall be about it and not about its data sheets.
+"""Rates of this machine, measured in some seconds, for plans that are about it and not about its data sheets.
 
 Each rate is that of work repeated for a fraction of a second, after it has been done once. Collectives need more than
-one device, and processes of their own (`rings.py`); two of a processor's ranks stand in for GPUs where there are none.
+one device and one process per rank; without GPUs two ranks of the processor stand in for them. Their rate is the bus
+bandwidth of nccl-tests: the bytes of the whole times (N - 1) / N, twice that for an all-reduce, by seconds.
 """
 
+import json
+import os
 import platform
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from ..base.container_limits import cgroup_values, memory_limit
+from ..base.processes import as_child, end_with_parent, temporary_folder
+from ..core.wire.loopback import interfaces
 from ..planner.hardware.measured import CPU_RANKS, MATRIX, Measured
 from .disk import existing, speeds
-from .rings import Rings, measure_rings
 
+MODULE = "shardwise.doctor.measure"  # run by name: __name__ is __main__ in a rank
 BUDGET_S = 0.4
-CONTEXT_BYTES = 1 << 29  # where it cannot be told from what others hold
+CONTEXT_BYTES = 1 << 29  # where it cannot be separated from other processes' memory
 MOST_CONTEXT_BYTES = 2 << 30
 MODEL_NAME = Path("/proc/cpuinfo")
+WHOLE_BYTES = {"nccl": 1 << 30, "gloo": 1 << 25}
+NUM_SMALL = 50
+LIMIT_S = 60.0
 
 
 def measure(folder: Path) -> Measured:
-    """The first GPU, or the processor; the host; and the disk of `folder`."""
+    """Measure the first GPU, or the processor; the host; and the disk of `folder`."""
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     num_devices = torch.cuda.device_count() if is_gpu else 1
@@ -59,12 +73,12 @@ def measure(folder: Path) -> Measured:
 
 
 def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """`amount` is what one call does; per second."""
+    """Work per second; `amount` is the work of one call."""
     work()
     _wait(device)
     began_s, num_calls, elapsed_s = time.perf_counter(), 0, 0.0
     while elapsed_s < BUDGET_S:
-        # Some at once, so that the wait is not what is measured.
+        # Several calls at once, so that waiting is not what is measured.
         num_more = max(1, num_calls)
         for _ in range(num_more):
             work()
@@ -92,7 +106,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _copies(device: torch.device) -> float:
-    """Bytes read and written."""
+    """Bytes read and written per second."""
     source = _filled(1 << 30 if device.type == "cuda" else 1 << 27, device)
     target = torch.empty_like(source)
     return rate(lambda: target.copy_(source), 2.0 * source.nbytes, device)
@@ -109,7 +123,7 @@ def _filled(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _updates() -> float:
-    """Parameters that AdamW on the host's cores updates in a second."""
+    """Parameters per second that AdamW updates on the host's cores."""
     param = torch.nn.Parameter(_filled(1 << 25, torch.device("cpu")))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], fused=True)
@@ -117,8 +131,8 @@ def _updates() -> float:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What is taken of the device and not by torch's allocator, once kernels have run; by others, too, which shows as
-    too much."""
+    """Device memory outside torch's allocator, once kernels have run. It includes other processes' memory, which is
+    recognised by its size."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
@@ -137,3 +151,88 @@ def _processor() -> str:
         lines = []
     found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"cpu ({found or platform.machine()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Rates of collectives; None if they were not measured."""
+
+    gather_bytes_per_s: float | None = None
+    all_reduce_bytes_per_s: float | None = None
+    latency_us: float | None = None
+
+
+def measure_rings(backend: str, num_ranks: int) -> Rings:
+    """Measure in one process per rank; nothing is measured if the ranks do not find each other."""
+    with temporary_folder() as folder:
+        store = str(folder / "store")
+        variables = as_child({**os.environ, **interfaces(os.environ)})
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", MODULE, backend, str(rank), str(num_ranks), store],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        except subprocess.TimeoutExpired:
+            return Rings()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        return Rings()
+    return Rings(**json.loads(outputs[0].splitlines()[-1]))
+
+
+def _rank(backend: str, rank: int, num_ranks: int, store: str) -> None:
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        store=FileStore(store, num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    num_elems = WHOLE_BYTES[backend] // 4 // num_ranks * num_ranks
+    whole = torch.ones(num_elems, device=device)
+    part = torch.ones(num_elems // num_ranks, device=device)
+    sent = whole.nbytes * (num_ranks - 1) / num_ranks
+    gather_s = _call_seconds(lambda: dist.all_gather_into_tensor(whole, part), device)
+    reduce_s = _call_seconds(lambda: dist.all_reduce(whole), device)
+    small, smaller = whole[: 64 * num_ranks], part[:64]
+    small_s = _call_seconds(lambda: dist.all_gather_into_tensor(small, smaller), device)
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(asdict(Rings(sent / gather_s, 2 * sent / reduce_s, small_s * 1e6))))
+
+
+def _call_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call. The first rank chooses the number of calls, which is the same on every rank."""
+
+    def run(num_calls: int) -> float:
+        began_s = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began_s) / num_calls
+
+    run(1)
+    chosen = torch.tensor([max(2, min(NUM_SMALL, round(BUDGET_S / run(2))))], device=device)
+    dist.broadcast(chosen, 0)
+    return run(int(chosen))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

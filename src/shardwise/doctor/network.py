@@ -1,4 +1,4 @@
-"""How ranks would reach each other: backends, interfaces, and which of them each backend takes."""
+"""Communication between ranks: backends, interfaces, and the interface that each backend takes."""
 
 import socket
 import threading
@@ -10,20 +10,20 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from .finding import Finding
+from . import Finding
 
 TOPIC = "network"
 INFINIBAND = Path("/sys/class/infiniband")
 LOOKUP_S = 2.0
-# NCCL takes the first of the first group that has any; interfaces of none of them come between the first and the last.
-NCCL_LIKES, NCCL_LEAVES = ("ib",), ("docker", "virbr", "lo")
+# NCCL takes the first interface of these, then any other one, then the first of those, in this order.
+NCCL_FIRST, NCCL_LAST = ("ib",), ("docker", "virbr", "lo")
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
     name: str
     address: str
-    speed_mbit: int  # 0: it does not say
+    speed_mbit: int  # 0: unknown
 
 
 def look(variables: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def interfaces() -> list[Interface]:
 
 
 def lookup(host: str) -> str | None:
-    """Its IPv4 address; None: there is none, or the name service takes too long to say so."""
+    """The IPv4 address of a host; None if there is none, or if the name service takes too long."""
     answers: list[str] = []
 
     def ask() -> None:
@@ -79,9 +79,9 @@ def gloo_takes(found: Sequence[Interface], address: str | None) -> str | None:
 
 def nccl_takes(found: Sequence[Interface]) -> str | None:
     def place(interface: Interface) -> int:
-        if interface.name.startswith(NCCL_LIKES):
+        if interface.name.startswith(NCCL_FIRST):
             return 0
-        left = [index for index, prefix in enumerate(NCCL_LEAVES) if interface.name.startswith(prefix)]
+        left = [index for index, prefix in enumerate(NCCL_LAST) if interface.name.startswith(prefix)]
         return 2 + left[0] if left else 1
 
     return min(found, key=place).name if found else None
@@ -90,18 +90,18 @@ def nccl_takes(found: Sequence[Interface]) -> str | None:
 def _gloo() -> Finding:
     if dist.is_available() and dist.is_gloo_available():
         return Finding(TOPIC, "gloo", "available", "collectives of CPU ranks")
-    return Finding(TOPIC, "gloo", "missing", "CPU ranks cannot talk", "broken", "install a torch built with gloo")
+    return Finding(TOPIC, "gloo", "missing", "CPU ranks cannot communicate", "broken", "install a torch with gloo")
 
 
 def _nccl() -> Finding:
     if dist.is_available() and dist.is_nccl_available():
         number = ".".join(str(part) for part in torch.cuda.nccl.version())
         return Finding(TOPIC, "NCCL", number, "collectives of GPU ranks")
-    return Finding(TOPIC, "NCCL", "missing", "GPU ranks cannot talk", "broken", "install a torch built with NCCL")
+    return Finding(TOPIC, "NCCL", "missing", "GPU ranks cannot communicate", "broken", "install a torch with NCCL")
 
 
 def _name(host: str, address: str | None) -> Finding:
-    meaning = "other machines are told this name when they meet"
+    meaning = "other machines get this name at the rendezvous"
     if address is None or address.startswith("127."):
         fix = "for more than one machine: give it its address in /etc/hosts or DNS; one machine does without"
         return Finding(TOPIC, "host name", f"{host}, {address or 'not found'}", meaning, "worse", fix)
@@ -111,7 +111,7 @@ def _name(host: str, address: str | None) -> Finding:
 def _taken(backend: str, variable: str, variables: Mapping[str, str], guess: str | None) -> Finding:
     name = f"{backend} takes"
     if variable in variables:
-        return Finding(TOPIC, name, variables[variable], f"{variable} says so")
+        return Finding(TOPIC, name, variables[variable], f"{variable} is set")
     if guess is None:
         return Finding(TOPIC, name, "nothing", "no interface is up", "broken", "bring one up, if only the loopback")
     return Finding(TOPIC, name, guess, f"set {variable} to have it take another")

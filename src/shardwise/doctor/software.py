@@ -1,4 +1,4 @@
-"""Versions: what runs need, and what each of the extras is for."""
+"""Versions of the packages that runs need, and of the extras."""
 
 import platform
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from ..version import VERSION
-from .finding import Finding
+from . import Finding
 
 TOPIC = "software"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
