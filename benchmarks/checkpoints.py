@@ -22,11 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.bench.machine import commit, processor
+from shardwise.bench.pages import commit, processor
 from shardwise.trainer.settings import Settings
 
 from .checkpoint_contenders import SHAPES, Job, forget, num_params, sync
-from .pages import Page, show
+from .pages import benchmark_page, show
 
 ROOT = Path(__file__).parent.parent
 Runs = dict[str, list[dict[str, Any]]]  # by contender, in the order of the repetitions
@@ -283,7 +283,7 @@ def main() -> None:
         f"{options.shape}: {num_params(options.shape) / 1e6:.0f}M parameters in fp32, AdamW; {options.ranks} "
         f"ranks, {options.repetitions} repetitions."
     )
-    page = Page(
+    page = benchmark_page(
         "checkpoints",
         "Checkpoints beside the peers",
         datetime.datetime.now(),
@@ -291,9 +291,8 @@ def main() -> None:
         figures={"note": note, "runs": runs, "exports": exports},
         before=[f"{sizes} {note}"],
         after=["\n".join(tables(runs, exports)).strip(), *([why_not] if why_not else [])],
-        variant=f"{options.shape}-{options.device}",
     )
-    show(page, options.out)
+    show(page, options.out, f"{options.shape}-{options.device}")
 
 
 if __name__ == "__main__":

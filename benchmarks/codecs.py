@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from shardwise.base.dtypes import dtype_of
-from shardwise.bench.machine import commit, processor
+from shardwise.bench.pages import commit, processor
 from shardwise.core.wire.codec import encoded_bytes, parse
 from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
 
-from .pages import Page, show, table
+from .pages import benchmark_page, show, table
 
 CODECS = (
     "bf16,fp16,e4m3,e5m2,int8,int8:asymmetric,int8:stochastic,int4,int4:64,int4:2048,int4:asymmetric,int4:stochastic"
@@ -146,7 +146,7 @@ def main() -> None:
         "commit": commit(),
     }
     note = " ".join((__doc__ or "").split("\n\n")[-1].split())
-    page = Page(
+    page = benchmark_page(
         "codecs",
         "Codecs beside a copy",
         now,
@@ -154,9 +154,8 @@ def main() -> None:
         figures={"rows": measured},
         before=[note],
         after=[table_of(measured, num_elems)],
-        variant=options.device,
     )
-    show(page, options.out)
+    show(page, options.out, options.device)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from shardwise.base.direct_io import is_direct, read_at, write_at
-from shardwise.bench.machine import commit, processor
+from shardwise.bench.pages import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena
 from shardwise.core.offload.disk import Disk, reserve
 from shardwise.core.offload.region import memory_of
 from shardwise.core.schedule.offload import padded_bytes
 
-from .pages import Page, show, spread, table
+from .pages import benchmark_page, show, spread, table
 
 CHUNK_BYTES = 96 << 20  # master and two moments of 8Mi elements
 NUM_WINDOWS = 4
@@ -234,7 +234,7 @@ def main() -> None:
         "commit": commit(),
     }
     note = " ".join(NOTE.split())
-    page = Page(
+    page = benchmark_page(
         "disk_store",
         "The store's disk beside the disk itself",
         datetime.datetime.now(),

@@ -41,12 +41,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.bench import fabric
-from shardwise.bench.machine import commit
+from shardwise.bench.pages import commit
 from shardwise.core.mesh import make_axes
 from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
 
 from .namespaces import LOCAL, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
-from .pages import Page, table, write
+from .pages import Page, benchmark_page, table, write
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -462,7 +462,7 @@ def page_of(comparisons: list[Comparison]) -> Page:
     ]
     figures = {"summary": summary(rows), "worlds": [asdict(comparison) for comparison in comparisons]}
     title = "The emulated fabric against gloo"
-    return Page("fabric_against_gloo", title, datetime.datetime.now(), machine, figures, after=parts)
+    return benchmark_page("fabric_against_gloo", title, datetime.datetime.now(), machine, figures, after=parts)
 
 
 def main() -> None:

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from shardwise.bench.machine import commit, processor
+from shardwise.bench.pages import commit, processor
 from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
 from shardwise.core.native.cores import Cores, cores_for
 from shardwise.core.native.library import library
 
-from .pages import Page, show, table
+from .pages import benchmark_page, show, table
 
 SETTINGS = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=10)
 HUGE_PAGE = 2 << 20
@@ -211,7 +211,7 @@ def main() -> None:
         "commit": commit(),
     }
     note = " ".join((__doc__ or "").split("\n\n")[-1].split())
-    page = Page(
+    page = benchmark_page(
         "host_adamw",
         "Host AdamW beside torch's",
         now,

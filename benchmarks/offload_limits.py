@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.bench.machine import commit, processor
+from shardwise.bench.pages import commit, processor
 from shardwise.core.engine.guards import engine_of
 
 from .disk_store import PLAIN, Plain
-from .pages import Page, show, spread, table
+from .pages import benchmark_page, show, spread, table
 
 FROM_DISK, REFERENCE = "zero3_nvme", "zero3"
 # What needs the host's memory for all of its state.
@@ -296,7 +296,8 @@ def main() -> None:
         figures["rates"] = ask(asked)
         parts += told_of_rates(figures["rates"])
     title = "State larger than the memory allowed, and updates from disk"
-    show(Page("offload_limits", title, began, machine, figures, after=parts, variant=options.device), options.out)
+    page = benchmark_page("offload_limits", title, began, machine, figures, after=parts)
+    show(page, options.out, options.device)
 
 
 if __name__ == "__main__":

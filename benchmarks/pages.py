@@ -1,70 +1,47 @@
-"""What a benchmark leaves: a dated page for people and JSON for programs, both with the command and the machine."""
+"""Pages of the benchmarks in this folder: named after the date and the script, with its command."""
 
 import datetime
-import json
 import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.bench.pages import Page, markdown_table
 
-@dataclass(frozen=True)
-class Page:
-    """`before` are paragraphs in front of the command, `after` those behind the machine; `figures` go to the JSON."""
-
-    benchmark: str  # the module of this folder
-    title: str
-    began: datetime.datetime  # a page that is written again keeps its name
-    machine: Mapping[str, Any]
-    figures: Mapping[str, Any]
-    before: Sequence[str] = ()
-    after: Sequence[str] = ()
-    variant: str = ""  # what tells its files from others of the same benchmark
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {
-            "schema": 1,
-            "command": shlex.join(["python", "-m", f"benchmarks.{self.benchmark}", *sys.argv[1:]]),
-            "date": f"{self.began:%Y-%m-%d %H:%M}",
-            "machine": dict(self.machine),
-        }
-
-    @property
-    def name(self) -> str:
-        words = f"{self.began:%Y-%m-%d-%H%M}", self.benchmark.replace("_", "-"), self.variant
-        return "-".join(filter(None, words))
-
-    def __str__(self) -> str:
-        about = self.about
-        described = ", ".join(f"{key} {value}" for key, value in self.machine.items())
-        head = [f"# {self.title}, {about['date']}", *self.before, f"    {about['command']}", described]
-        return "\n\n".join([*head, *self.after]) + "\n"
+table = markdown_table
 
 
-def write(page: Page, folder: Path) -> Path:
-    """The path of the page; the JSON is beside it."""
+def benchmark_page(
+    benchmark: str,
+    title: str,
+    began: datetime.datetime,
+    machine: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> Page:
+    """The page of the module `benchmark`. A page that is written again keeps its date, and so its name."""
+    command = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]])
+    return Page(title, command, machine, figures, before, after, began)
+
+
+def write(page: Page, folder: Path, variant: str = "") -> Path:
+    """Write the page and the JSON. `variant` distinguishes files of the same benchmark. Return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{page.name}.json").write_text(json.dumps({**page.about, **page.figures}, indent=1) + "\n")
-    path = folder / f"{page.name}.md"
-    path.write_text(str(page))
+    benchmark = page.command.split()[2].removeprefix("benchmarks.").replace("_", "-")
+    name = "-".join(filter(None, (f"{page.date:%Y-%m-%d-%H%M}", benchmark, variant)))
+    path = folder / f"{name}.md"
+    page.write(path)
     return path
 
 
-def show(page: Page, folder: Path | None) -> None:
-    """On the terminal, and in the folder if there is one."""
+def show(page: Page, folder: Path | None, variant: str = "") -> None:
+    """Print the page, and write it if there is a folder."""
     print(page)
     if folder is not None:
-        write(page, folder)
-
-
-def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    titles = list(heads)
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (titles, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(titles), *lines[1:]])
+        write(page, folder, variant)
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:

@@ -45,8 +45,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.planner_cases import Case, cases, smoke
 from shardwise.bench import fabric
-from shardwise.bench.machine import commit, processor
 from shardwise.bench.measure import failure
+from shardwise.bench.pages import commit, processor
 from shardwise.trainer.checkpointing import checkpoint_blocks
 from shardwise.trainer.data.samples import Batch
 from shardwise.trainer.model import Transformer

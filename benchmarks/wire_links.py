@@ -37,18 +37,19 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.bench.case import SHAPES, Case, case_from_json
 from shardwise.bench.contenders import find
+from shardwise.bench.deepspeed_config import DEEPSPEED
 from shardwise.bench.launch import environment
-from shardwise.bench.machine import commit, processor
 from shardwise.bench.measure import join
 from shardwise.bench.model import batches_of, build, num_params
-from shardwise.bench.names import DEEPSPEED, HSDP, OURS
+from shardwise.bench.names import HSDP, OURS
+from shardwise.bench.pages import commit, processor
 from shardwise.core.wire.ledger import Call
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.hardware.links import Fabric, Kind, plan_transfer
 from shardwise.planner.training import Training
 
 from .namespaces import NIC, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
-from .pages import Page, table, write
+from .pages import Page, benchmark_page, table, write
 
 RESULTS = Path(__file__).parent / "results"
 NUM_NODES, NODE_SIZE = 2, 2
@@ -245,7 +246,7 @@ def page_of(seen: list[Seen], plans: Plans, case: Case, began: datetime.datetime
         "planned": {name: asdict(plan) for name, plan in plans.items() if plan},
         "runs": [asdict(one) for one in seen],
     }
-    return Page("wire_links", "Steps on slow links", began, machine, figures, after=parts)
+    return benchmark_page("wire_links", "Steps on slow links", began, machine, figures, after=parts)
 
 
 def main() -> None:

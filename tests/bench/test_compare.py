@@ -13,7 +13,8 @@ from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
 from shardwise.bench.overlap import Overlap
-from shardwise.bench.rows import Row
+from shardwise.bench.pages import new_page
+from shardwise.bench.rows import Row, rows_of
 from shardwise.planner.hardware.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
@@ -38,12 +39,12 @@ def compare(outcomes: dict[str, Outcome], **session: object) -> tuple[Findings, 
         }
     )
     *_, findings = run(asked, launch, say=lambda line: None)
-    return findings, {row.contender: row for row in report.rows_of(findings)}, launched
+    return findings, {row.contender: row for row in rows_of(findings)}, launched
 
 
 def written(findings: Findings, folder: Path) -> Path:
-    page = report.new_page(folder, report.name_of(findings.session))
-    report.write(findings, page)
+    page = new_page(folder, report.name_of(findings.session))
+    report.report_of(findings).page.write(page)
     return page
 
 
@@ -69,14 +70,14 @@ def test_a_session_that_is_cut_short_has_what_it_saw(tmp_path: Path) -> None:
 
     progress = run(Session([SMOKE], [OURS], [PEER], repetitions=2), launch, say=lambda line: None)
     first, second, third = (next(progress) for _ in range(3))
-    assert [row.contender for row in report.rows_of(first)] == [PEER]
+    assert [row.contender for row in rows_of(first)] == [PEER]
     assert [findings.num_left for findings in (first, second, third)] == [3, 2, 1]
     # The peer is a repetition ahead: it is compared with ours where both ran.
-    peer, ours = report.rows_of(third)
+    peer, ours = rows_of(third)
     assert peer.seconds is not None
     assert peer.seconds.max == 0.4
     assert ours.ratios[PEER].median == pytest.approx(1.5)
-    assert "Cut short: 1 more runs were asked for." in written(third, tmp_path).read_text()
+    assert "Unfinished: 1 more runs were requested." in written(third, tmp_path).read_text()
 
 
 def test_who_fails_is_a_row_and_the_others_go_on() -> None:
@@ -87,7 +88,7 @@ def test_who_fails_is_a_row_and_the_others_go_on() -> None:
     assert rows[OURS].status == "ok"
     assert not rows[OURS].ratios
     assert [case.contender for case in launched].count(PEER) == 1
-    assert report.problems(report.rows_of(findings)) == [f"fsdp2 (oom): {oom.error}"]
+    assert report.report_of(findings).problems == [f"fsdp2 (oom): {oom.error}"]
 
 
 def test_losses_that_differ_are_an_error_that_names_both() -> None:
@@ -108,7 +109,7 @@ def test_without_one_process_the_first_contender_is_the_measure() -> None:
     oom = Outcome(status="oom", error="out of memory")
     findings, rows, _ = compare({"plain": oom, PEER: outcome(0.3), OURS: outcome(0.2, losses=(3.0, 2.0, 1.1))})
     assert rows[OURS].error.startswith("the loss of step 2 is 1.1, that of fsdp2 1:")
-    assert "compared with those of fsdp2." in report.document(findings, [])["note"]
+    assert "compared with those of fsdp2." in report.note_of(findings)
 
 
 def test_one_process_may_be_left_out() -> None:
@@ -122,9 +123,9 @@ def test_what_rests_on_disk_wants_a_folder() -> None:
         {"strategies": ["shardwise:zero3_nvme"], "peers": []},
         {"strategies": [], "peers": ["deepspeed:3+nvme"]},
     ):
-        with pytest.raises(ConfigurationError, match="rests on disk: say in which folder, with --disk-path"):
-            Session([SMOKE], **names).refuse_what_cannot_run()
-        Session([replace(SMOKE, disk_path="/nvme")], **names).refuse_what_cannot_run()
+        with pytest.raises(ConfigurationError, match="offloads to disk: name a folder with --disk-path"):
+            Session([SMOKE], **names).check()
+        Session([replace(SMOKE, disk_path="/nvme")], **names).check()
 
 
 def test_overlaps_are_on_the_page(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_on_a_fabric_floors_stand_beside_and_only_first_losses_count() -> None:
     assert rows[OURS].status == "ok"
     assert rows[OURS].wire_s == {"intra": 0.01, "inter": 0.02}
     assert rows[OURS].moved_bytes == 5e6
-    cells = report.columns(report.rows_of(findings))
+    cells = report.columns(rows_of(findings))
     assert cells["link GB/s"][:4] == ["", "", "1000", "1000"]
     assert cells["inter s"][3] == "0.0200"
 
@@ -194,7 +195,7 @@ def test_calls_of_a_unit_are_told_from_those_of_a_step() -> None:
 
     lines: list[str] = []
     *_, findings = run(Session([SMOKE], [OURS], [], count_calls=True), launch, lines.append)
-    row = report.rows_of(findings)[0]
+    row = rows_of(findings)[0]
     assert (row.calls_per_unit, row.calls_besides) == (7, 30)
     assert lines[-1].endswith("7 per unit and step")
 
@@ -208,7 +209,7 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
     mix = 'shardwise:{"blocks.[0-3]":"zero2","*":"zero3"}'
     failed = Outcome(status="failed", error="RuntimeError: no")
     findings, _, _ = compare({"plain": outcome(9), PEER: outcome(0.3), "ddp": failed, mix: outcome(0.2)})
-    rows = report.rows_of(findings)
+    rows = rows_of(findings)
     page = written(findings, tmp_path)
     about = json.loads(page.with_suffix(".json").read_text())
     assert set(about) == KEYS
@@ -229,7 +230,7 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
 def test_the_table_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     mix = 'shardwise:{"blocks.[0-3]":"zero2","*":"zero3"}'
     findings, _, _ = compare({"plain": outcome(9), PEER: outcome(0.3), mix: outcome(0.2)})
-    report.print_table(report.rows_of(findings), "a note")
+    report.report_of(findings).show()
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert re.split(" {2,}", lines[0]) == [
         "contender",

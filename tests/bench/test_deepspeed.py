@@ -7,10 +7,9 @@ import pytest
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench.case import Shape, one_process
 from shardwise.bench.compare import TOLERANCES, losses_of
-from shardwise.bench.deepspeed_config import config_of
+from shardwise.bench.contenders import refuse_what_deepspeed_ignores
+from shardwise.bench.deepspeed_config import config_of, read_deepspeed
 from shardwise.bench.launch import Outcome, launch
-from shardwise.bench.names import read_deepspeed
-from shardwise.bench.peers import refuse_what_deepspeed_leaves_out
 from tests.bench.cases import smoke
 from tests.bench.test_contenders import losses
 from tests.support.deepspeed import DeepSpeed
@@ -70,12 +69,12 @@ def test_what_deepspeed_would_leave_out_is_refused(
 ) -> None:
     case = smoke(world_size=world_size, node_size=node_size)
     with pytest.raises(ConfigurationError, match=message):
-        refuse_what_deepspeed_leaves_out(case, [part], ranks_per_node)
+        refuse_what_deepspeed_ignores(case, [part], ranks_per_node)
 
 
 def test_what_deepspeed_does_is_not_refused() -> None:
-    refuse_what_deepspeed_leaves_out(smoke(world_size=2, node_size=1), [], 2)
-    refuse_what_deepspeed_leaves_out(smoke(world_size=4, node_size=2), ["hpz", "qwz", "qgz"], 2)
+    refuse_what_deepspeed_ignores(smoke(world_size=2, node_size=1), [], 2)
+    refuse_what_deepspeed_ignores(smoke(world_size=4, node_size=2), ["hpz", "qwz", "qgz"], 2)
 
 
 def understood() -> list[dict[str, Any]]:

@@ -4,15 +4,8 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench.case import case_from_json
-from shardwise.bench.names import (
-    DeepSpeed,
-    label,
-    peers_in,
-    read_deepspeed,
-    read_strategy,
-    rests_on_disk,
-    strategies_in,
-)
+from shardwise.bench.deepspeed_config import DeepSpeed, read_deepspeed
+from shardwise.bench.names import label, needs_disk, peers_in, read_strategy, strategies_in
 from shardwise.core.layout import PRESETS, Layout
 from tests.bench.cases import smoke
 
@@ -77,7 +70,7 @@ def test_strategies_may_rest_elsewhere(name: str) -> None:
     assert contender == label(contender) == f"shardwise:{name}"
     assert read_strategy(name) == (name, set())
     assert read_strategy(f"{name}@early") == (name, {"early"})
-    assert not rests_on_disk(contender)
+    assert not needs_disk(contender)
 
 
 def test_who_needs_a_folder() -> None:
@@ -86,8 +79,8 @@ def test_who_needs_a_folder() -> None:
         *strategies_in(f"zero3_nvme,zero3+params=disk+optimizer=host,auto+optimizer=disk,{mixed}"),
         "deepspeed:3+nvme",
     ]
-    assert all(map(rests_on_disk, names))
-    assert not any(map(rests_on_disk, [*strategies_in("auto,zero3"), "fsdp2+offload", "deepspeed:3", "plain"]))
+    assert all(map(needs_disk, names))
+    assert not any(map(needs_disk, [*strategies_in("auto,zero3"), "fsdp2+offload", "deepspeed:3", "plain"]))
 
 
 @pytest.mark.parametrize(
@@ -98,14 +91,14 @@ def test_who_needs_a_folder() -> None:
         ("deepspeed:4", "say which ZeRO stage"),
         ("deepspeed:2+nvme", "DeepSpeed has 'nvme' at stage 3 only"),
         ("deepspeed:0+offload", "DeepSpeed has 'offload' at stage 1 or 2 or 3 only"),
-        ("deepspeed:3+ofload", "asks for 'ofload'; did you mean 'offload'?"),
+        ("deepspeed:3+ofload", "unknown option 'ofload'; did you mean 'offload'?"),
         ("deepspeed:2+offload:0.5", "a part of the optimizer to the host only, at stage 3"),
         ("deepspeed:2+hpz", "DeepSpeed has 'hpz' at stage 3 only"),
-        ("deepspeed:3+qwzz", "asks for 'qwzz'; did you mean 'qwz'?"),
+        ("deepspeed:3+qwzz", "unknown option 'qwzz'; did you mean 'qwz'?"),
         ("deepspeed:3+hpz:0.5", "a part of the optimizer to the host only, at stage 3"),
         ("hsdp:2", "hsdp takes no '2'"),
-        ("deepspeed:3+offload:60", "'60' is no part of the optimizer"),
-        ("deepspeed:3+offload:half", "'half' is no part of the optimizer"),
+        ("deepspeed:3+offload:60", "'60' is not a part of the optimizer"),
+        ("deepspeed:3+offload:half", "'half' is not a part of the optimizer"),
         ("fsdp2+ofload", r"did you mean 'fsdp2\+offload'"),
         ("fsdp2:1", "fsdp2 takes no '1'"),
     ],

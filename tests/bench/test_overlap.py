@@ -13,8 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import record_function
 
-from shardwise.bench.measure import overlap_in, trace
-from shardwise.bench.overlap import Interval, common, from_trace, in_words, length, merged, overlap_of, without
+from shardwise.bench.overlap import (
+    Interval,
+    common,
+    from_trace,
+    in_words,
+    length,
+    merged,
+    overlap_in,
+    overlap_of,
+    trace,
+    without,
+)
 
 
 def test_a_step_in_figures() -> None:

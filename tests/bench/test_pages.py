@@ -1,4 +1,4 @@
-"""What benchmarks leave: the page, the JSON beside it, and their names."""
+"""Pages of the benchmarks: the text, the JSON next to it, and the names of the files."""
 
 import datetime
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import Page, show, spread, table, write
+from benchmarks.pages import benchmark_page, show, spread, table, write
+from shardwise.bench.pages import Page
 
 BEGAN = datetime.datetime(2026, 3, 4, 5, 6)
 
@@ -15,7 +16,7 @@ BEGAN = datetime.datetime(2026, 3, 4, 5, 6)
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     monkeypatch.setattr(sys, "argv", ["disk_store.py", "--folder", "my disk"])
-    return Page(
+    return benchmark_page(
         "disk_store",
         "Disks",
         BEGAN,
@@ -23,7 +24,6 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
         figures={"runs": [1, 2]},
         before=["How to read it."],
         after=["| a |\n|---|\n| 1 |", "The end."],
-        variant="cpu",
     )
 
 
@@ -35,7 +35,7 @@ def test_a_page_has_the_command_and_the_machine(page: Page) -> None:
 
 
 def test_files_are_named_after_date_and_benchmark(page: Page, tmp_path: Path) -> None:
-    path = write(page, tmp_path / "new")
+    path = write(page, tmp_path / "new", "cpu")
     assert path == tmp_path / "new" / "2026-03-04-0506-disk-store-cpu.md"
     assert path.read_text() == str(page)
     assert json.loads(path.with_suffix(".json").read_text()) == {

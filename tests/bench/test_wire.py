@@ -10,25 +10,24 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench import wire, wire_report
-from shardwise.bench.wire import Asked, Findings, codecs_of, strategies_of
-from shardwise.bench.wire_run import Seen, inter_node_bytes, last_words
+from shardwise.bench.wire import Findings, Request, TrainedRun, codecs_of, inter_node_bytes, last_words, strategies_of
 from shardwise.trainer.settings import Settings
 
 INT8 = "zero3+grads_as=int8"
 SETTINGS = Settings(max_steps=4, node_size=2, device="cpu", precision="fp32")
 
 
-def asked_for(strategies: str = f"zero3,{INT8}", **more: Any) -> Asked:
-    return Asked(**{"settings": SETTINGS, "strategies": strategies_of(strategies), "num_ranks": 4, **more})
+def request_for(strategies: str = f"zero3,{INT8}", **more: Any) -> Request:
+    return Request(**{"settings": SETTINGS, "strategies": strategies_of(strategies), "num_ranks": 4, **more})
 
 
-def seen(strategy: str, losses: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0), **more: Any) -> Seen:
+def seen(strategy: str, losses: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0), **more: Any) -> TrainedRun:
     figures = {"eval_loss": 2.0, "step_s": 0.1, "wire_bytes": 4e6, "planned_wire_bytes": 4e6, "inter_node_bytes": 1e6}
-    return Seen(strategy, losses=dict(enumerate(losses, 1)), **{**figures, **more})
+    return TrainedRun(strategy, losses=dict(enumerate(losses, 1)), **{**figures, **more})
 
 
-def found(*runs: Seen, **more: Any) -> Findings:
-    return Findings(asked_for(**more), {run.strategy: run for run in runs})
+def found(*runs: TrainedRun, **more: Any) -> Findings:
+    return Findings(request_for(**more), {run.strategy: run for run in runs})
 
 
 def test_strategies_are_names_and_mixes() -> None:
@@ -39,9 +38,9 @@ def test_strategies_are_names_and_mixes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "nothing to train"),
+        ("", "empty; name at least one"),
         ("zero3+grads_as=int9", "unknown kind 'int9'"),
-        ("zero3@early", "'zero3@early' asks for a way to run"),
+        ("zero3@early", "'zero3@early' has an @ modifier"),
         ('{"*":{"params":"world","grads":"world","optimizer":"world","gathered_until":"forward"}}', "name it, as in"),
     ],
 )
@@ -51,20 +50,20 @@ def test_strategies_that_cannot_be(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("changes", "message"),
     [
         ({"strategies": f"{INT8},zero3"}, "grads_as='int8'; put an exact one first"),
         ({"strategies": '{"blocks.0":"zero3+params_as=int8","*":"zero3"}'}, "params_as='int8'"),
-        ({"strategies": "auto"}, "name what runs there"),
-        ({"num_ranks": 1}, "between one rank nothing travels"),
+        ({"strategies": "auto"}, "name a preset instead"),
+        ({"num_ranks": 1}, "one rank sends nothing"),
         ({"settings": replace(SETTINGS, node_size=3)}, "4 ranks does not divide into nodes of 3"),
-        ({"gradient_codecs": ("as_is",)}, "'as_is' loses nothing"),
+        ({"gradient_codecs": ("as_is",)}, "'as_is' is exact"),
         ({"settings": replace(SETTINGS, model="tinny")}, "tinny"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_does(asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_run_is_refused_before_anything_does(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        asked_for(**asked).refuse_what_cannot_run()
+        request_for(**changes).check()
 
 
 def test_codecs_are_checked_and_told_once() -> None:
@@ -98,20 +97,20 @@ def test_who_diverged_has_what_was_seen_and_no_loss() -> None:
     row = wire_report.rows_of(findings)[1]
     assert (row.loss, row.loss_difference, row.eval_difference) == (None, None, None)
     assert row.largest_difference == pytest.approx(2.0)
-    assert wire_report.strategy_cells(findings)["loss"] == ["2.5000", "diverged"]
+    assert wire_report.strategy_columns(findings)["loss"] == ["2.5000", "diverged"]
     assert wire_report.problems(findings) == [f"{INT8} (diverged): the loss of step 2"]
 
 
 def test_without_the_exact_run_there_is_nothing_to_compare_with() -> None:
-    findings = found(Seen("zero3", "failed", "no"), seen(INT8))
+    findings = found(TrainedRun("zero3", "failed", "no"), seen(INT8))
     row = wire_report.rows_of(findings)[1]
     assert (row.loss, row.loss_difference) == (2.5, None)
-    assert "vs zero3" not in wire_report.strategy_cells(findings)
+    assert "vs zero3" not in wire_report.strategy_columns(findings)
 
 
 def test_bytes_that_were_not_planned_are_a_problem() -> None:
     (problem,) = wire_report.problems(found(seen("zero3", wire_bytes=5e6)))
-    assert "zero3: a step moved 5000000.0 bytes, and 4000000.0 were planned" in problem
+    assert "zero3: a step moved 5000000.0 bytes, but 4000000.0 were planned" in problem
 
 
 def test_between_nodes_every_element_comes_in_once() -> None:
@@ -146,13 +145,13 @@ LOST = {
 def progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Findings]:
     """A session whose runs leave a checkpoint each, and train nothing."""
 
-    def train(settings: Settings, strategy: str, folder: Path, *_: Any) -> Seen:
+    def train(settings: Settings, strategy: str, folder: Path, *_: Any) -> TrainedRun:
         assert (folder / "data").resolve() == tmp_path / "data"
         (folder / "checkpoints" / "step-000004").mkdir(parents=True)
         assert settings.strategy == strategy
         return seen(strategy)
 
-    def codecs(asked: Asked, folder: Path) -> tuple[dict[str, Any], str]:
+    def codecs(asked: Request, folder: Path) -> tuple[dict[str, Any], str]:
         assert (folder / "checkpoints" / "step-000004").is_dir(), (
             "the exact run's checkpoint is there as long as needed"
         )
@@ -161,17 +160,17 @@ def progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Findin
 
     monkeypatch.setattr(wire, "train", train)
     monkeypatch.setattr(wire, "_codecs", codecs)
-    return wire.run(asked_for(gradient_codecs=("int4",)), tmp_path, lambda line: None)
+    return wire.run(request_for(gradient_codecs=("int4",)), tmp_path, lambda line: None)
 
 
 def test_a_session_that_is_cut_short_has_what_it_saw(progress: Iterator[Findings], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     findings = next(progress)
     assert findings.num_left == 1
-    wire_report.write(findings, page)
-    assert "Cut short: 1 more runs were asked for." in page.read_text()
+    wire_report.report_of(findings).page.write(page)
+    assert "Unfinished: 1 more runs were requested." in page.read_text()
     assert "Codecs on gradients" not in page.read_text()
-    wire_report.write(next(progress), page)
+    wire_report.report_of(next(progress)).page.write(page)
     assert "| `int4` | 1.000e-01 | not finite | 0.990000 | 0.5157 | 2.000 | 1.000 |" in page.read_text()
     *_, last = progress
     assert list(last.runs) == ["zero3", INT8]
@@ -181,7 +180,7 @@ def test_a_session_that_is_cut_short_has_what_it_saw(progress: Iterator[Findings
 def test_the_json_has_everything_and_the_page_its_tables(progress: Iterator[Findings], tmp_path: Path) -> None:
     *_, findings = progress
     page = tmp_path / "page.md"
-    wire_report.write(findings, page)
+    wire_report.report_of(findings).page.write(page)
     about = json.loads(page.with_suffix(".json").read_text())
     assert set(about) == {"schema", "command", "date", "machine", "note", "settings", "rows", "runs", "codecs"}
     assert [row["strategy"] for row in about["rows"]] == ["zero3", INT8]
@@ -190,12 +189,12 @@ def test_the_json_has_everything_and_the_page_its_tables(progress: Iterator[Find
     assert f"| `{INT8}` | 2.5000 | +0.00% | 2.0000 | +0.00% | 0.00% (1) | 4.0000 | 1.0000 | 1.00 | 0.1000 |" in (
         page.read_text()
     )
-    assert wire_report.name_of(findings.asked) == "bench-wire-tiny-4-ranks"
+    assert wire_report.name_of(findings.request) == "bench-wire-tiny-4-ranks"
 
 
 def test_tables_are_printed_whole(progress: Iterator[Findings], capsys: pytest.CaptureFixture[str]) -> None:
     *_, findings = progress
-    wire_report.print_tables(findings)
+    wire_report.report_of(findings).show()
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0].startswith("strategy")
     assert lines[0].endswith("s per step")

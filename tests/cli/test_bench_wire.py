@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from shardwise.bench import wire as session
-from shardwise.bench.wire import Asked
+from shardwise.bench.wire import Request
 from shardwise.cli import main
-from shardwise.cli.bench_wire import DECIDED, STRATEGIES, wire
+from shardwise.cli.bench_wire import FIXED, STRATEGIES, wire
 from shardwise.trainer.settings import Settings
 from tests.cli.asking import Asker
 
 
 class Understood(Exception):  # noqa: N818, it carries what was understood
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Request) -> None:
         self.asked = asked
 
 
@@ -29,8 +29,8 @@ def understand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What a command line would run, without running it."""
     monkeypatch.chdir(tmp_path)
 
-    def understood(*arguments: str) -> Asked:
-        def stop(asked: Asked, *_: object) -> None:
+    def understood(*arguments: str) -> Request:
+        def stop(asked: Request, *_: object) -> None:
             raise Understood(asked)
 
         monkeypatch.setattr(session, "prepare", stop)
@@ -92,7 +92,7 @@ def test_the_examples_of_the_help_are_understood(understand: Any, example: str) 
 
 
 def test_what_the_bench_decides_are_settings_of_the_trainer() -> None:
-    Settings(**{**DECIDED, "strategy": "zero3"})
+    Settings(**{**FIXED, "strategy": "zero3"})
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_what_the_bench_decides_are_settings_of_the_trainer() -> None:
         ("--strategies zero3,zero3+grads_as=int5", "unknown kind 'int5'"),
         ("--strategies zero3,zero3+params_as=int4", "16 values are too few for weights"),
         ("--codecs int4:100", "a block of 100 elements"),
-        ("max_steps=3", "max_steps: is the bench's own for every run; use --steps"),
-        ("save_steps=3", "save_steps: is the bench's own for every run; leave it out"),
+        ("max_steps=3", "max_steps: is set by bench wire for every run; use --steps"),
+        ("save_steps=3", "save_steps: is set by bench wire for every run; leave it out"),
         ("--node-size 3", "4 ranks does not divide into nodes of 3"),
         ("--steps 2", "--steps"),
         ("--train-file nowhere.txt", "nowhere.txt"),
@@ -125,7 +125,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(ask: Asker, tmp_path: Path) ->
     (tmp_path / "mine" / "notes").write_text("")
     answer = ask("bench", "wire", "--runs", tmp_path / "mine", "--json", "--device", "cpu")
     assert answer.code == 2
-    assert "is not empty: name a folder that is" in answer.err
+    assert "is not empty: name an empty" in answer.err
 
 
 def test_ranks_of_another_launcher_are_refused(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

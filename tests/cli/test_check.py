@@ -84,7 +84,7 @@ def test_what_is_said_here_is_stronger(ask: Asker, ds: Path) -> None:
         (("check", "none.json"), "none.json: no such file"),
         (("check", "{ds}", "--kind", "deepsped"), "did you mean 'deepspeed'?"),
         (("check", "{ds}", "--model", "llama-9"), "llama-9"),
-        (("convert", "{ds}"), "is to be written where?"),
+        (("convert", "{ds}"), "be written? give DST"),
         (("convert", "{ds}", "-o", "made.json"), "ends in .yaml"),
         (("convert", "{ds}", "a.yaml", "-o", "b.yaml"), "give one of them"),
         (("train", "--deepspeed", "{ds}", "--accelerate-config", "{ds}"), "leave one out"),
@@ -111,7 +111,7 @@ def test_nothing_is_replaced_unless_asked_for(ask: Asker, ds: Path, tmp_path: Pa
 def test_what_cannot_be_planned_is_told(ask: Asker, tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_text('{"train_micro_batch_size_per_gpu": 1e12, "zero_optimization": {"stage": 1}}')
-    assert "memory is not planned: " in ask("check", large).out
+    assert "memory not planned: " in ask("check", large).out
     seen = ask("check", large, "--json")
     assert "1,000,000" in json.loads(seen.out)["memory"]["why_not"]
 

@@ -57,8 +57,8 @@ def test_into_dcp_and_back(ask: Asker, place: Path, tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         (("--to", "hugging"), "did you mean 'hugging-face'?"),
-        (("--to", "dcp", "--whole"), "--whole is a form of our own checkpoints"),
-        (("--max-shard-size", "-3"), "is no size"),
+        (("--to", "dcp", "--whole"), "--whole is for shardwise checkpoints"),
+        (("--max-shard-size", "-3"), "is not a size"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(

@@ -76,8 +76,8 @@ def test_what_is_read_is_never_replaced(ask: Asker, run: Path) -> None:
     ("words", "complaint"),
     [
         (("--dtype", "bf61"), "did you mean 'bf16'?"),
-        (("--max-shard-size", "big"), "'big' is no size; write 5GB"),
-        (("--max-shard-size", "0"), "'0' is no size"),
+        (("--max-shard-size", "big"), "'big' is not a size; write 5GB"),
+        (("--max-shard-size", "0"), "'0' is not a size"),
         (("--merge",), "nothing to merge"),
         (("--model", "nowhere/at/all"), "there is no such folder"),
     ],

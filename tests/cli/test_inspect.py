@@ -41,7 +41,7 @@ def test_a_run_shows_its_newest_checkpoint(ask: Asker, run: Path) -> None:
         "lr=0.1",
         "rank-00001.safetensors",
         "blocks.0-2",
-        "3 alike",
+        "3 equal",
         "6x4 F32",
         "buffer",
         "frozen",
@@ -85,8 +85,8 @@ def test_what_others_wrote_is_shown(ask: Asker, tmp_path: Path) -> None:
     seen = ask("inspect", tmp_path)
     assert seen.code == 0
     assert "layers.0-1.w" in seen.out
-    assert "8 in 2 tensors, trained not known, frozen not known" in seen.out
-    assert "buffers not known" in seen.out
+    assert "8 in 2 tensors, trained unknown, frozen unknown" in seen.out
+    assert "buffers unknown" in seen.out
     totals = json.loads(ask("inspect", tmp_path, "--json").out)["totals"]
     assert (totals["num_trained"], totals["num_frozen"], totals["buffers_bytes"]) == (None, None, None)
 

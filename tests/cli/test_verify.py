@@ -27,7 +27,7 @@ def test_a_good_checkpoint_ends_with_0(ask: Asker, tmp_path: Path) -> None:
     seen = ask("verify", saved(tmp_path / "c"))
     assert (seen.code, seen.err) == (0, "")
     assert seen.out.startswith(f"{tmp_path / 'c'}: good. 3 tensors in 2 files")
-    assert "2 checksums right" in seen.out
+    assert "2 checksums correct" in seen.out
 
 
 def test_damage_ends_with_5_and_is_listed(ask: Asker, tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_of_a_run_every_checkpoint_and_the_one_to_go_on_from(ask: Asker, tmp_pat
     assert seen.code == 0
     assert seen.out.count(": good.") == 3
     assert "step-000008: incomplete" in seen.out
-    assert seen.out.endswith(f"would take {root / 'step-000006'}\n")
+    assert seen.out.endswith(f"would load {root / 'step-000006'}\n")
     damage(root / "step-000006")
     seen = ask("verify", root)
     assert seen.code == 5
     assert "step-000006: not good" in seen.out
-    assert seen.out.endswith(f"would take {root / 'step-000004'}\n")
+    assert seen.out.endswith(f"would load {root / 'step-000004'}\n")
     assert json.loads(ask("verify", root, "--json").out)["resumes_from"] == str(root / "step-000004")
 
 
@@ -67,16 +67,16 @@ def test_a_newer_format_is_not_passed_over(ask: Asker, tmp_path: Path) -> None:
     text = (newer / folder.INDEX).read_text().replace('"version":2', '"version":3')
     (newer / folder.INDEX).write_text(text)
     (newer / folder.MARKER).write_text(hashlib.sha256(text.encode()).hexdigest())
-    assert ask("verify", root).out.endswith(f"would take {root / 'step-000006'}\n")
+    assert ask("verify", root).out.endswith(f"would load {root / 'step-000006'}\n")
     damage(root / "step-000006")
     seen = ask("verify", root)
     assert seen.code == 5
-    assert f"would stop at {newer}, which it does not pass over: the index is" in seen.out
+    assert f"would stop at {newer}: the index is" in seen.out
     about = json.loads(ask("verify", root, "--json").out)
     assert (about["resumes_from"], about["stops_at"]) == (None, str(newer))
     # What is not what was written is damage, whatever it says.
     (newer / folder.MARKER).write_text("0" * 64)
-    assert ask("verify", root).out.endswith(f"would take {root / 'step-000002'}\n")
+    assert ask("verify", root).out.endswith(f"would load {root / 'step-000002'}\n")
 
 
 def test_a_run_without_a_complete_checkpoint_is_not_good(ask: Asker, tmp_path: Path) -> None:

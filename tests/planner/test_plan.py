@@ -37,7 +37,7 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     # Too little, or too much, was said.
     ((*ON,), "give a model or --shape"),
     (("llama-3-8b", "--shape", "params=7e9", *ON), "not both"),
-    (("llama-3-8b",), "which GPUs?"),
+    (("llama-3-8b",), "give --gpus 8xH100-80GB"),
     (("llama-3-8b", *ON, "--hardware", "measured"), "give one of them"),
     (("--shape", "layers=3", *ON), "it lacks hidden, heads, vocab"),
     # Sizes that nothing has.
@@ -48,7 +48,7 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("llama-3-8b", *ON, "--seq", "0"), "seq 0"),
     (("llama-3-8b", *ON, "--micro-batch", "-1"), "micro_batch -1"),
     (("llama-3-8b", *ON, "--accumulation", "0"), "num_micro_batches 0"),
-    (("llama-3-8b", *ON, "--tokens", "-1"), "is no number of tokens"),
+    (("llama-3-8b", *ON, "--tokens", "-1"), "is not a number of tokens"),
     (("llama-3-8b", *ON, "--gpu-memory", "0GB"), "must be more than 0"),
     (("llama-3-8b", *ON, "--host-memory", "much"), "is no quantity"),
     (("--shape", "params=-1", *ON), "must be a number like 7.5e9"),
@@ -59,7 +59,7 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("llama-3-8b", *ON, "--global-batch-size", "0"), "give a multiple of 8"),
     # Adapters.
     (("llama-3-8b", *ON, "--lora", "0"), "rank 0"),
-    (("llama-3-8b", *ON, "--lora", "many"), "is no rank"),
+    (("llama-3-8b", *ON, "--lora", "many"), "is not a rank"),
     (("llama-3-8b", *ON, "--lora", "r=4,target=x"), "unknown word 'target'"),
     (("llama-3-8b", *ON, "--lora", "r=4,targets=nope"), "no projection is called 'nope'"),
 ]

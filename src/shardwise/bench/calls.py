@@ -1,10 +1,9 @@
-"""Counting Python calls: those that sharding adds to a step are paid for by the host, unit by unit.
+"""Counting the Python calls that sharding adds to a step.
 
-What a contender calls in one whole step (forward, backward, optimizer) after a few others, less what the plain model
-with the plain optimizer calls, is what it adds. Two models of different depth tell units and the rest apart.
+They are the calls of one whole step (forward, backward, optimizer) after a few warm-up steps, minus those of the plain
+model with the plain optimizer. Models of two depths separate the calls per unit from those per step.
 
-A call is what the interpreter sees begin or go on: a function, or a generator that is resumed. Threads that torch
-starts for the backward count too.
+A call is the start of a function or the resumption of a generator. Torch's backward threads count too.
 """
 
 import sys
@@ -30,7 +29,7 @@ SHALLOW, DEEP = 4, 8  # blocks
 
 @dataclass(frozen=True, slots=True)
 class AddedCalls:
-    """Python calls that sharding adds to a step: for each unit (and by function), and besides."""
+    """Python calls that sharding adds to a step: per unit (in total and by function), and once per step."""
 
     by_function: Calls
     per_unit: float
@@ -38,20 +37,17 @@ class AddedCalls:
 
 
 def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:
-    """By case, counted once for each shape: links and dtypes change no calls."""
-    launch = cache(launch)  # the plain model is asked for more than once
+    """Added calls by case. Counted once per contender and shape: links and dtypes change no calls."""
+    launch = cache(launch)  # the plain model is needed more than once
     found: dict[Case, AddedCalls] = {}
     for case in cases:
         if case.contender not in FLOORS:
-            known = (calls for other, calls in found.items() if _is_alike(other, case))
+            same = (case.contender, case.shape)
+            known = (calls for other, calls in found.items() if (other.contender, other.shape) == same)
             added = next(known, None) or _added(case, launch, say)
             if added is not None:
                 found[case] = added
     return found
-
-
-def _is_alike(other: Case, case: Case) -> bool:
-    return other.contender == case.contender and other.shape == case.shape
 
 
 def _added(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
@@ -76,10 +72,10 @@ def _subtract(calls: Calls, others: Calls) -> Calls:
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
-    """Calls by "folder/file.py:function" while `function` runs."""
+    """Calls by "folder/file.py:function" during one call of `function`."""
     by_code: Counter[CodeType] = Counter()
     if sys.version_info >= (3, 12):
-        _watch_everywhere(function, by_code)
+        _watch_all_threads(function, by_code)
     else:
         _watch_this_thread(function, by_code)
     by_name: Counter[str] = Counter()
@@ -88,7 +84,7 @@ def count_calls(function: Callable[[], object]) -> Calls:
     return dict(by_name)
 
 
-def _watch_everywhere(function: Callable[[], object], calls: Counter[CodeType]) -> None:
+def _watch_all_threads(function: Callable[[], object], calls: Counter[CodeType]) -> None:
     watch: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
     begun = (watch.events.PY_START, watch.events.PY_RESUME)
 
@@ -109,13 +105,13 @@ def _watch_everywhere(function: Callable[[], object], calls: Counter[CodeType]) 
 
 
 def _watch_this_thread(function: Callable[[], object], calls: Counter[CodeType]) -> None:
-    """Before Python 3.12 threads of others cannot be watched: the backward has to run in this one."""
+    """Before Python 3.12, threads started by torch cannot be watched: the backward must run in this one."""
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             calls[frame.f_code] += 1
 
-    threading.setprofile(on_event)  # threads that start from now on
+    threading.setprofile(on_event)  # for threads started from now on
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(on_event)
         try:

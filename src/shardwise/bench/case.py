@@ -1,6 +1,6 @@
-"""What is measured, as values: the shapes of models, and the cases that crossing everything asked for gives.
+"""Model shapes and benchmark cases, as values. No torch, no processes.
 
-Pure: no torch, no processes. A `Case` is all that a worker process is told, and travels to it as JSON.
+A `Case` is everything that a worker process needs to know; it is passed to the worker as JSON.
 """
 
 import json
@@ -14,7 +14,7 @@ from .names import FLOORS, label
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`vocab=0`: blocks alone. Hidden states come in and go out, and nothing else costs time."""
+    """A transformer. `vocab=0` means blocks alone, from hidden states to hidden states."""
 
     name: str
     hidden: int
@@ -22,7 +22,7 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
-    tokens: int  # of a sequence
+    tokens: int  # per sequence
     vocab: int = 0
     tied: bool = False
 
@@ -54,9 +54,9 @@ class Case:
     device: str  # cpu or cuda
     world_size: int
     node_size: int
-    fabric: str  # the emulated one; empty: real ranks
-    batch: int  # sequences of a micro-batch
-    micro_batches: int  # of a step and rank
+    fabric: str  # of the emulation; empty: real ranks
+    batch: int  # sequences per micro-batch
+    micro_batches: int  # per step and rank
     precision: str
     reduce: str
     clip: float  # 0: no clipping
@@ -66,12 +66,12 @@ class Case:
     steps: int
     seed: int
     count_calls: bool = False  # instead of seconds
-    trace: str = ""  # the folder that a chrome trace goes to; empty: none
-    disk_path: str = ""  # the folder for what rests on disk; empty: none
+    trace: str = ""  # the folder for a chrome trace; empty: none
+    disk_path: str = ""  # the folder for state that is offloaded to disk; empty: none
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.shape.tokens * self.batch * self.micro_batches
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def case_from_json(text: str) -> Case:
 
 
 def one_process(case: Case) -> Case:
-    """What the ranks of `case` do together, done by one process in fp32: the losses they must have."""
+    """The work of all ranks of `case` in one process in fp32, whose losses are the reference."""
     return replace(
         case,
         contender="plain",
@@ -107,17 +107,17 @@ def one_process(case: Case) -> Case:
 
 
 def settings_of(base: Case, shapes: Sequence[Shape], reduces: Sequence[str], fabrics: Sequence[Fabric]) -> list[Case]:
-    """`base` crossed with everything but contenders, who are all put into each of these settings."""
+    """The product of `base` with shapes, reduction dtypes and fabrics; every contender runs in each setting."""
+    on_fabrics = [
+        replace(base, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
+        for fabric in fabrics
+    ]
     return [
         replace(setting, shape=shape, reduce=reduce)
         for shape in shapes
         for reduce in reduces
-        for setting in ([_on_fabric(base, fabric) for fabric in fabrics] or [base])
+        for setting in (on_fabrics or [base])
     ]
-
-
-def _on_fabric(case: Case, fabric: Fabric) -> Case:
-    return replace(case, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
 
 
 def with_intra(fabric: Fabric, gigabytes_per_s: float) -> Fabric:

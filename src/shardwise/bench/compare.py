@@ -1,15 +1,15 @@
 """Running every contender in every setting, and comparing losses before anything else.
 
-Repetitions are interleaved (A B C A B C ...), so that a slow minute of the machine falls on all contenders. A contender
-that failed in a setting is not tried there again.
+Repetitions are interleaved (A B C A B C ...), so that a slow minute of the machine affects all contenders. A contender
+that failed in a setting does not run there again.
 
-Who computes something else is no competitor, and gets an error instead of ratios:
+A contender with different losses gets an error instead of ratios:
 
-- Real ranks: every loss of every step against one process that sees the whole batch, in fp32. Where that process
-  cannot be had (the model does not fit one device) or is not wanted, against the first contender that ran.
-- An emulated fabric: other ranks are copies of this one, so losses mean nothing after the first. That one is
-  compared with the floor's, and loosely: copied weights are not the same weights, only drawn alike, and so is the
-  mean over the tokens of a step.
+- Real ranks: every loss of every step is compared with one process that sees the whole batch, in fp32. Where that
+  process cannot run (the model does not fit one device) or was switched off, with the first contender that ran.
+- An emulated fabric: other ranks are copies of this one, so only the first loss has a meaning. It is compared with that
+  of the floor, with a wide tolerance: copied weights have the same distribution, but other values, and so has the mean
+  over the tokens of a step.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from .calls import AddedCalls, added_calls
 from .case import Case, one_process
 from .launch import Launch, Outcome, Say
 from .model import build
-from .names import FLOORS, label, read_strategy, rests_on_disk
+from .names import FLOORS, label, needs_disk, read_strategy
 
 # Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
@@ -33,19 +33,19 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What was asked for."""
+    """The request: settings, contenders and options."""
 
-    settings: Sequence[Case]  # without a contender
+    settings: Sequence[Case]  # without contenders
     strategies: Sequence[str]
     peers: Sequence[str]
     repetitions: int = 1
     count_calls: bool = False
     with_floors: bool = True
-    with_reference: bool = True  # one process, for its losses
+    with_reference: bool = True  # run one process for reference losses
 
     @property
     def cases(self) -> list[Case]:
-        """Floors depend on the shape alone, and stand beside the first setting of each."""
+        """All runs of one repetition. Floors depend on the shape alone, and run with its first setting."""
         found: list[Case] = []
         for setting in self.settings:
             is_first = all(case.shape != setting.shape for case in found)
@@ -53,13 +53,13 @@ class Session:
             found += [replace(setting, contender=name) for name in (*floors, *self.peers, *self.strategies)]
         return found
 
-    def refuse_what_cannot_run(self) -> None:
-        """Before anything is started: patterns of mixes that match no unit, nothing to measure, nowhere to write."""
+    def check(self) -> None:
+        """Raise ConfigurationError for a request that cannot run, before anything is started."""
         if not self.strategies and not self.peers:
             raise ConfigurationError("nothing to measure: --strategies and --peers are both empty")
         for contender in (*self.peers, *self.strategies):
-            if rests_on_disk(contender) and not self.settings[0].disk_path:
-                raise ConfigurationError(f"{label(contender)} rests on disk: say in which folder, with --disk-path")
+            if needs_disk(contender) and not self.settings[0].disk_path:
+                raise ConfigurationError(f"{label(contender)} offloads to disk: name a folder with --disk-path")
         for shape in dict.fromkeys(setting.shape for setting in self.settings):
             model = build(shape, torch.device("meta"), 0)
             units = [unit.name for unit in find_units(model, "auto")]
@@ -71,7 +71,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`status` is ok, differs, refused, missing, oom or failed."""
+    """The result of comparing losses. `status` is ok, differs, refused, missing, oom or failed."""
 
     status: str
     error: str = ""
@@ -81,7 +81,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of those contenders that have run; `num_left` runs are to come."""
+    """The results so far; `num_left` runs are still to come."""
 
     session: Session
     outcomes: dict[Case, list[Outcome]]  # by repetition
@@ -91,12 +91,12 @@ class Findings:
 
 
 def run(session: Session, launch: Launch, say: Say) -> Iterator[Findings]:
-    """What is known after each run, until nothing is left: a session that is cut short has all it saw by then."""
+    """Run everything, and yield the findings after each run, so that an interrupted session keeps its results."""
     cases = session.cases
     alone = dict.fromkeys(one_process(setting) for setting in session.settings if not setting.fabric)
     references = {case: launch(case) for case in alone} if session.with_reference else {}
     for case, outcome in references.items():
-        say(f"one process, {case.shape.name}: {outcome.error or 'losses to compare with'}")
+        say(f"one process, {case.shape.name}: {outcome.error or 'reference losses are known'}")
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
     num_left = session.repetitions * len(cases)
     for _ in range(session.repetitions):
@@ -121,13 +121,13 @@ def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcom
 
 
 def losses_of(outcome: Outcome) -> list[float]:
-    """By step, mean over the ranks."""
+    """The mean loss over the ranks, by step."""
     by_rank = [answer["losses"] for answer in outcome.answers]
     return [statistics.fmean(losses) for losses in zip(*by_rank, strict=True)]
 
 
 def _expected(case: Case, outcomes: dict[Case, list[Outcome]], reference: Outcome | None) -> tuple[list[float], str]:
-    """The losses that `case` should have, and whose they are."""
+    """The losses that `case` should have, and the name of the contender they come from."""
     if reference is not None and reference.status == "ok":
         return losses_of(reference), "one process"
     for other, found in outcomes.items():
@@ -152,7 +152,7 @@ def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], wh
                 break
             apart = abs(seen - want) / abs(want)
             largest = max(largest, apart)
-            if not apart <= allowed:  # also when it is not a number
+            if not apart <= allowed:  # also true for NaN
                 return Verdict(
                     "differs",
                     f"the loss of step {step} is {seen:.6g}, that of {whose} {want:.6g}: "

@@ -1,51 +1,66 @@
-"""The contenders: each a function from a Case to a Run, looked up by name with `find`.
+"""The contenders: each is a function from a Case to a Run, found by name with `find`.
 
     shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets;
                     S@early with early updates, S@capture as a CUDA graph of the whole step, S@meta from a model
-                    on the meta device (other weights than the rest, drawn alike)
-    fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit kept
-                    between forward and backward, a communicator of its own for reductions
+                    on the meta device (other weights than the rest, from the same distribution)
+    fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit stays gathered
+                    between forward and backward, a separate communicator for reductions
     fsdp2+offload   the same with CPUOffloadPolicy: pinned parameters, gradients and optimizer on the host
-    hsdp            fsdp2 on a mesh of nodes x ranks: split in the node, replicated over the nodes
+    hsdp            fsdp2 on a mesh of nodes x ranks: sharded within the node, replicated across nodes
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
     ddp             DistributedDataParallel, gradients as views of its buckets
-    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication; N+offload has the optimizer on the
-                    host (and at stage 3 parameters), 3+nvme on disk, and so on: `names.AWAY`; 3+hpz, 3+qwz, 3+qgz and
-                    3+zeropp have that part of ZeRO++, or all
+    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication, with offload or ZeRO++ where the
+                    name says so: see `deepspeed_config`
     plain           one process, nothing sharded
     compute         floor: forward and backward of the whole model in the compute dtype, nothing else
     compute+update  floor: the same, and AdamW on one rank's part of the parameters
 
 All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters; DeepSpeed
-has its own on the host. Models are built whole on the device, and what leaves it does so when the contender is set up.
+has its own AdamW on the host. Models are built whole on the device, and are offloaded when the contender is set up.
 
-Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no such thing and
-keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
-bf16 for everyone. Gradients are reduced in the dtype asked for; `ddp` uses its bf16 compression hook (on GPUs only)
-where they are fp32 and should travel as bf16, and cannot reduce bf16 gradients in fp32.
+Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no master weights
+and keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
+bf16 for everyone. Gradients are reduced in the requested dtype; `ddp` uses its bf16 compression hook (on GPUs only) to
+send fp32 gradients as bf16, and cannot reduce bf16 gradients in fp32.
 
-Micro-batches. `ddp` (no_sync) and `deepspeed` at stages 0 and 1 wait for the last one to reduce; `fsdp1`, `fsdp2` and
-`deepspeed` at stages 2 and 3 reduce every one, because waiting would keep whole gradients; shardwise does what the
-layout says.
-
-The process group is there before a contender is set up, except for those in `names.SOLO`, which need none.
+Micro-batches. `ddp` (no_sync) and `deepspeed` at stages 0 and 1 reduce after the last one only; `fsdp1`, `fsdp2` and
+`deepspeed` at stages 2 and 3 reduce after every one, because waiting would keep whole gradients; shardwise does what
+the layout says. The process group exists before a contender is set up, except for those in `names.SINGLE_PROCESS`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 
+from ..base.errors import ConfigurationError
 from .case import Case
-from .model import build
-from .names import HSDP, OFFLOADED_FSDP2, is_auto, read_strategy, rests_on_disk
-from .peers import deepspeed, fsdp1, fsdp2, torch_ddp
-from .step import COMPUTE, WEIGHTS, Run, adamw, autocast, clipping, device_of, model_of, step_of, torch_clipping
+from .deepspeed_config import config_of, read_deepspeed
+from .model import (
+    COMPUTE,
+    DTYPES,
+    WEIGHTS,
+    Run,
+    adamw,
+    autocast,
+    clipping,
+    device_of,
+    loss_of,
+    model_of,
+    num_params,
+    step_of,
+    torch_clipping,
+)
+from .names import HSDP, OFFLOADED_FSDP2, is_auto, needs_disk, read_strategy
 
-_HOST_UPDATES = "shardwise::host update"  # the ranges in which the host updates weights
+_HOST_UPDATES = "shardwise::host update"  # the profiler ranges in which our engine updates weights on the host
+# The range that torch puts around the step of any optimizer. Offloaded weights are updated on the host there.
+_OPTIMIZER_STEP = "Optimizer.step#"
 
 
 def plain(case: Case) -> Run:
@@ -69,9 +84,8 @@ def compute(case: Case) -> Run:
 
 def compute_and_update(case: Case) -> Run:
     run = compute(case)
-    device = device_of(case)
-    num_elems = sum(weight.numel() for weight in build(case.shape, torch.device("meta"), 0).parameters())
-    shard = nn.Parameter(torch.randn(num_elems // case.world_size, device=device, dtype=WEIGHTS[case.precision]))
+    num_elems = num_params(case.shape) // case.world_size
+    shard = nn.Parameter(torch.randn(num_elems, device=device_of(case), dtype=WEIGHTS[case.precision]))
     shard.grad = torch.randn_like(shard)
     optimizer = adamw([shard])
 
@@ -85,20 +99,20 @@ def compute_and_update(case: Case) -> Run:
 
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
-    layouts, ways = read_strategy(strategy)
+    layouts, modifiers = read_strategy(strategy)
     is_chosen = is_auto(layouts)
-    is_meta = "meta" in ways
+    is_meta = "meta" in modifiers
     model = model_of(case, device=torch.device("meta") if is_meta else None)
     model, optimizer = sw.shard(
         model,
-        adamw(model.parameters(), capturable="capture" in ways),
+        adamw(model.parameters(), capturable="capture" in modifiers),
         strategy=layouts,
         precision=case.precision,
         reduce_dtype=case.reduce,
-        early_update="early" in ways,
+        early_update="early" in modifiers,
         seed=case.seed if is_meta else None,
         batch=(case.batch, case.shape.tokens, case.micro_batches) if is_chosen else None,
-        disk_path=case.disk_path or None if is_chosen or rests_on_disk(case.contender) else None,
+        disk_path=case.disk_path or None if is_chosen or needs_disk(case.contender) else None,
     )
     step = step_of(
         model,
@@ -106,10 +120,143 @@ def shardwise(case: Case, strategy: str) -> Run:
         clipping(case, optimizer.clip_grad_norm),
         before_last=partial(sw.accumulate, model),
     )
-    if "capture" in ways:
+    if "capture" in modifiers:
         captured = sw.capture(model, optimizer, lambda *micro_batches: step(micro_batches))
         return Run(lambda micro_batches: captured(*micro_batches).clone(), COMPUTE[case.precision], _HOST_UPDATES)
     return Run(step, COMPUTE[case.precision], _HOST_UPDATES, lambda: sw.traffic(model).wire_bytes)
+
+
+def torch_ddp(case: Case) -> Run:
+    if case.precision == "pure-bf16" and case.reduce != "bf16":
+        raise ConfigurationError(f"ddp reduces bf16 gradients as bf16, not in {case.reduce}: leave --reduce-dtype out")
+    model = nn.parallel.DistributedDataParallel(model_of(case), gradient_as_bucket_view=True)
+    if case.precision != "pure-bf16" and case.reduce == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        model.register_comm_hook(None, bf16_compress_hook)
+    step = step_of(
+        model, adamw(model.parameters()), torch_clipping(case, model), autocast(case), before_last=model.no_sync
+    )
+    return Run(step, WEIGHTS[case.precision])
+
+
+def fsdp1(case: Case) -> Run:
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    inner = model_of(case)
+    compute_dtype = COMPUTE[case.precision]
+    model = FullyShardedDataParallel(
+        inner,
+        auto_wrap_policy=ModuleWrapPolicy({type(inner.blocks[0])}),
+        mixed_precision=MixedPrecision(compute_dtype, DTYPES[case.reduce], compute_dtype),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=True,
+        limit_all_gathers=True,
+        use_orig_params=True,
+        device_id=device_of(case),
+    )
+    return Run(step_of(model, adamw(model.parameters()), clipping(case, model.clip_grad_norm_)), compute_dtype)
+
+
+def fsdp2(case: Case, is_offloaded: bool = False, is_replicated: bool = False) -> Run:
+    """With `is_replicated`, shard within the node and replicate across nodes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    model = model_of(case)
+    sizes = (case.world_size // case.node_size, case.node_size) if is_replicated else (case.world_size,)
+    mesh = init_device_mesh(case.device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    compute_dtype, reduce_dtype = COMPUTE[case.precision], DTYPES[case.reduce]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == WEIGHTS[case.precision] else compute_dtype,
+        reduce_dtype=None if reduce_dtype == compute_dtype else reduce_dtype,
+    )
+    offload = CPUOffloadPolicy(pin_memory=case.device == "cuda") if is_offloaded else OffloadPolicy()
+    shard_on_mesh = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    stages = list(model.blocks)
+    if case.shape.vocab and not case.shape.tied:
+        # As in torchtitan. A tied weight is used at both ends, so it stays with the root.
+        stages = [model.embed, *stages, [model.norm, model.head]]
+    for stage in stages:
+        shard_on_mesh(stage, reshard_after_forward=stage is not stages[-1])
+    shard_on_mesh(model)
+    firsts = [stage[0] if isinstance(stage, list) else stage for stage in stages]
+    for module, following in zip([model, *firsts], firsts, strict=False):
+        module.set_modules_to_forward_prefetch([following])
+    _own_group_for_reductions(model, num_shards=sizes[-1])
+    step = step_of(model, adamw(model.parameters()), clipping(case, partial(_clip_sharded, model)))
+    return Run(step, compute_dtype, _OPTIMIZER_STEP if is_offloaded else "")
+
+
+def _clip_sharded(model: nn.Module, max_norm: float) -> None:
+    """Clip with one reduction of the norm, not one for every gradient that is scaled."""
+    params = list(model.parameters())
+    norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.full_tensor(), foreach=True)
+
+
+def _own_group_for_reductions(model: Any, num_shards: int) -> None:
+    """Give reductions a communicator of their own, so that gathers do not queue behind them."""
+    if torch.__version__ >= "2.13":  # a version, not a text: it compares by its numbers
+        model.set_separate_reduce_scatter_group()
+        model.set_reduce_scatter_max_input_buffers(2)
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    own_group, _ = dist.new_subgroups(num_shards)
+
+    class OwnGroup(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False):  # type: ignore[no-untyped-def]
+            return super().__call__(output_tensor, input_tensor, own_group, op, async_op)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(OwnGroup())
+
+
+def deepspeed(case: Case, argument: str) -> Run:
+    import deepspeed as ds  # type: ignore[import-untyped, unused-ignore]
+
+    if case.precision == "pure-bf16":
+        raise ConfigurationError("deepspeed keeps fp32 masters beside bf16 weights: it runs with --precision bf16")
+    ds.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    model = model_of(case)
+    request = read_deepspeed(argument)
+    refuse_what_deepspeed_ignores(case, request.parts, ds.accelerator.get_accelerator().device_count())
+    engine, _, _, _ = ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        optimizer=None if request.offload else adamw(model.parameters()),
+        config=config_of(case, request),
+    )
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for batch in micro_batches:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return Run(step, COMPUTE[case.precision], _OPTIMIZER_STEP if request.offload else "")
+
+
+def refuse_what_deepspeed_ignores(case: Case, parts: Sequence[str], ranks_per_node: int) -> None:
+    """Refuse what DeepSpeed would silently ignore. `ranks_per_node` is its own count: the devices of this machine."""
+    if "hpz" in parts and case.node_size == 1:
+        raise ConfigurationError("deepspeed splits hpz's second copy in a node, and a node has 1 rank: give it more")
+    if "qgz" in parts and ranks_per_node != case.node_size:
+        raise ConfigurationError(
+            f"deepspeed takes the {ranks_per_node} devices of this machine for a node of qgz, and a node has "
+            f"{case.node_size} ranks: run it on nodes of {ranks_per_node}"
+        )
+    if "qgz" in parts and case.world_size == case.node_size:
+        raise ConfigurationError(
+            f"deepspeed has qgz between nodes only, and all {case.world_size} ranks are one node: give it more nodes"
+        )
 
 
 _SETUPS: dict[str, Callable[..., Run]] = {
@@ -127,7 +274,7 @@ _SETUPS: dict[str, Callable[..., Run]] = {
 
 
 def find(name: str) -> Callable[[Case], Run]:
-    """The set-up of a contender, and after the colon its one argument."""
+    """The set-up function of the contender with this name."""
     family, colon, argument = name.partition(":")
     setup = _SETUPS[family]
     return (lambda case: setup(case, argument)) if colon else setup

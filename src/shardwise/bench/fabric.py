@@ -1,22 +1,21 @@
-"""An N-rank fabric on one device, on which this process plays one rank.
+"""An emulated fabric of N ranks on one device: this process plays one of them.
 
-`start(parse("2x8,intra=400GB/s,inter=50GB/s"))` makes a `torch.distributed` default group whose backend is the
-class below; groups made from it afterwards (`new_group`, DeviceMesh) are of the same kind, so shardwise, FSDP2
-and DDP run on it unchanged.
+`start(parse("2x8,intra=400GB/s,inter=50GB/s"))` creates the default group of `torch.distributed` with the backend
+below; groups made from it (`new_group`, DeviceMesh) use the same backend, so shardwise, FSDP2 and DDP run unchanged.
 
 An operation does two things:
 
-1. it moves what one process can move. All-gather: the local shard goes to its slot (the other slots are filled
-   with copies of it when their memory is first seen, so that weights are finite). Reduce-scatter: the own slice.
-   All-reduce: nothing. The losses therefore mean nothing; time, bytes and memory do.
-2. it occupies the rank's wires for as long as `links` says, behind whatever `wires` has on them.
+1. It moves the data that one process can move. All-gather: the local shard goes to its slot; the other slots are filled
+   with copies of it when their memory is first used, so that weights are finite. Reduce-scatter: the rank's slice.
+   All-reduce: nothing. Losses are therefore meaningless; time, bytes and memory are not.
+2. It occupies the rank's wires for the time that `links` computes, after the traffic that `wires` has on them.
 
-Order. Operations of one group follow each other in the order in which they were issued, as on one NCCL
-communicator, and each is over, latency included, before the next one begins. An asynchronous one runs on the
-group's own stream, a synchronous one on the current stream.
+Order. Operations of one group run in the order in which they were issued, as on one NCCL communicator, and each ends,
+latency included, before the next one begins. An asynchronous operation runs on the group's own stream, a synchronous
+one on the current stream.
 
-Not modelled: what `links` names, and that the kernels of a real collective take SMs (with `copies=on` a few do);
-the other ranks: all are as fast as this one, and none is late. `copies=on` keeps 256 MiB of device memory for itself.
+Not modelled: what `links` lists; the SMs that kernels of real collectives take (`copies=on` takes a few, and 256 MiB of
+device memory); and other ranks that are slower than this one.
 """
 
 import threading
@@ -38,12 +37,12 @@ __all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "st
 
 BACKEND = "emulated"
 
-# Gathers up to this size are filled whole every time: they are headers that the ranks compare, not weights.
+# Gathers up to this size are filled every time: they are headers that the ranks compare, not weights.
 _SMALL_BYTES = 1 << 20
 
 
 def start(fabric: Fabric, rank: int = 0) -> None:
-    """Make the default process group: this process is `rank` of the fabric's world."""
+    """Create the default process group, in which this process is `rank`."""
     if not 0 <= rank < fabric.world_size:
         raise ConfigurationError(f"fabric: rank {rank} of {fabric.world_size}; give one from 0 to its size - 1")
     if fabric.copies and not torch.cuda.is_available():
@@ -58,16 +57,16 @@ def start(fabric: Fabric, rank: int = 0) -> None:
 
 
 def busy_s() -> dict[str, float]:
-    """Seconds of traffic on each wire ("intra", "inter") since the start (synchronises the device)."""
+    """Seconds of traffic on each wire ("intra", "inter") since the start. Synchronises the device."""
     return _started().busy_s()
 
 
 def moved_bytes() -> dict[str, float]:
-    """Bytes that went out over each wire since the start (synchronises the device)."""
+    """Bytes sent over each wire since the start. Synchronises the device."""
     return _started().moved_bytes()
 
 
-_running: list[Wires] = []  # of the last start; one at most
+_running: list[Wires] = []  # of the last start; at most one
 
 
 def _started() -> Wires:
@@ -77,11 +76,11 @@ def _started() -> Wires:
 
 
 class _NoStore(Store):
-    """There is nobody to meet."""
+    """A store that is never used: there are no other processes."""
 
 
 class _HostTransfer(dist.Work):
-    """Done at an instant of the host's clock."""
+    """Complete at an instant of the host's clock."""
 
     def __init__(self, done_s: float, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -102,14 +101,14 @@ class _HostTransfer(dist.Work):
 
 
 class _DeviceTransfer(dist.Work):
-    """Done when `event` is. Holds the tensors as long as the caller holds it."""
+    """Complete when `event` is. Keeps the tensors alive as long as the caller keeps this object."""
 
     def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
         super().__init__()
         self.event, self.stream, self.tensors = event, stream, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits, not the host."""
+        """Make the current stream wait, not the host."""
         current = torch.cuda.current_stream()
         if current.cuda_stream != self.stream.cuda_stream:
             current.wait_event(self.event)
@@ -120,7 +119,7 @@ class _DeviceTransfer(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.tensors[0].device])
-        # Whoever waits for the future waits for what this stream holds now.
+        # The future is complete when the work that is queued on this stream now is.
         with torch.cuda.stream(self.stream):
             future.set_result(self.tensors)
         return future
@@ -128,19 +127,19 @@ class _DeviceTransfer(dist.Work):
 
 @dataclass(slots=True)
 class _Tail:
-    """The last operation of a group on the device: the next one, wherever it runs, comes after it."""
+    """The last operation of a group on the device. The next one waits for it, on whatever stream."""
 
     event: torch.cuda.Event
     stream: int
-    capture: int  # an event of one CUDA graph's capture means nothing outside of it
+    capture: int  # an event of one CUDA graph capture is not valid outside of it
 
 
-# The stubs give these methods every spelling that a caller may use; torch itself calls them with one.
+# As Any: the stubs of torch declare overloads of these methods that torch itself never calls.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """The ranks `ranks` of the fabric, seen from the one that is `place` among them."""
+    """A group of the fabric's `ranks`, of which this process is number `place`."""
 
     def __init__(self, place: int, ranks: Sequence[int], wires: Wires) -> None:
         super().__init__(place, len(ranks))
@@ -162,7 +161,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    # What every operation goes through. `move` is what there is to move, None when all is in its place.
+    # Every operation goes through `_start`. `move` copies the data; None: it is in place already.
 
     def _start(
         self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, opts: Any
@@ -205,14 +204,14 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._kernels[key]
 
     def _transfer_of(self, kind: Kind, num_bytes: int) -> Transfer:
-        """Planned once: planning looks at every rank, and the cost of a step must not grow with the world played."""
+        """The transfer, planned once: planning visits every rank, and a step must not get slower with the world."""
         key = (kind, num_bytes)
         if key not in self._transfers:
             place = self._ranks[self._place]
             self._transfers[key] = plan_transfer(self._wires.fabric, *key, self._ranks, place)
         return self._transfers[key]
 
-    # The operations, under the names by which torch calls them.
+    # The operations, under the names that torch calls.
 
     def all_gather_single(self, whole: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
         in_place = whole.data_ptr() + self._place * shard.nbytes == shard.data_ptr()
@@ -239,7 +238,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, wholes: list[Tensor], shards: list[Tensor], opts: Any = None) -> dist.Work:
         works = [self.all_gather_single(*pair, opts) for pair in zip(wholes, shards, strict=True)]
-        return works[-1]  # operations of one group follow each other: the last one ends last
+        return works[-1]  # operations of one group run in order: the last one ends last
 
     def reduce_scatter_single_coalesced(
         self, shards: list[Tensor], wholes: list[Tensor], opts: Any = None
@@ -276,7 +275,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     reduce = broadcast  # the chain in the other direction
     allreduce_coalesced = allreduce
-    # Spellings of torch before 2.13.
+    # Names in torch before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -285,7 +284,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _make_group(common: Any, options: Any) -> EmulatedGroup:
-    """Called by torch. The default group comes without its ranks: they are all."""
+    """Called by torch. The default group comes without a list of ranks: it has all of them."""
     ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
     return EmulatedGroup(common.group_rank, ranks, _started())
 

@@ -1,7 +1,7 @@
-"""Fresh worker processes for every run, so that no contender inherits another's allocator, caches or hooks.
+"""Starting worker processes. Every run has fresh ones, so that no contender inherits allocator, caches or hooks.
 
-`launch` starts the ranks of one case (one process where the fabric is emulated or nothing is shared), waits for
-them, and returns what they wrote down. None of them outlives it, whatever ends it.
+`launch` starts the ranks of one case (one process for an emulated fabric or a contender without a process group),
+waits for them, and returns their answers. No worker outlives the launcher, however it ends.
 """
 
 import json
@@ -17,12 +17,12 @@ from typing import Any
 from ..base.processes import as_child, temporary_folder
 from ..core.wire.loopback import ADDRESS, rank_variables, store_at
 from .case import Case
-from .names import SOLO
+from .names import SINGLE_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the ranks of one run saw, by rank; or why there is nothing, in words."""
+    """The answers of one run, by rank; or a status other than ok, and why."""
 
     answers: tuple[dict[str, Any], ...] = ()
     status: str = "ok"
@@ -30,15 +30,15 @@ class Outcome:
 
 
 Launch = Callable[[Case], Outcome]
-Say = Callable[[str], None]  # progress, a line at a time
+Say = Callable[[str], None]  # prints a line of progress
 
 
 def num_processes(case: Case) -> int:
-    return 1 if case.fabric or case.contender in SOLO else case.world_size
+    return 1 if case.fabric or case.contender in SINGLE_PROCESS else case.world_size
 
 
 def launch(case: Case, timeout_s: float) -> Outcome:
-    """What rests on disk does so in a folder of its own, of which nothing is left: some leave all of it behind."""
+    """Run one case. Inside `disk_path` it has a temporary folder, because some peers leave files behind."""
     if not case.disk_path:
         return _launch(case, timeout_s)
     with temporary_folder(case.disk_path) as own:
@@ -78,10 +78,10 @@ def _launch(case: Case, timeout_s: float) -> Outcome:
 
 
 def environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables; in an emulated fabric they describe the world that the one process plays in."""
-    world_size = 1 if case.contender in SOLO else case.world_size
+    """Torchrun's variables. For an emulated fabric they describe the emulated world."""
+    world_size = 1 if case.contender in SINGLE_PROCESS else case.world_size
     return {
-        "OMP_NUM_THREADS": str(num_threads(case)),  # the user's own value counts
+        "OMP_NUM_THREADS": str(num_threads(case)),  # overridden by the user's value
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -95,9 +95,9 @@ def environment(case: Case, rank: int, port: int) -> dict[str, str]:
 
 
 def num_threads(case: Case) -> int:
-    """Of one process: one where ranks play GPUs, as torchrun says, and beside GPUs its share of the cores.
+    """Threads per process: one for CPU ranks, as with torchrun; for GPU ranks an equal share of the cores.
 
-    Who updates weights on the host has work for all of them.
+    A contender that updates weights on the host uses all of them.
     """
     if case.device == "cpu":
         return 1
@@ -106,24 +106,24 @@ def num_threads(case: Case) -> int:
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Until all are done or one has failed; True when the time is up."""
+    """Wait until all workers are done or one has failed. Return True if the time limit was reached first."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         codes = [worker.poll() for worker in workers]
         if all(code == 0 for code in codes):
             return False
         if any(codes):
-            time.sleep(1.0)  # the others may be about to say that it was they who failed first
+            time.sleep(1.0)  # another rank may be writing down that it failed first
             return False
         time.sleep(0.05)
     return True
 
 
 def _death(rank: int, code: int | None, log: str) -> Outcome:
-    """A worker that ended without a word of its own."""
+    """The outcome of a worker that ended without an answer."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
         return Outcome(status="failed", error=f"rank {rank} was ended by {name}{hint}")
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "nothing")
-    return Outcome(status="failed", error=f"rank {rank} ended with exit code {code}; it said last: {last}")
+    return Outcome(status="failed", error=f"rank {rank} ended with exit code {code}; its last output: {last}")

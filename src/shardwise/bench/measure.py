@@ -1,24 +1,20 @@
-"""What one worker process does: set one contender up, run its steps, and write down what was seen.
+"""The worker process: sets one contender up, runs its steps, and writes the measurements to a file.
 
     python -m shardwise.bench.measure CASE ANSWER
 
-CASE is a case as JSON, ANSWER the file that the result goes to, or what went wrong. The steps are timed without the
-host ever waiting in between: on a GPU by events recorded at the end of consecutive steps on the compute stream. So
-work that is started early for the next step counts where it belongs.
+CASE is a case as JSON, ANSWER the file for the result or the error. The host never waits between timed steps: on a GPU
+they are timed by events recorded on the compute stream at the end of each. So work that is started early for the next
+step counts in the step that it belongs to.
 """
 
 import gc
-import gzip
 import itertools
 import json
 import os
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,12 +28,11 @@ from . import fabric
 from .calls import count_calls
 from .case import Case, case_from_json
 from .contenders import find
-from .model import batches_of
-from .names import OFFLOADED_FSDP2, SOLO, label
-from .overlap import from_trace, in_words
-from .step import device_of
+from .model import batches_of, device_of
+from .names import OFFLOADED_FSDP2, SINGLE_PROCESS
+from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
-SETTLE = 2  # steps in which the allocator takes again what the reset gave back
+SETTLE = 2  # steps in which the allocator takes memory back after the reset
 STEPS_BEFORE_CALLS = 4
 LONGEST = 300  # characters of an error; a compiler's first line may be a page
 
@@ -49,19 +44,19 @@ def main(case: Case, file: Path) -> int:
         answer = measure(case, int(os.environ["RANK"]))
     except Exception as error:  # noqa: BLE001, a rank reports whatever was raised
         traceback.print_exc()
-        # The earliest of all ranks is the cause, the others lost their partner.
+        # The earliest failure of all ranks is the cause; the others failed because of it.
         file.write_text(json.dumps({"at": time.time(), **failure(error)}))
         return 1
     file.write_text(json.dumps(answer))
     if dist.is_initialized():
         dist.barrier()
-        with suppress(Exception):  # everything is written down
+        with suppress(Exception):  # the answer is written already
             dist.destroy_process_group()
     return 0
 
 
 def failure(error: Exception) -> Answer:
-    """What happened, in words for a row of the table."""
+    """The status and the error message for a row of the table."""
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, ModuleNotFoundError):
         return {"status": "missing", "error": f"{error.name} is not installed"}
@@ -79,7 +74,7 @@ def measure(case: Case, rank: int) -> Answer:
     join(case)
     run = find(case.contender)(case)
     device = device_of(case)
-    clock = DeviceClock() if case.device == "cuda" else HostClock()
+    clock = Clock(case.device == "cuda")
     clock.synchronise()
     setup_s = time.perf_counter() - begin_s
     num_steps = STEPS_BEFORE_CALLS + 1 if case.count_calls else case.warmup + case.steps
@@ -126,13 +121,13 @@ def measure(case: Case, rank: int) -> Answer:
 
 
 def join(case: Case) -> None:
-    """The process group that the contender will find."""
-    if case.contender in SOLO:
+    """Create the process group, unless the contender needs none."""
+    if case.contender in SINGLE_PROCESS:
         return
     if case.fabric:
         fabric.start(fabric.parse(case.fabric))
     elif case.device == "cuda":
-        # What FSDP2 has on the host is summed there when gradients are clipped.
+        # When gradients are clipped, offloaded FSDP2 reduces norms on the host.
         backend = "cpu:gloo,cuda:nccl" if case.contender == OFFLOADED_FSDP2 else "nccl"
         dist.init_process_group(backend, device_id=device_of(case), timeout=timedelta(minutes=10))
     else:
@@ -140,117 +135,64 @@ def join(case: Case) -> None:
 
 
 def wires(case: Case) -> dict[str, dict[str, float]]:
-    """Traffic of this rank since the start, by wire of the emulated fabric."""
-    if not case.fabric or case.contender in SOLO:
+    """Traffic of this rank since the start, for each wire of the emulated fabric."""
+    if not case.fabric or case.contender in SINGLE_PROCESS:
         return {}
     seconds, moved = fabric.busy_s(), fabric.moved_bytes()
     return {wire: {"seconds": seconds[wire], "bytes": moved[wire]} for wire in seconds}
 
 
-class DeviceClock:
-    """Ends of steps as events on the compute stream, and the allocator's peaks since `forget`."""
+class Clock:
+    """Times steps and reads peaks of memory. On a GPU it records events on the compute stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cuda: bool) -> None:
+        self.is_cuda = is_cuda
         self.events: list[torch.cuda.Event] = []
-
-    def synchronise(self) -> None:
-        torch.cuda.synchronize()
-
-    def forget(self) -> None:
-        """What the set-up left in the allocator is given back; the next steps say what is needed."""
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def tick(self) -> None:
-        self.events.append(torch.cuda.Event(enable_timing=True))
-        self.events[-1].record()
-
-    def seconds(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
-
-    def memory(self) -> dict[str, float]:
-        peaks = torch.cuda.memory_stats()
-        kinds = ("allocated", "active", "reserved")
-        return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
-
-
-class HostClock:
-    """The same for the CPU."""
-
-    def __init__(self) -> None:
         self.instants: list[float] = []
 
     def synchronise(self) -> None:
-        pass
+        if self.is_cuda:
+            torch.cuda.synchronize()
 
     def forget(self) -> None:
-        pass
+        """Release cached memory of the set-up and reset the peaks."""
+        if self.is_cuda:
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
     def tick(self) -> None:
-        self.instants.append(time.perf_counter())
+        if self.is_cuda:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+        else:
+            self.instants.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
+        self.synchronise()
+        if self.is_cuda:
+            return [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
         return [later - earlier for earlier, later in itertools.pairwise(self.instants)]
 
     def memory(self) -> dict[str, float]:
-        return host_memory()
+        peaks = torch.cuda.memory_stats() if self.is_cuda else {}
+        kinds = ("allocated", "active", "reserved") if self.is_cuda else ()
+        return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
 
 
 STATUS = Path("/proc/self/status")
 
 
 def host_memory() -> dict[str, float]:
-    """The most that this process ever had in the host's memory, the set-up included; Linux alone says it.
+    """Peak host memory of this process, including the set-up. Known on Linux only.
 
-    Every contender has a process of its own, so this is nobody else's. What its own children have is not counted.
+    Every contender has its own process, so no other contender is included. Child processes are not counted.
     """
     if not STATUS.exists():
         return {}
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
     return {"host_gb": int(lines["VmHWM"].split()[0]) * 1024 / 1e9}
-
-
-STEPS_IN_TRACE = 3  # as `overlap` wants them
-TRACED_STEPS = 1 + STEPS_IN_TRACE
-
-
-def trace_file(case: Case) -> Path:
-    words = [label(case.contender), case.shape.name, str(case.shape.tokens), case.reduce]
-    if case.fabric:
-        where = fabric.parse(case.fabric)
-        words.append(f"{where.num_nodes}x{where.node_size}-{where.intra.gigabytes_per_s:g}GBs")
-    return Path(case.trace) / (re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)) + ".trace.json.gz")
-
-
-def trace(step: Callable[[], object], synchronise: Callable[[], None], device: str, file: Path) -> None:
-    """A chrome trace of steps that run into each other, with what all threads of this process do."""
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile, schedule
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda"),
-        schedule=schedule(wait=0, warmup=1, active=STEPS_IN_TRACE, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
-        experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        acc_events=True,  # of the one cycle there is; without it torch warns of cycles that are forgotten
-    ) as profiler:
-        for number in range(TRACED_STEPS):
-            step()
-            if number == TRACED_STEPS - 1:
-                synchronise()
-            profiler.step()
-
-
-def overlap_in(file: Path, host_updates: str) -> Answer:
-    """In figures; in words it goes beside the trace."""
-    with gzip.open(file) as trace:
-        seen = from_trace(json.load(trace)["traceEvents"], host_updates)
-    file.with_suffix("").with_suffix("").with_suffix(".overlap.txt").write_text(in_words(seen) + "\n")
-    return asdict(seen)
 
 
 if __name__ == "__main__":

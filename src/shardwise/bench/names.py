@@ -1,62 +1,63 @@
-"""The contenders by name: what may be asked for, and what a mistake is told. Pure: no torch.
+"""Parsing and printing the names of contenders. No torch.
 
-A name is a family and, after a colon, its one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
-`shardwise` may be a mapping from unit patterns to presets or rows of the table, as JSON. `@early` behind it asks for
-early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device and
-never exists whole: `zero3@early@capture`. The argument of `deepspeed` is a stage and what leaves the device:
-`3+offload`, or `3+offload:0.6` for a part of the optimizer; or a part of ZeRO++, `3+hpz`.
+A name is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
+`shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it: `@early`
+for early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device
+and never exists whole: `zero3@early@capture`. For the argument of `deepspeed` see `deepspeed_config`.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import AUTO, MOST_SPLIT, Layout, layout_of
+from .deepspeed_config import DEEPSPEED, NVME, read_deepspeed
 
 OURS = "shardwise"
 OFFLOADED_FSDP2 = "fsdp2+offload"
 HSDP = "hsdp"
-DEEPSPEED = "deepspeed"
 PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
 FLOORS = ("compute", "compute+update")
+SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
-WAYS = ("early", "capture", "meta")
-SOLO = ("plain", *FLOORS)  # these need no other ranks
+MODIFIERS = ("early", "capture", "meta")
 
 
 def strategies_in(text: str) -> list[str]:
-    """The contenders that `zero3,zero2` or `zero3,{"blocks.[0-7]":"zero2","*":"zero3"}` asks for."""
-    found, rest = [], text.strip()
+    """The contenders in `zero3,zero2` or `zero3,{"blocks.[0-7]":"zero2","*":"zero3"}`."""
+    names, rest = [], text.strip()
     while rest:
         if rest.startswith("{"):
             try:
                 mapping, end = json.JSONDecoder().raw_decode(rest)
             except json.JSONDecodeError as error:
                 raise ConfigurationError(f"--strategies: {rest!r} is no JSON: {error}; write {EXAMPLE}") from error
-            ways, _, rest = rest[end:].partition(",")
-            name = json.dumps(mapping, separators=(",", ":")) + ways.strip()
+            modifiers, _, rest = rest[end:].partition(",")
+            name = json.dumps(mapping, separators=(",", ":")) + modifiers.strip()
         else:
             name, _, rest = rest.partition(",")
         name, rest = name.strip(), rest.strip()
         if name:
             read_strategy(name)
-            found.append(f"{OURS}:{name}")
-    return found
+            names.append(f"{OURS}:{name}")
+    return names
 
 
 def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
-    """What `sw.shard` takes as its strategy, and the ways it is asked to run."""
+    """The `strategy` argument of `sw.shard`, and the modifiers."""
     end = text.rfind("}") + 1
-    name, *ways = text[end:].split("@")
-    for way in ways:
-        if way not in WAYS:
-            raise ConfigurationError(f"--strategies: {text!r} asks for {way!r}; {did_you_mean(way, WAYS)}")
+    name, *modifiers = text[end:].split("@")
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            raise ConfigurationError(
+                f"--strategies: {text!r}: unknown modifier {modifier!r}; {did_you_mean(modifier, MODIFIERS)}"
+            )
     if end:
         rows = json.loads(text[:end]).items()
-        return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(ways)
+        return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(modifiers)
     _layout_by(name)
-    return name, set(ways)
+    return name, set(modifiers)
 
 
 def is_auto(strategy: str | dict[str, Layout]) -> bool:
@@ -64,12 +65,12 @@ def is_auto(strategy: str | dict[str, Layout]) -> bool:
 
 
 def _layout_by(name: str) -> Layout:
-    """For the planner's choice, what would rest where if it took the preset that splits most."""
+    """The layout of a preset. For `auto`, that of the preset that shards most."""
     return layout_of(MOST_SPLIT + name[len(AUTO) :] if is_auto(name) else name)
 
 
 def _row(value: Any) -> str | Layout:
-    """A preset's name, or a row of the table written out."""
+    """A preset's name, or a layout written out as an object."""
     if not isinstance(value, dict):
         return value
     known = [field.name for field in fields(Layout)]
@@ -79,68 +80,8 @@ def _row(value: Any) -> str | Layout:
     return Layout(**value)
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeed:
-    """What `deepspeed:3+offload:0.6` asks for. `away` is a key of `AWAY`; `ratio` the part of the optimizer.
-
-    `parts` are those of ZeRO++.
-    """
-
-    stage: int
-    away: str = ""
-    ratio: float = 1.0
-    parts: tuple[str, ...] = ()
-
-
-# What may leave the device, and the ZeRO stages that can do it.
-AWAY: dict[str, tuple[int, ...]] = {
-    "offload": (1, 2, 3),  # the optimizer to the host; at stage 3 parameters too
-    "offload_optimizer": (3,),  # parameters stay
-    "super_offload": (3,),  # the same, updated by a process of its own
-    "nvme": (3,),  # optimizer and parameters to disk
-}
-
-# ZeRO++, whole or in parts. DeepSpeed has it at stage 3, and ignores it below.
-ZEROPP: dict[str, tuple[str, ...]] = {
-    "hpz": ("hpz",),  # a second copy of the parameters, split in the node
-    "qwz": ("qwz",),  # parameters travel as int8
-    "qgz": ("qgz",),  # gradients travel as int4
-    "zeropp": ("hpz", "qwz", "qgz"),
-}
-
-
-def read_deepspeed(argument: str) -> DeepSpeed:
-    stage, plus, words = argument.partition("+")
-    if stage not in ("0", "1", "2", "3"):
-        raise ConfigurationError(
-            f"--peers: '{DEEPSPEED}:{argument}'; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3"
-        )
-    if not plus:
-        return DeepSpeed(int(stage))
-    word, colon, part = words.partition(":")
-    known = AWAY | dict.fromkeys(ZEROPP, (3,))
-    if word not in known:
-        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}' asks for {word!r}; {did_you_mean(word, known)}")
-    if int(stage) not in known[word]:
-        stages = " or ".join(map(str, known[word]))
-        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed has {word!r} at stage {stages} only")
-    if not colon:
-        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
-    if stage != "3" or word == "nvme" or word in ZEROPP:
-        raise ConfigurationError(
-            f"--peers: '{DEEPSPEED}:{argument}'; DeepSpeed moves a part of the optimizer to the host only, at stage 3"
-        )
-    try:
-        ratio = float(part)
-    except ValueError:
-        ratio = -1.0
-    if not 0 < ratio <= 1:
-        raise ConfigurationError(f"--peers: '{DEEPSPEED}:{argument}'; {part!r} is no part of the optimizer: write 0.6")
-    return DeepSpeed(int(stage), word, ratio)
-
-
 def peers_in(text: str) -> list[str]:
-    """The contenders that `fsdp2,deepspeed:2` asks for."""
+    """The contenders in `fsdp2,deepspeed:2`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         family, _, argument = name.partition(":")
@@ -153,11 +94,11 @@ def peers_in(text: str) -> list[str]:
     return names
 
 
-def rests_on_disk(contender: str) -> bool:
-    """Whether it needs a folder. The planner's choice may use one, and does without where none is given."""
+def needs_disk(contender: str) -> bool:
+    """True if the contender offloads to disk. (`auto` may use a disk, and works without one.)"""
     family, _, argument = contender.partition(":")
     if family == DEEPSPEED:
-        return read_deepspeed(argument).away == "nvme"
+        return read_deepspeed(argument).offload == NVME
     if family != OURS:
         return False
     strategy, _ = read_strategy(argument)
@@ -166,7 +107,7 @@ def rests_on_disk(contender: str) -> bool:
 
 
 def label(contender: str) -> str:
-    """A mix without JSON's punctuation: `shardwise:blocks.[0-7]=zero2 *=zero3`."""
+    """The name for tables: a mapping without JSON's punctuation, `shardwise:blocks.[0-7]=zero2 *=zero3`."""
     family, _, argument = contender.partition(":")
     if not argument.startswith("{"):
         return contender

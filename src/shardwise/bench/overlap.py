@@ -1,14 +1,22 @@
-"""How long a step computed, copied and updated on the host, and how much of that went on at the same time.
+"""Chrome traces, and how much of a step's copies, collectives and host updates overlapped with computation.
 
-Pure: from the events of a chrome trace to figures and text. The trace has three steps, and the second is the one that
-counts: from its first kernel to the first of the third, so that whatever the first left behind is counted too, and
-what it leaves to the third is not. Where there are no kernels, torch's operations on the CPU are what computes.
+A trace has three steps, and the second is measured: from its first kernel to the first kernel of the third, so that
+work left over from the first step counts, and work left to the third does not. Without kernels, torch's operations on
+the CPU count as computation.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
+
+from ..planner.hardware.links import parse
+from .case import Case
+from .names import label
 
 Interval = tuple[float, float]  # begin and end
 Event = dict[str, Any]
@@ -17,20 +25,22 @@ COMPUTE, HOST_UPDATE = "compute", "host update"
 KINDS = (COMPUTE, "collectives", "host to device", "device to host", HOST_UPDATE)
 # NCCL's kernels, and those that occupy the wires of an emulated fabric.
 _COLLECTIVES = ("nccl", "occupy", "begin_carrying", "carry")
+STEPS_IN_TRACE = 3
+TRACED_STEPS = 1 + STEPS_IN_TRACE
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds of one step. What did not occur at all is left out."""
+    """Seconds of one step. Kinds of work that did not occur are left out."""
 
     step_s: float
     busy_s: dict[str, float]  # by kind
-    beside_compute_s: dict[str, float]  # of it, while kernels computed
-    idle_s: float  # nothing of any kind
+    beside_compute_s: dict[str, float]  # the part that overlapped with computation
+    idle_s: float  # no work of any kind
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in order, nothing twice."""
+    """The union of intervals, as disjoint intervals in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -41,7 +51,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What two merged lists have in common."""
+    """The intersection of two merged lists."""
     found, place = [], 0
     for begin, end in some:
         while place < len(others) and others[place][1] <= begin:
@@ -54,7 +64,7 @@ def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interva
 
 
 def without(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What a merged list has that another has not."""
+    """The difference of two merged lists."""
     ends = [float("-inf"), *chain.from_iterable(others), float("inf")]
     return common(some, list(zip(ends[::2], ends[1::2], strict=True)))
 
@@ -64,7 +74,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def overlap_of(by_kind: dict[str, list[Interval]], window: Interval) -> Overlap:
-    """`by_kind` in seconds, in any order and overlapping as they may."""
+    """Measure intervals (in seconds, in any order, possibly overlapping) inside a window."""
     inside = {kind: common(merged(intervals), [window]) for kind, intervals in by_kind.items()}
     inside = {kind: intervals for kind, intervals in inside.items() if intervals}
     computing = inside.get(COMPUTE, [])
@@ -80,7 +90,7 @@ def overlap_of(by_kind: dict[str, list[Interval]], window: Interval) -> Overlap:
 
 
 def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
-    """`host_updates` begins the names of the ranges in which the host updates weights; empty: there are none."""
+    """The overlap in a trace. `host_updates` is the prefix of the ranges of updates on the host, or empty."""
     whole = [event for event in events if event.get("ph") == "X"]
     by_kind: dict[str, list[Interval]] = {kind: [] for kind in KINDS}
     for event in whole:
@@ -98,7 +108,7 @@ def _interval(event: Event) -> Interval:
 
 
 def _computed_by_host(events: Sequence[Event], host_updates: str) -> list[Interval]:
-    """Operations, but those of updates."""
+    """Operations on the host, without those of weight updates."""
     found = []
     for thread in {event["tid"] for event in events}:
         own = [event for event in events if event["tid"] == thread]
@@ -119,7 +129,7 @@ def _kind_of(event: Event, host_updates: str) -> str | None:
 
 
 def _window_of(events: Sequence[Event]) -> Interval:
-    """The second step: on the device where it computes, or else on the host."""
+    """The second step: on the device if there are kernels, else on the host."""
     begins = sorted(event["ts"] for event in events if event["name"].startswith("ProfilerStep"))
     kernels = {event["args"]["correlation"]: event["ts"] for event in events if event.get("cat") == "kernel"}
     launches = sorted(
@@ -133,7 +143,7 @@ def _window_of(events: Sequence[Event]) -> Interval:
 
 
 def in_words(overlap: Overlap) -> str:
-    """A line for each kind."""
+    """Text with one line per kind of work."""
     lines = [f"{'step':<16}{overlap.step_s:>10.4f} s"]
     for kind in KINDS:
         if kind in overlap.busy_s:
@@ -144,3 +154,39 @@ def in_words(overlap: Overlap) -> str:
             lines.append(line)
     lines.append(f"{'nothing':<16}{overlap.idle_s:>10.4f} s{overlap.idle_s / overlap.step_s:>8.1%} of the step")
     return "\n".join(lines)
+
+
+def trace_file(case: Case) -> Path:
+    words = [label(case.contender), case.shape.name, str(case.shape.tokens), case.reduce]
+    if case.fabric:
+        where = parse(case.fabric)
+        words.append(f"{where.num_nodes}x{where.node_size}-{where.intra.gigabytes_per_s:g}GBs")
+    return Path(case.trace) / (re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)) + ".trace.json.gz")
+
+
+def trace(step: Callable[[], object], synchronise: Callable[[], None], device: str, file: Path) -> None:
+    """Write a chrome trace of consecutive steps, with all threads of this process."""
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda"),
+        schedule=schedule(wait=0, warmup=1, active=STEPS_IN_TRACE, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        acc_events=True,  # without it torch warns about cycles that are dropped, and there is only one
+    ) as profiler:
+        for number in range(TRACED_STEPS):
+            step()
+            if number == TRACED_STEPS - 1:
+                synchronise()
+            profiler.step()
+
+
+def overlap_in(file: Path, host_updates: str) -> dict[str, Any]:
+    """The overlap in a trace, as a dict. Its text is written next to the trace."""
+    with gzip.open(file) as opened:
+        overlap = from_trace(json.load(opened)["traceEvents"], host_updates)
+    file.with_suffix("").with_suffix("").with_suffix(".overlap.txt").write_text(in_words(overlap) + "\n")
+    return asdict(overlap)

@@ -1,4 +1,4 @@
-"""What was found, as rows: medians, spreads, ratios and rates. The table, the JSON and pages are drawn from these."""
+"""Results as rows of medians, spreads, ratios and rates. Tables, JSON and pages are made from these."""
 
 import statistics
 from collections.abc import Sequence
@@ -27,29 +27,29 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender in one setting, over all repetitions. Who is not ok has no figures; what is not known is None."""
+    """One contender in one setting, over all repetitions. Only an ok row has figures; an unknown figure is None."""
 
     contender: str
     kind: str  # strategy, peer or floor
     shape: str
-    tokens: int  # of a sequence
+    tokens: int  # per sequence
     reduce: str
     fabric: str
     status: str  # ok, differs, refused, missing, oom or failed
     error: str
-    link_gigabytes_per_s: float | None = None  # of the emulated wire inside a node
+    link_gigabytes_per_s: float | None = None  # of the emulated link inside a node
     seconds: Spread | None = None  # per step
     ratios: dict[str, Spread] = field(default_factory=dict)  # peer's time / ours, by peer
-    tokens_per_s: float | None = None  # of one rank
+    tokens_per_s: float | None = None  # per rank
     mfu: float | None = None
-    wire_s: dict[str, float] = field(default_factory=dict)  # per step and wire
-    wire_bytes: dict[str, float] = field(default_factory=dict)  # the same in bytes
+    wire_s: dict[str, float] = field(default_factory=dict)  # seconds per step, by wire
+    wire_bytes: dict[str, float] = field(default_factory=dict)  # per step, by wire
     moved_bytes: float | None = None  # per step, by one rank
-    memory: dict[str, float] = field(default_factory=dict)  # peaks, the largest of all ranks
-    overlap: dict[str, Any] = field(default_factory=dict)  # of the traced step, as `overlap.Overlap`
+    memory: dict[str, float] = field(default_factory=dict)  # largest peak of all ranks
+    overlap: dict[str, Any] = field(default_factory=dict)  # of the traced step: the fields of `overlap.Overlap`
     setup_s: float | None = None
     losses: list[float] = field(default_factory=list)  # by step
-    compared_with: str = ""  # whose losses they should be
+    compared_with: str = ""  # the contender with the reference losses
     loss_difference: float | None = None
     calls_per_unit: float | None = None
     calls_besides: float | None = None
@@ -106,17 +106,17 @@ def row_of(case: Case, findings: Findings) -> Row:
 
 
 def medians_of(case: Case, findings: Findings) -> list[float]:
-    """Seconds per step, by repetition."""
+    """Median seconds per step, by repetition."""
     return [statistics.median(outcome.answers[0]["seconds"]) for outcome in findings.outcomes[case]]
 
 
 def ratios_of(case: Case, findings: Findings) -> dict[str, Spread]:
-    """Taken within a repetition, where both saw the same machine."""
+    """The peers' time / ours, taken within a repetition, so that both had the same conditions."""
     found = {}
     for peer in findings.session.peers:
-        beside = replace(case, contender=peer)
-        if beside in findings.verdicts and findings.verdicts[beside].status == "ok":
-            # One of them may be a repetition ahead, while some are to come.
-            pairs = zip(medians_of(beside, findings), medians_of(case, findings), strict=False)
+        other = replace(case, contender=peer)
+        if other in findings.verdicts and findings.verdicts[other].status == "ok":
+            # In an unfinished session one of them may be a repetition ahead.
+            pairs = zip(medians_of(other, findings), medians_of(case, findings), strict=False)
             found[peer] = spread([theirs / ours for theirs, ours in pairs])
     return found

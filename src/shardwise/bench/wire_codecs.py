@@ -1,10 +1,10 @@
-"""What codecs lose of real gradients and of trained weights, on one rank.
+"""The error of codecs on real gradients and trained weights, in one process.
 
-    python -m shardwise.bench.wire_codecs ASKED ANSWER
+    python -m shardwise.bench.wire_codecs REQUEST ANSWER
 
-ASKED says as JSON which run's newest checkpoint is opened and which codecs are tried; the result goes to the file
-ANSWER. The gradient is that of one micro-batch, the first of rank 0 in the step that would have come next: what a rank
-would have sent. Matrices of a unit lie end to end, as they travel; what always travels as it is has no part in it.
+REQUEST names, as JSON, the run whose newest checkpoint is opened, and the codecs; the result goes to the file ANSWER.
+The gradient is that of rank 0's first micro-batch of the next step: what a rank would have sent. The matrices of a unit
+are one row, as in communication; tensors that are never encoded are left out.
 """
 
 import json
@@ -41,14 +41,14 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Of all matrices together, and of the unit that has lost most. None: something was not finite any more."""
+    """The error over all matrices, and that of the worst unit. None: a value is not finite any more."""
 
     codec: str
-    relative_rms: float | None  # of the error over that of the values
+    relative_rms: float | None  # RMS of the error / RMS of the values
     worst_relative_rms: float | None
     cosine: float | None
     bytes_per_elem: float
-    encode_s: float  # for a million elements, in the best of a few rounds
+    encode_s: float  # per million elements, in the best round
     decode_s: float
 
 
@@ -61,7 +61,7 @@ def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
         size = encoded_bytes(codec, value.numel(), value.dtype)
         row = torch.empty(1, size, dtype=torch.uint8, device=value.device)
         back = torch.empty_like(value)
-        _trip(codec, value, row, back, index)  # not counted: kernels may be compiled
+        _trip(codec, value, row, back, index)  # warm-up: kernels may be compiled
         for turn in range(ROUNDS):
             there_s, back_s = _trip(codec, value, row, back, index)
             encode_s[turn] += there_s
@@ -89,7 +89,7 @@ def _finite(number: float) -> float | None:
 
 
 def _trip(codec: Codec, value: Tensor, row: Tensor, back: Tensor, seed: int) -> tuple[float, float]:
-    """Seconds of either way."""
+    """Encode and decode once. Return the seconds of each."""
     began = _now(value.device)
     encode(codec, value, row, seed)
     between = _now(value.device)
@@ -104,7 +104,7 @@ def _now(device: torch.device) -> float:
 
 
 def matrices(model: nn.Module, trained: bool, buffer_of: Callable[[FlatState], Tensor]) -> Iterator[Tensor]:
-    """What can travel encoded, out of each flat's buffer: a row for each unit."""
+    """The encodable part of each flat's buffer: one row per unit."""
     for unit in engine_of(model).units:
         rows = []
         for state in unit.states:
@@ -149,9 +149,9 @@ def _silent(_: str) -> None:
 
 if __name__ == "__main__":
     end_with_parent()
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     try:
-        answer = measure(Path(asked.pop("run")), **asked)
+        answer = measure(Path(request.pop("run")), **request)
     finally:
         leave()
     Path(sys.argv[2]).write_text(json.dumps(answer))

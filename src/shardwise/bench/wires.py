@@ -1,17 +1,16 @@
-"""The two wires of the rank that this process plays, in use.
+"""The two wires of the emulated rank, and the time for which transfers occupy them.
 
-A wire is a cell that holds the instant at which it is free again. A transfer begins at max(now, free), moves the
-cell forward by the seconds it needs, and is over when its last byte and then its latency have passed. So two
-transfers at once take as long as one after the other, in the order in which their inputs were ready, and the
-latency of one overlaps with the bytes of the next.
+A wire is a cell that holds the instant at which it is free again. A transfer begins at max(now, free), advances the
+cell by the seconds it needs, and ends after its last byte and its latency. So two concurrent transfers take as long as
+one after the other, in the order in which their inputs were ready; the latency of one overlaps the bytes of the next.
 
-There are two sets of cells, one for each clock. On the host a transfer is a deadline, and whoever waits sleeps for
-it. On CUDA it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds whatever the SM
-clock does; a transfer over both wires takes them under one lock. Nothing is allocated and the host is not asked
-when one is queued, so it can be captured in a CUDA graph, and replays count.
+There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
+it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds at any SM clock; a transfer over
+both wires takes them under one lock. Queueing a transfer allocates nothing and does not involve the host, so it can be
+captured in a CUDA graph, and replays count.
 
-With copies, as many blocks as the bandwidth needs move the transfer's bytes from one half of a scratch buffer to the
-other, at the pace of the wire. The buffer is larger than any cache and is walked through in turn.
+With `copies=on`, as many blocks as the bandwidth needs copy the transfer's bytes from one half of a scratch buffer to
+the other, at the speed of the wire. The buffer is larger than any cache, and all of it is used in turn.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..planner.hardware.links import WIRES, Fabric, Transfer, Wire
 
-_SPIN_S = 2e-4  # sleeping is late by about this much, so the end of a wait is spun
+_SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is spun
 _SCRATCH_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 16
 _GIGABYTES_PER_S_OF_A_BLOCK = 25.0
@@ -118,12 +117,12 @@ _WORD_BYTES = 16
 
 
 class Kernel:
-    """A kernel with its arguments, ready to be put on a stream: one foreign call, arguments already converted."""
+    """A kernel with converted arguments: launching it is one foreign call."""
 
     def __init__(self, name: str, args: list[Tensor | int | float], num_blocks: int = 1, num_threads: int = 1) -> None:
         self._function = _compiled(name).func
         self._shape = (num_blocks, 1, 1, num_threads, 1, 1, 0)
-        self._tensors = [arg for arg in args if isinstance(arg, Tensor)]  # kept: the arguments are their addresses
+        self._tensors = [arg for arg in args if isinstance(arg, Tensor)]  # kept alive: arguments are addresses
         self._args = [_c_value(arg) for arg in args]
         pointers = [ctypes.cast(ctypes.pointer(arg), ctypes.c_void_p) for arg in self._args]
         self._pointers = (ctypes.c_void_p * len(args))(*pointers)
@@ -132,7 +131,7 @@ class Kernel:
         handle = ctypes.c_void_p(stream.cuda_stream)
         status = _driver().cuLaunchKernel(self._function, *self._shape, handle, self._pointers, None)
         if status:
-            raise RuntimeError(f"the emulated fabric's kernel could not be launched: CUDA driver error {status}")
+            raise RuntimeError(f"the kernel of the emulated fabric could not be launched: CUDA driver error {status}")
 
 
 def _c_value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_uint64 | ctypes.c_double:
@@ -152,7 +151,7 @@ def _compiled(name: str) -> Any:
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """Which CUDA graph is being captured on the current stream: its number, 0 when none is."""
+    """The number of the CUDA graph that is being captured on the current stream; 0: none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
@@ -166,9 +165,9 @@ def capture_of(stream: torch.cuda.Stream) -> int:
 
 @dataclass
 class _Device:
-    """The cells on the device, and what the kernels that use them need. All of it lives until the next start."""
+    """The cells on the device, and the scratch buffer of the copies. They live until the next start."""
 
-    cells: Tensor  # as `Cells` of the source: 8 words of 8 bytes
+    cells: Tensor  # the struct `Cells` of the source: 8 words of 8 bytes
     scratch: Tensor | None
 
     @classmethod
@@ -177,13 +176,13 @@ class _Device:
         scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda") if fabric.copies else None
         for name in ("begin_carrying", "carry") if fabric.copies else ("occupy",):
             _compiled(name)
-        torch.cuda.synchronize()  # streams that know nothing of this one will use them
+        torch.cuda.synchronize()  # other streams will use them
         return cls(cells, scratch)
 
 
 @dataclass
 class Wires:
-    """Both wires since the start, on both clocks."""
+    """The state of both wires on both clocks."""
 
     fabric: Fabric
     device: _Device | None = None
@@ -197,7 +196,7 @@ class Wires:
         return cls(fabric, _Device.make(fabric) if torch.cuda.is_available() else None)
 
     def occupy_host(self, transfer: Transfer, not_before_s: float) -> float:
-        """The instant of `time.perf_counter` at which the transfer will be over."""
+        """Start a transfer. Return the instant of `time.perf_counter` at which it ends."""
         with self.lock:
             earliest_s = max(time.perf_counter(), not_before_s)
             done_s = earliest_s
@@ -210,9 +209,9 @@ class Wires:
             return done_s + transfer.latency_s
 
     def kernels(self, transfer: Transfer, span: Tensor) -> list[Kernel]:
-        """What occupies the wires for one transfer, to be launched one after the other on one stream.
+        """The kernels that occupy the wires for one transfer, to be launched in order on one stream.
 
-        `span`: three words on the device that nothing else uses in between; needed for copies.
+        `span`: three words on the device that nothing else uses meanwhile; needed for copies.
         """
         assert self.device is not None, "no CUDA device when the fabric was started"
         occupied_ns = [round(transfer.occupied_s[wire] * 1e9) for wire in WIRES]
@@ -221,7 +220,7 @@ class Wires:
         scratch = self.device.scratch
         if scratch is None:
             return [Kernel("occupy", [self.device.cells, *occupied_ns, *moved, latency_ns])]
-        # Both wires carry the same bytes, first one then the other; memory sees them once.
+        # Both wires carry the same bytes, one after the other; memory traffic is counted once.
         num_words = int(max(moved)) // _WORD_BYTES
         mask = scratch.numel() // 2 // _WORD_BYTES - 1
         wire_s = max(*transfer.occupied_s.values(), 1e-9)
@@ -234,7 +233,7 @@ class Wires:
         ]
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds of traffic, neither waiting nor latency counted."""
+        """Seconds of traffic, without waiting and latency."""
         seen = self._device_cells()[4:6].tolist()
         return {wire: self.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, seen, strict=True)}
 
@@ -250,7 +249,7 @@ class Wires:
 
 
 def sleep_until(instant_s: float) -> None:
-    """Until `time.perf_counter` says so: asleep for the most part, the last moment awake."""
+    """Wait until this instant of `time.perf_counter`: sleep, then spin for the last moment."""
     left_s = instant_s - time.perf_counter()
     if left_s > _SPIN_S:
         time.sleep(left_s - _SPIN_S)

@@ -1,7 +1,7 @@
-"""The command line: one small file per verb. Nothing here imports torch before the verb is known.
+"""The command line: one file per command. Nothing here imports torch before the command is known.
 
-Exit codes: 0 all is well, 1 something failed, 2 what was asked for cannot be done, 3 it does not fit, 4 the training
-diverged, 5 a checkpoint is unusable, 130 and 143 interrupted. A mistake is told in one sentence.
+Exit codes: 0 success, 1 failure, 2 invalid request, 3 out of memory, 4 the training diverged, 5 a checkpoint is
+unusable, 130 and 143 interrupted. An error of the user is reported in one sentence.
 """
 
 import sys
@@ -23,7 +23,7 @@ from .report import report
 from .train import TrainCommand, train
 from .verify import verify
 
-# What the parser raises. Newer typers bring a click of their own; this name leads to either.
+# The base class of errors of the parser. Newer versions of typer contain their own click; this finds either.
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -40,14 +40,14 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"shardwise {VERSION}")
         raise typer.Exit
 
 
 @app.callback()
-def _verbs(
+def _commands(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
@@ -73,14 +73,14 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UsageError as error:
         message = error.format_message().rstrip(".")
-        if message:  # none where no verb was given: the help was printed
-            _tell(f"{message} (see {error.ctx.command_path if error.ctx else 'shardwise'} --help)")
+        if message:  # empty if no command was given: the help was printed
+            _print_error(f"{message} (see {error.ctx.command_path if error.ctx else 'shardwise'} --help)")
         code = 2
     except ShardwiseError as error:
-        _tell(str(error))
+        _print_error(str(error))
         code = error.exit_code
     sys.exit(code)
 
 
-def _tell(message: str) -> None:
+def _print_error(message: str) -> None:
     print(printable_lines(f"shardwise: {message}"), file=sys.stderr)

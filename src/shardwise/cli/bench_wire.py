@@ -1,10 +1,9 @@
-"""`shardwise bench wire`: what codecs do to training, on one's own model and data.
+"""`shardwise bench wire`: the effect of codecs on training, on the user's own model and data.
 
-Its flags are those of `shardwise train`, but for what every run of the bench has the same or differs in.
+Its flags are those of `shardwise train`, without the settings that the benchmark fixes or varies itself.
 """
 
 import inspect
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,22 +17,26 @@ import typer
 from ..base.errors import ConfigurationError
 from ..base.processes import temporary_folder
 from ..trainer.settings import Settings
-from .bench_end import end_on_sigterm, interrupted, say
+from .shared import exit_on_sigterm, panels, progress, run_benchmark
 from .train import train
 
 if TYPE_CHECKING:
-    from ..bench.wire import Asked
+    from ..bench.pages import Report
+    from ..bench.wire import Request
 
-WHAT, RESULTS = (partial(typer.Option, rich_help_panel=panel) for panel in ("What is compared", "Results"))
+WHAT, RESULTS = panels("What is compared", "Results")
+RESULTS_FOLDER = Path("benchmark-results")
+OUT_HELP = f"Folder for a page and JSON. Default: {RESULTS_FOLDER}."
+JSON_FILES_HELP = "Print JSON to the standard output; write files only with --out."
 STRATEGIES = (
     "zero3,zero3+grads_as=bf16,zero3+params_as=int8,zero3+grads_as=int8,zero3+grads_as=int4,"
     "zero3+grads_as=int4:feedback,zeropp,hpz+params_as=int8+grads_as=int4:feedback"
 )
 GRADIENT_CODECS = "bf16,fp16,e4m3,e5m2,int8,int8:stochastic,int4,int4:asymmetric,int4:64,int4:stochastic"
 WEIGHT_CODECS = "bf16,int8,int8:64,e4m3,e5m2"
-# What the bench says itself, whatever a file for `shardwise train` says: the steps of a run and its strategy, and that
-# all it leaves is its figures and a checkpoint.
-DECIDED: dict[str, Any] = {
+# Settings that the benchmark fixes, whatever a file for `shardwise train` says: steps and strategy of a run, and that a
+# run leaves only its figures and a checkpoint.
+FIXED: dict[str, Any] = {
     "strategy": "",
     "max_steps": None,
     "num_train_epochs": None,
@@ -55,47 +58,46 @@ DECIDED: dict[str, Any] = {
     "rdzv_id": None,
     "max_restarts": 0,
 }
-# What stands here in place of the trainer's flag.
+# Options of this command that replace a flag of the trainer.
 OWN = ("nproc_per_node", "node_size")
 NUM_RANKS, NODE_SIZE = 4, 2
 
 
 def wire(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE|KEY=VALUE", help="A configuration, as for train, and changes.")
+        list[str] | None, typer.Argument(metavar="FILE|KEY=VALUE", help="A configuration for train, and changes to it.")
     ] = None,
     strategies: Annotated[
         str,
         WHAT(
-            help="Presets, with what travels otherwise, with commas; or mixes, as JSON. The first is exact. Default: "
-            "zero3, with weights or gradients in fewer bits, and zeropp; int4 without and with feedback.",
+            help="Strategies, separated by commas: presets with codecs, or JSON mappings from units to them. The first "
+            "must be exact. Default: zero3, zero3 with weights or gradients in fewer bits, and zeropp.",
             show_default=False,
         ),
     ] = STRATEGIES,
-    steps: Annotated[int, WHAT(help="Of each run.", min=3)] = 300,
-    codecs: Annotated[str, WHAT(help="That gradients are tried in; '' for none.")] = GRADIENT_CODECS,
-    weight_codecs: Annotated[str, WHAT(help="That weights are tried in; '' for none.")] = WEIGHT_CODECS,
+    steps: Annotated[int, WHAT(help="Training steps per run.", min=3)] = 300,
+    codecs: Annotated[str, WHAT(help="Codecs to measure on gradients; '' for none.")] = GRADIENT_CODECS,
+    weight_codecs: Annotated[str, WHAT(help="Codecs to measure on weights; '' for none.")] = WEIGHT_CODECS,
     nproc_per_node: Annotated[
-        int | None, WHAT(help="Ranks. Default: 4 on CPUs, all GPUs.", min=2, show_default=False)
+        int | None, WHAT(help="Number of ranks. Default: 4 on CPUs, all GPUs.", min=2, show_default=False)
     ] = None,
-    node_size: Annotated[int | None, WHAT(help="Ranks that count as a node. Default: 2.", min=1)] = None,
-    out: Annotated[
-        Path | None, RESULTS(help="Folder for JSON and a page. Default: benchmark-results.", file_okay=False)
-    ] = None,
+    node_size: Annotated[int | None, WHAT(help="Ranks per node. Default: 2.", min=1)] = None,
+    out: Annotated[Path | None, RESULTS(help=OUT_HELP, file_okay=False)] = None,
     runs: Annotated[
-        Path | None, RESULTS(help="Keep the run folders here, without checkpoints. Default: nowhere.", file_okay=False)
+        Path | None,
+        RESULTS(help="Folder to keep the run folders in, without checkpoints. Default: not kept.", file_okay=False),
     ] = None,
-    as_json: Annotated[bool, RESULTS("--json", help="JSON to the standard output; files only with --out.")] = False,
+    as_json: Annotated[bool, RESULTS("--json", help=JSON_FILES_HELP)] = False,
     **flags: Any,
 ) -> None:
-    """See what codecs do to training, on your own model and data.
+    """Measure what codecs do to training, on your own model and data.
 
     Each strategy trains the same model from the same weights on the same
     data, as `shardwise train` would with these settings. Losses are compared
     with those of the first, exact strategy. Then the trained model's
     gradients and weights are encoded and decoded with each codec.
 
-    A small model on Python's own manual, four CPU ranks as two nodes:
+    A small model on Python's manual, four CPU ranks as two nodes:
 
         shardwise bench wire
 
@@ -108,93 +110,85 @@ def wire(
 
         shardwise bench wire mine.yaml --train-file mine.jsonl --steps 500
 
-    Blocks encoded, the rest as it is:
+    Encode the blocks, and nothing else:
 
         shardwise bench wire --strategies \\
           'zero3,{"blocks.*":"zero3+grads_as=int4:feedback","*":"zero3"}'
     """
-    from ..bench import wire as session
-    from ..bench import wire_report
-    from ..bench.report import new_page
+    from ..bench.pages import new_page
+    from ..bench.wire_report import name_of
 
-    end_on_sigterm()
+    exit_on_sigterm()
     numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
     flags |= {name: str(number) for name, number in numbers.items() if number is not None}
-    asked = _asked(words or [], flags, strategies, steps, codecs, weight_codecs)
-    asked.refuse_what_cannot_run()
-    page: Path | None = None
-    try:
-        with _folder(runs) as folder:
-            session.prepare(asked, folder, say)
-            if out or not as_json:
-                page = new_page(out or Path("benchmark-results"), wire_report.name_of(asked))
-            for findings in session.run(asked, folder, say):
-                if page is not None:
-                    wire_report.write(findings, page)
-    except KeyboardInterrupt:
-        raise interrupted(page) from None
-    if as_json:
-        print(json.dumps(wire_report.document(findings), indent=1))
-    else:
-        wire_report.print_tables(findings)
-    if page is not None:
-        say(f"written: {page}")
-    raise typer.Exit(1 if wire_report.problems(findings) else 0)
+    request = _request(words or [], flags, strategies, steps, codecs, weight_codecs)
+    request.check()
+    page = partial(new_page, out or RESULTS_FOLDER, name_of(request)) if out or not as_json else None
+    raise run_benchmark(_reports(request, runs), page, as_json)
 
 
-def _asked(
+def _reports(request: "Request", runs: Path | None) -> "Iterator[Report]":
+    from ..bench import wire as session
+    from ..bench.wire_report import report_of
+
+    with _folder(runs) as folder:
+        session.prepare(request, folder, progress)
+        yield from map(report_of, session.run(request, folder, progress))
+
+
+def _request(
     words: list[str], flags: dict[str, Any], strategies: str, steps: int, codecs: str, weight_codecs: str
-) -> "Asked":
+) -> "Request":
     import torch
 
-    from ..bench.wire import Asked, codecs_of, strategies_of
+    from ..bench.wire import Request, codecs_of, strategies_of
     from ..trainer.checks import completed
     from ..trainer.config import resolve
     from ..trainer.launcher import ranks_here
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigurationError(
-            f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that another launcher has started, and "
-            "bench wire starts ranks of its own: call it once, without torchrun"
+            f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by another launcher, but "
+            "bench wire starts its own ranks: call it once, without torchrun"
         )
     named = strategies_of(strategies)
     resolved = resolve(words, flags, os.environ)
-    for key in DECIDED:
+    for key in FIXED:
         if resolved.origin[key].startswith("override"):
             instead = {"max_steps": "--steps", "strategy": "--strategies", "output_dir": "--runs"}.get(key)
             raise ConfigurationError(
-                f"{key}: is the bench's own for every run; {f'use {instead}' if instead else 'leave it out'}"
+                f"{key}: is set by bench wire for every run; {f'use {instead}' if instead else 'leave it out'}"
             )
-    decided = {**DECIDED, "strategy": next(iter(named.values())), "max_steps": steps}
-    settings = completed(replace(resolved.settings, **decided), torch.cuda.is_available())
+    fixed = {**FIXED, "strategy": next(iter(named.values())), "max_steps": steps}
+    settings = completed(replace(resolved.settings, **fixed), torch.cuda.is_available())
     if settings.nproc_per_node is None and settings.device == "cpu":
         settings = replace(settings, nproc_per_node=NUM_RANKS)
     num_ranks = ranks_here(settings)
     settings = replace(settings, nproc_per_node=num_ranks, node_size=settings.node_size or NODE_SIZE)
-    return Asked(settings, named, num_ranks, codecs_of(codecs), codecs_of(weight_codecs))
+    return Request(settings, named, num_ranks, codecs_of(codecs), codecs_of(weight_codecs))
 
 
 @contextmanager
 def _folder(runs: Path | None) -> Iterator[Path]:
-    """For the run folders: this one, if it is empty, or one of which nothing is left."""
+    """The folder for run folders: `runs`, which must be empty, or a temporary one."""
     if runs is None:
         with temporary_folder() as own:
             yield own
         return
     if runs.exists() and any(runs.iterdir()):
-        raise ConfigurationError(f"--runs {runs} is not empty: name a folder that is, or a new one")
+        raise ConfigurationError(f"--runs {runs} is not empty: name an empty or a new folder")
     runs.mkdir(parents=True, exist_ok=True)
     yield runs
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """What typer shall see in place of `**flags`: the trainer's, but for those that the bench decides."""
+    """The signature for typer: in place of `**flags` the trainer's flags, without those that are fixed here."""
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(wire).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    settings = {entry.name for entry in fields(Settings)} - {*OWN, *DECIDED}
+    settings = {entry.name for entry in fields(Settings)} - {*OWN, *FIXED}
     return own + [entry for name, entry in inspect.signature(train).parameters.items() if name in settings]
 
 

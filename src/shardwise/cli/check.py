@@ -1,4 +1,4 @@
-"""`shardwise check`: what every key of another library's configuration becomes. Needs no torch."""
+"""`shardwise check`: explain every key of another library's configuration. Needs no torch."""
 
 import json
 import shutil
@@ -11,48 +11,43 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigurationError
+from .shared import JSON_HELP, panels
 
 if TYPE_CHECKING:
     from ..migrate.account import Entry
     from ..migrate.memory import MemoryComparison
     from ..migrate.migrated import Migrated
 
-MEMORY, ANSWER = "Memory", "Answer"
+MEMORY, ANSWER = panels("Memory", "Answer")
 NARROWEST, WIDEST = 60, 140
-KEYS = 0.44  # of the width, at most
+KEYS = 0.44  # the largest part of the width for the first column
 NAMES = 30
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="ds.json, an Accelerate YAML, or Hugging Face training arguments.")],
+    file: Annotated[
+        Path, typer.Argument(help="A DeepSpeed JSON, an Accelerate YAML, or Hugging Face training arguments.")
+    ],
     kind: Annotated[
-        str | None,
-        typer.Option(help="deepspeed, accelerate or hugging-face, where the keys do not tell.", rich_help_panel=ANSWER),
+        str | None, ANSWER(help="deepspeed, accelerate or hugging-face, if the keys are ambiguous.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON to the standard output.", rich_help_panel=ANSWER)
-    ] = False,
-    model: Annotated[
-        str | None, typer.Option(help="Plan this one: llama-3-8b, a config.json or its folder.", rich_help_panel=MEMORY)
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="Of one node: 8xH100-80GB. Default: as many as the file says.", rich_help_panel=MEMORY),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(help="How many of them.", rich_help_panel=MEMORY)] = None,
+    as_json: Annotated[bool, ANSWER("--json", help=JSON_HELP)] = False,
+    model: Annotated[str | None, MEMORY(help="Model to plan for: llama-3-8b, a config.json or its folder.")] = None,
+    gpus: Annotated[str | None, MEMORY(help="GPUs of one node: 8xH100-80GB. Default: as many as in the file.")] = None,
+    nodes: Annotated[int | None, MEMORY(help="Number of nodes.")] = None,
 ) -> None:
-    """Say what every key of another library's configuration becomes here.
+    """Explain what every key of another library's configuration becomes here.
 
-    Each is used, ignored for a reason, or refused for one; a key that nobody
-    knows is refused. Then what it asks for in our words, and the memory of a
-    rank beside what the other library would need. Ends with code 2 when
-    something is refused. Nothing is run.
+    Each key is used, ignored or refused, with the reason; unknown keys are
+    refused. The settings for shardwise follow, and the memory of a rank
+    compared with that of the other library. The exit code is 2 if a key is
+    refused. Nothing is run.
 
         shardwise check ds_config.json
 
         shardwise check fsdp.yaml --model llama-3-8b --gpus 8xH100-80GB
 
-    And what to do with it:
+    To convert the file, or to train with it:
 
         shardwise convert ds_config.json -o mine.yaml
 
@@ -62,19 +57,19 @@ def check(
     from ..migrate.memory import MemoryComparison, compare_memory
 
     migrated = read(file, None if kind is None else known_kind(kind))
-    memory: MemoryComparison | str = "something is refused"
+    memory: MemoryComparison | str = "a key is refused"
     if not migrated.refused:
         try:
             memory = compare_memory(migrated, model, gpus, nodes)
         except ConfigurationError as error:
             if model is not None or gpus is not None:
                 raise
-            memory = str(error)  # sizes in the file that no plan is made for
+            memory = str(error)  # no plan can be made for the sizes in the file
     if as_json:
         print(json.dumps(_as_json(migrated, memory), indent=1))
     else:
         columns = shutil.get_terminal_size((120, 24)).columns
-        print("\n".join(_told(migrated, memory, min(max(columns, NARROWEST), WIDEST))))
+        print("\n".join(_lines(migrated, memory, min(max(columns, NARROWEST), WIDEST))))
     if migrated.refused:
         raise typer.Exit(2)
 
@@ -90,18 +85,18 @@ def _as_json(migrated: "Migrated", memory: "MemoryComparison | str") -> dict[str
     }
 
 
-def _told(migrated: "Migrated", memory: "MemoryComparison | str", width: int) -> Iterator[str]:
+def _lines(migrated: "Migrated", memory: "MemoryComparison | str", width: int) -> Iterator[str]:
     from ..core.layout import layout_of
     from ..migrate.migrated import TITLES
 
     fates = [entry.fate for entry in migrated.entries]
-    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(fates)) or "nothing is said in it"
+    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(fates)) or "the file is empty"
     yield f"{migrated.source}: {TITLES[migrated.kind]}, {counts}"
     yield ""
     yield from _table(migrated.entries, width)
     yield ""
     if migrated.refused:
-        yield "Nothing would run with it: mend or leave out what is refused."
+        yield "It cannot be used: change or leave out the refused keys."
         return
     for name, value in {"layout": layout_of(migrated.strategy), **migrated.settings}.items():
         yield from textwrap.wrap(
@@ -109,13 +104,13 @@ def _told(migrated: "Migrated", memory: "MemoryComparison | str", width: int) ->
         )
     yield ""
     if isinstance(memory, str):
-        yield from textwrap.wrap(f"memory is not planned: {memory}", width, initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(f"memory not planned: {memory}", width, initial_indent="  ", subsequent_indent="  ")
     else:
         yield from _memory(memory, width)
 
 
 def _table(entries: Sequence["Entry"], width: int) -> Iterator[str]:
-    """What is too long for its column goes on in the next line of it."""
+    """Three columns; a cell that is too long is wrapped within its column."""
     rows = [("key", "becomes", "effect")]
     for entry in entries:
         key = f"{entry.key}: {entry.value}"
@@ -134,7 +129,7 @@ def _effect(entry: "Entry") -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A name that is longer than its column goes on behind a dot, a dash or an underscore."""
+    """Wrap a text. A name that is longer than the column is broken after a dot, a dash or an underscore."""
     words = [_in_parts(word, width) if len(word) > width else word for word in text.split()]
     return textwrap.wrap(" ".join(words), width, break_on_hyphens=False) or [""]
 
@@ -149,7 +144,7 @@ def _in_parts(name: str, width: int) -> str:
 
 
 def _memory(memory: "MemoryComparison", width: int) -> Iterator[str]:
-    """Columns that have nothing in them are left out."""
+    """The memory table, without empty columns."""
     from ..base.text import size
 
     columns = {"states": "states", "extra": "buffers", "peak": "peak", "host": "host of a node", "disk": "its disk"}

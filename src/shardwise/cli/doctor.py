@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine can do, what stands in the way, and why a run ran out of memory."""
+"""`shardwise doctor`: check this machine, measure it, and explain why a run ran out of memory."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .files import say
+from .shared import JSON_HELP, say
 
 if TYPE_CHECKING:
     from ..doctor import Finding
@@ -27,16 +27,17 @@ app = typer.Typer()
 @app.callback(invoke_without_command=True)
 def doctor(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option(help="Where runs would write; its disk is measured.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder for runs, whose disk is checked.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     measure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure what this machine reaches, for plans, into this file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure this machine for plans, and write the result to FILE."),
     ] = None,
 ) -> None:
-    """Look at versions, GPUs, memory, limits, disk and network.
+    """Check versions, GPUs, memory, limits, disk and network.
 
-    Each line says what it means. Marked ! is what works worse than it
-    could, marked X what does not work; then the exit code is 1.
+    Each line says what it means. A line marked ! could be better; a line
+    marked X does not work, and the exit code is then 1.
 
         shardwise doctor
 
@@ -65,10 +66,10 @@ def doctor(
 
 @app.command()
 def oom(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that has ended with exit code 3.")],
-    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output, of all ranks.")] = False,
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that ended with exit code 3.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all ranks to the standard output.")] = False,
 ) -> None:
-    """Say again why a run ran out of memory, and what would help.
+    """Explain why a run ran out of memory, and what would help.
 
     shardwise doctor oom runs/tiny
     """
@@ -143,7 +144,7 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
 
 
 def _require_writable(file: Path) -> None:
-    """Before a minute is spent on what would be lost."""
+    """Raise ConfigurationError if the result could not be written, before it is measured."""
     from ..base.errors import ConfigurationError
 
     try:
@@ -187,9 +188,9 @@ def _text(findings: "list[Finding]") -> str:
             lines += _wrapped(f"-> {finding.fix}")
     num_worse, num_broken = (sum(finding.grade == grade for finding in findings) for grade in ("worse", "broken"))
     if num_broken:
-        last = f"{num_broken} marked X: that will not work here. {num_worse} marked !: that could be better."
+        last = f"{num_broken} marked X: does not work here. {num_worse} marked !: could be better."
     else:
-        last = f"Runs work here. {num_worse} marked !: that could be better." if num_worse else "Runs work here."
+        last = f"Runs work here. {num_worse} marked !: could be better." if num_worse else "Runs work here."
     return "\n".join([*lines[1:], "", last])
 
 

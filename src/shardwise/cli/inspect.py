@@ -1,4 +1,4 @@
-"""`shardwise inspect`: what is in a checkpoint, and who wrote it. Reads no tensors."""
+"""`shardwise inspect`: show the content of a checkpoint. Reads no tensors."""
 
 import dataclasses
 import json
@@ -10,27 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import printable
-from .files import require_there, say
+from .shared import require_exists, say
 
 if TYPE_CHECKING:
     from ..checkpoint.index import Index
     from ..checkpoint.opened import Opened
     from ..checkpoint.tree import Node
 
-MAX_NAMED = 4  # files, tied names and the like; more are counted
+MAX_NAMED = 4  # files or tied names; the rest are counted
 HEADINGS = ("", "shape", "elements", "weights", "state", "")
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, whoever wrote it, or a run folder: its newest one.")],
-    depth: Annotated[int | None, typer.Option(help="Levels of the tree. Default: all.", min=0)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output: every tensor.")] = False,
+    path: Annotated[Path, typer.Argument(help="A checkpoint of any library, or a run folder for its newest one.")],
+    depth: Annotated[int | None, typer.Option(help="Maximum depth of the tree. Default: all levels.", min=0)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every tensor.")] = False,
 ) -> None:
-    """Show what wrote a checkpoint, and the tree of its tensors with their sizes.
+    """Show the format of a checkpoint, and the tree of its tensors with their sizes.
 
-    Blocks that are alike are one line. Tensors are not read. Known are
-    checkpoints of shardwise, torch DCP, Accelerate, DeepSpeed and Hugging
-    Face folders.
+    Equal blocks are one line. Tensors are not read. Supports checkpoints of
+    shardwise, torch DCP, Accelerate, DeepSpeed and Hugging Face folders.
 
         shardwise inspect runs/tiny
 
@@ -38,7 +37,7 @@ def inspect(
 
         shardwise inspect somewhere/global_step500 --json
     """
-    require_there(path)
+    require_exists(path)
     from ..checkpoint.opened import open_checkpoint
 
     opened = open_checkpoint(path)
@@ -92,7 +91,7 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     totals = totals_of(index)
     if index.origin:
         about = (value if key == "format" else f"{key} {value}" for key, value in index.origin.items())
-        yield "what it is", ", ".join(about)
+        yield "format", ", ".join(about)
     known = {key: value for key, value in index.extra.items() if isinstance(value, str | int | float | bool)}
     if known:
         yield "notes", ", ".join(f"{key} {value}" for key, value in known.items())
@@ -123,7 +122,7 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
 
 
 def _known(number: int | None, written: Callable[[int], str]) -> str:
-    return "not known" if number is None else written(number)
+    return "unknown" if number is None else written(number)
 
 
 def _short(value: Any) -> str:
@@ -136,9 +135,9 @@ def _named(words: list[str]) -> str:
 
 
 def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
-    """Name, shape and dtype, elements, bytes, bytes of state, and what else there is to say.
+    """Rows of the tree: name, shape and dtype, elements, bytes, bytes of state, and remarks.
 
-    Of modules that are alike, all together; what is under them is shown once.
+    Equal modules are one row with their sum; their children are shown once.
     """
     from ..checkpoint.tree import tree_of, walk
 
@@ -151,7 +150,7 @@ def _line(level: int, node: "Node") -> tuple[str, ...]:
     from ..base.text import count, size
 
     times = node.times
-    words = [f"{times} alike"] if times > 1 else []
+    words = [f"{times} equal"] if times > 1 else []
     shape = ""
     if node.saved is not None:
         stored = node.saved.stored

@@ -1,4 +1,4 @@
-"""`shardwise plan`: what fits, what it costs and which strategy to take, before anything runs. Needs no torch."""
+"""`shardwise plan`: what fits, what it costs and which strategy to use, before anything runs. Needs no torch."""
 
 import json
 import re
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigurationError, MemoryExceededError
+from .shared import JSON_HELP, panels, write_file
 
 if TYPE_CHECKING:
     from ..planner.assess import Machine
     from ..planner.training import Lora
 
-MODEL, HARDWARE, STEP, ANSWER = "Model", "Hardware", "What a step does", "Answer"
+MODEL, HARDWARE, STEP, ANSWER = panels("Model", "Hardware", "Training step", "Answer")
 MEASURED = "measured"
 MEASURED_FILE = "hardware.json"
 
@@ -24,132 +25,82 @@ def plan(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
+        MODEL(
             help="Instead of a model: layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256, or "
-            "params=7.5e9 for the states alone.",
-            rich_help_panel=MODEL,
+            "params=7.5e9 to plan the training state alone."
         ),
     ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(help="Train adapters only: 16, or r=16,targets=q_proj+v_proj.", rich_help_panel=MODEL),
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="Of one node: 8xH100-80GB, 4xA100-40GB, RTX-4090.", rich_help_panel=HARDWARE)
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="How many of them.", rich_help_panel=HARDWARE)] = 1,
+    lora: Annotated[str | None, MODEL(help="Train adapters only: 16, or r=16,targets=q_proj+v_proj.")] = None,
+    gpus: Annotated[str | None, HARDWARE(help="GPUs of one node: 8xH100-80GB, 4xA100-40GB, RTX-4090.")] = None,
+    nodes: Annotated[int, HARDWARE(help="Number of nodes.")] = 1,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help=f"'{MEASURED}' ({MEASURED_FILE}), or a file that `shardwise doctor --measure FILE` wrote.",
-            rich_help_panel=HARDWARE,
-        ),
+        HARDWARE(help=f"'{MEASURED}' ({MEASURED_FILE}), or a file written by `shardwise doctor --measure FILE`."),
     ] = None,
     network: Annotated[
-        str | None,
-        typer.Option(help="Between nodes: ib-ndr, efa-p5, ethernet-100, or a GPU's 50GB/s.", rich_help_panel=HARDWARE),
+        str | None, HARDWARE(help="Network between nodes: ib-ndr, efa-p5, ethernet-100, or 50GB/s per GPU.")
     ] = None,
-    intra: Annotated[
-        str | None, typer.Option(help="Inside a node: nvlink, pcie4, or 300GB/s.", rich_help_panel=HARDWARE)
-    ] = None,
-    pcie: Annotated[
-        str | None, typer.Option(help="To the host: pcie4, pcie5, or 25GB/s.", rich_help_panel=HARDWARE)
-    ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Of a GPU: 80GB.", rich_help_panel=HARDWARE)] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Of a node: 1TB.", rich_help_panel=HARDWARE)] = None,
-    disk: Annotated[str | None, typer.Option(help="Of a node: 8TB.", rich_help_panel=HARDWARE)] = None,
+    intra: Annotated[str | None, HARDWARE(help="Links inside a node: nvlink, pcie4, or 300GB/s.")] = None,
+    pcie: Annotated[str | None, HARDWARE(help="Link from a GPU to the host: pcie4, pcie5, or 25GB/s.")] = None,
+    gpu_memory: Annotated[str | None, HARDWARE(help="Memory of a GPU: 80GB.")] = None,
+    host_memory: Annotated[str | None, HARDWARE(help="Host memory of a node: 1TB.")] = None,
+    disk: Annotated[str | None, HARDWARE(help="Disk of a node: 8TB.")] = None,
     seq: Annotated[
         int | None,
-        typer.Option(
-            "--seq",
-            "--seq-length",
-            help="Tokens of a sequence. Default: 2048, or as many as the model has positions.",
-            rich_help_panel=STEP,
-        ),
+        STEP("--seq", "--seq-length", help="Tokens per sequence. Default: 2048, or the positions that the model has."),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option(
-            "--micro-batch",
-            "--per-device-train-batch-size",
-            help="Sequences of a micro-batch. Default: 1.",
-            rich_help_panel=STEP,
-        ),
+        STEP("--micro-batch", "--per-device-train-batch-size", help="Sequences per micro-batch. Default: 1."),
     ] = None,
     accumulation: Annotated[
         int | None,
-        typer.Option(
-            "--accumulation",
-            "--gradient-accumulation-steps",
-            help="Micro-batches of a step. Default: 1.",
-            rich_help_panel=STEP,
-        ),
+        STEP("--accumulation", "--gradient-accumulation-steps", help="Micro-batches per step. Default: 1."),
     ] = None,
     global_batch_size: Annotated[
         int | None,
-        typer.Option(
-            help="Sequences of a step over all GPUs: the micro-batch that suits each strategy best is searched.",
-            rich_help_panel=STEP,
-        ),
+        STEP(help="Sequences per step over all GPUs. The best micro-batch is searched for each strategy."),
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(
-            help="bf16 and fp16 (fp32 masters), bf16-autocast, pure-bf16, fp32. Default: bf16, or fp16 where the GPU "
-            "has no bf16.",
-            rich_help_panel=STEP,
+        STEP(
+            help="bf16 and fp16 (fp32 masters), bf16-autocast, pure-bf16 or fp32. Default: bf16, or fp16 if the GPU "
+            "has no bf16."
         ),
     ] = None,
-    reduce_dtype: Annotated[
-        str | None, typer.Option(help="What gradients travel and rest as: fp32, bf16.", rich_help_panel=STEP)
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd.", rich_help_panel=STEP)] = "adamw",
+    reduce_dtype: Annotated[str | None, STEP(help="Dtype of gradients and their reduction: fp32, bf16.")] = None,
+    optimizer: Annotated[str, STEP(help="adamw, adamw8bit or sgd.")] = "adamw",
     checkpointing: Annotated[
         str,
-        typer.Option(
+        STEP(
             "--checkpointing",
             "--gradient-checkpointing",
-            help="none, selective, full, or auto: the least that fits.",
-            rich_help_panel=STEP,
+            help="Activation checkpointing: none, selective, full, or auto for the least that fits.",
         ),
     ] = "auto",
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="torch.compile on each block.", rich_help_panel=STEP)
-    ] = False,
-    loss: Annotated[str, typer.Option(help="chunked (the trainer's), plain, fused.", rich_help_panel=STEP)] = "chunked",
+    compiled: Annotated[bool, STEP("--compile", help="Use torch.compile on each block.")] = False,
+    loss: Annotated[str, STEP(help="chunked (as in the trainer), plain or fused.")] = "chunked",
     engine: Annotated[
-        str, typer.Option(help="Whose memory: shardwise, or fsdp2 to compare with its logs.", rich_help_panel=STEP)
+        str, STEP(help="Engine whose memory is planned: shardwise, or fsdp2 to compare with its logs.")
     ] = "shardwise",
     strategy: Annotated[
         str | None,
-        typer.Option(
-            help="Cost this one alone; or every preset with a change: auto+params_as=int8.", rich_help_panel=ANSWER
-        ),
+        ANSWER(help="Plan this strategy alone, or every preset with a change: auto+params_as=int8."),
     ] = None,
-    search: Annotated[
-        bool, typer.Option(help="Mix layouts unit by unit to fill the memory.", rich_help_panel=ANSWER)
-    ] = True,
+    search: Annotated[bool, ANSWER(help="Search for a mix of layouts, unit by unit, that fills the memory.")] = True,
     tokens: Annotated[
-        str | None,
-        typer.Option(help="Of the whole training (15e12, 100B), for how many days it takes.", rich_help_panel=ANSWER),
+        str | None, ANSWER(help="Tokens of the whole training (15e12, 100B), to estimate the days it takes.")
     ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Every term with its formula and source.", rich_help_panel=ANSWER)
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON to the standard output.", rich_help_panel=ANSWER)
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="A page that needs no network goes to this file.", rich_help_panel=ANSWER)
-    ] = None,
-    require_fit: Annotated[
-        bool, typer.Option("--require-fit", help="End with code 3 when nothing fits.", rich_help_panel=ANSWER)
-    ] = False,
+    explain: Annotated[bool, ANSWER("--explain", help="Print every term with its formula and source.")] = False,
+    as_json: Annotated[bool, ANSWER("--json", help=JSON_HELP)] = False,
+    html: Annotated[Path | None, ANSWER(help="Write a self-contained page to this file.")] = None,
+    require_fit: Annotated[bool, ANSWER("--require-fit", help="Exit with code 3 if nothing fits.")] = False,
 ) -> None:
-    """Say what fits, what it costs and which strategy to take.
+    """Show what fits, what it costs and which strategy to use.
 
-    Memory is that of every instant of the step that the engine would execute,
-    traffic is what its ledger would count. Nothing is run or downloaded.
+    Memory is computed for every instant of the step that the engine would
+    execute, traffic as the engine would count it. Nothing is run or
+    downloaded.
 
         shardwise plan llama-3-8b --gpus 8xH100-80GB --seq 8192
 
@@ -198,7 +149,11 @@ def plan(
             print()
             print(explained(answer))
     if html is not None:
-        _write_page(answer, html, told=not as_json)
+        from ..report.page import render
+
+        write_file(html, render(answer))
+        if not as_json:
+            print(f"\npage: {html}")
     if require_fit and answer["recommended"] is None:
         raise MemoryExceededError(f"--require-fit: {answer['why']}")
 
@@ -212,27 +167,27 @@ def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str
 
     if hardware is None:
         if gpus is None:
-            raise ConfigurationError("which GPUs? give --gpus 8xH100-80GB, or --hardware with a measured file")
+            raise ConfigurationError("give --gpus 8xH100-80GB, or --hardware with a measured file")
         return machine_of(make_cluster(gpus, nodes, **words))
     if gpus is not None:
         raise ConfigurationError(f"--gpus {gpus} with --hardware {hardware}: give one of them")
     measured = read_measured(MEASURED_FILE if hardware == MEASURED else hardware)
     given = [name for name, value in words.items() if value is not None and name != "network"]
     if given:
-        raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: that was measured")
+        raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: the file has it")
     cluster = cluster_in(measured, nodes=nodes, network=words["network"])
     is_gpu = measured.kind == "cuda"
     return Machine(cluster, efficiency_in(measured), REAL if is_gpu else IDEAL, has_reserve=is_gpu)
 
 
 def _strategy(text: str | None) -> Any:
-    """A name, or JSON: a mapping from patterns of units to names."""
+    """Parse a name, or a JSON mapping from unit patterns to names."""
     if text is None or not text.lstrip().startswith("{"):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--strategy: {text[:200]!r} is no JSON: {error}") from None
+        raise ConfigurationError(f"--strategy: {text[:200]!r} is not JSON: {error}") from None
 
 
 def _num_tokens(text: str | None) -> float | None:
@@ -241,15 +196,15 @@ def _num_tokens(text: str | None) -> float | None:
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
     if not 0 < number < 1e24:
-        raise ConfigurationError(f"--tokens: {text!r} is no number of tokens; write 15e12, or 100B")
+        raise ConfigurationError(f"--tokens: {text!r} is not a number of tokens; write 15e12, or 100B")
     return number
 
 
-def _precision(asked: str | None, machine: "Machine") -> str:
+def _precision(name: str | None, machine: "Machine") -> str:
     gpu = machine.cluster.gpu
-    if asked is not None and "bf16" in asked and not gpu.has_bf16:
-        raise ConfigurationError(f"--precision: {asked}, but a {gpu.name} does not compute in bf16; use fp16 or fp32")
-    return asked or ("bf16" if gpu.has_bf16 else "fp16")
+    if name is not None and "bf16" in name and not gpu.has_bf16:
+        raise ConfigurationError(f"--precision: {name}, but a {gpu.name} does not compute in bf16; use fp16 or fp32")
+    return name or ("bf16" if gpu.has_bf16 else "fp16")
 
 
 def _lora(text: str | None) -> "Lora | None":
@@ -267,16 +222,5 @@ def _lora(text: str | None) -> "Lora | None":
             raise ConfigurationError(f"--lora: {key} is given twice in {text!r}")
         words[key] = tuple(value.split("+")) if key == "targets" else value
     if not str(words.get("r", 16)).isdecimal():
-        raise ConfigurationError(f"--lora: {words['r']!r} in {text!r} is no rank; write r=16,targets=q_proj+v_proj")
+        raise ConfigurationError(f"--lora: {words['r']!r} in {text!r} is not a rank; write r=16,targets=q_proj+v_proj")
     return Lora(int(words.get("r", 16)), words.get("targets", ()))
-
-
-def _write_page(answer: dict[str, Any], file: Path, told: bool) -> None:
-    from ..report.page import render
-
-    try:
-        file.write_text(render(answer))
-    except OSError as error:
-        raise ConfigurationError(f"--html: {file} cannot be written: {error.strerror or error}") from error
-    if told:
-        print(f"\npage: {file}")

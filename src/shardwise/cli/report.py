@@ -1,4 +1,4 @@
-"""`shardwise report`: what a run did beside what was planned for it, as text and as a page."""
+"""`shardwise report`: predicted and measured figures of a run, as text and as a page."""
 
 import json
 from pathlib import Path
@@ -6,21 +6,20 @@ from typing import Annotated
 
 import typer
 
-from ..base.errors import ConfigurationError
-from .files import say
+from .shared import say, write_file
 
 PAGE = "report.html"
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="A run folder, of a run that is over or still going on.")],
-    html: Annotated[Path | None, typer.Option(help=f"Where the page goes. Default: {PAGE} in the run folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output; a page only if asked.")] = False,
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished or running run.")],
+    html: Annotated[Path | None, typer.Option(help=f"File for the page. Default: {PAGE} in the run folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; write a page only with --html.")] = False,
 ) -> None:
-    """Set memory, traffic and time of a run beside its plan, with the loss.
+    """Compare memory, traffic and time of a run with its plan.
 
-    Prints a table and writes one page that needs no network: the loss curve,
-    planned and seen, and the planned step over time.
+    Prints a table and writes one self-contained page: the loss curve,
+    predicted and measured figures, and the planned step over time.
 
         shardwise report runs/tiny
 
@@ -38,11 +37,6 @@ def report(
     from ..report.page import render
 
     file = html or folder / PAGE
-    draft = file.with_name(f"{file.name}.draft")
-    try:
-        draft.write_text(render(plan, run))
-        draft.replace(file)
-    except OSError as error:
-        raise ConfigurationError(f"{file}: cannot be written: {error.strerror or error}") from error
+    write_file(file, render(plan, run))
     if not as_json:
         say("", f"page: {file}")

@@ -1,7 +1,7 @@
-"""`shardwise train`: a trained model from a file, overrides and flags.
+"""`shardwise train`: train a model, with settings from a file, overrides and flags.
 
-The flags are the fields of `Settings`, one each, with the panel and the help that stand there; this file has no list
-of its own. Values travel as text: `config.py` knows the types, and says what is wrong wherever it was written.
+Every field of `Settings` is a flag, with the panel and the help of the field. Values are passed on as text: `config.py`
+knows the types, and reports errors in the same way for files, overrides and flags.
 """
 
 import inspect
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 INSTEAD = "Instead of training"
 FROM_OTHERS = {
-    "deepspeed": "A DeepSpeed configuration: all that it says, in our settings; weaker than what is said here.",
-    "accelerate_config": "An Accelerate configuration, likewise.",
+    "deepspeed": "Use the settings of a DeepSpeed configuration. Flags and KEY=VALUE override them.",
+    "accelerate_config": "Use the settings of an Accelerate configuration, likewise.",
 }
 PRINTERS = ("--print-slurm", "--print-k8s")
 
 
 class TrainCommand(TyperCommand):
-    """Flags that may stand alone get the value that this means, before typer parses them.
+    """Adds the value to flags that were given without one, before typer parses them.
 
-    So `--compile` is `--compile true` and `--no-compile` is `--compile false`: the help needs one name for both.
+    `--compile` becomes `--compile true` and `--no-compile` becomes `--compile false`: the help has one name for both.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -64,13 +64,12 @@ def train(
 ) -> None:
     """Train a model, sharded over the ranks of this machine or of many.
 
-    All of this can also stand in a YAML or TOML FILE, behind it as
-    KEY=VALUE, and in the environment as SHARDWISE_KEY. Flags are stronger
-    than KEY=VALUE, then come the file, the environment, what suits the
-    model, and the defaults; --show-config says what came from where.
-    What is true or false may stand alone: --compile, --no-compile.
+    Settings come from flags, KEY=VALUE arguments, a YAML or TOML FILE, the
+    environment (SHARDWISE_KEY), values that suit the model, and defaults.
+    Earlier sources override later ones; --show-config prints the source of
+    every setting. Boolean flags need no value: --compile, --no-compile.
 
-    A small model on Python's own manual, on two CPU ranks:
+    A small model on Python's manual, on two CPU ranks:
 
         shardwise train
 
@@ -78,7 +77,7 @@ def train(
 
         shardwise train shape.layers=2 max_steps=50 --strategy zero3
 
-    A file, and what differs from it:
+    A file, and changes to it:
 
         shardwise train examples/finetune-8b-8gpu.yaml \\
           --learning-rate 1e-5 --train-file mine.jsonl
@@ -89,26 +88,26 @@ def train(
           --lora r=16,alpha=32,targets=q_proj+v_proj --nproc-per-node 4 \\
           --train-file chats.jsonl --gradient-checkpointing
 
-    A model larger than its GPU, its optimizer on the host:
+    A model larger than its GPU, with the optimizer offloaded to the host:
 
         shardwise train --model meta-llama/Llama-3.1-8B \\
           --strategy zero2 --offload optimizer=host,grads=host
 
-    Two machines on a slow network, gradients in 4 bits:
+    Two machines on a slow network, with gradients in 4 bits:
 
         shardwise train examples/pretrain-1b.yaml --nnodes 2 \\
           --strategy hpz --wire params=int8,grads=int4
 
-    As a configuration of DeepSpeed or Accelerate asks for it (see check):
+    With a configuration of DeepSpeed or Accelerate (see check):
 
         shardwise train --deepspeed examples/migrating/ds_zero3.json
 
-    Go on where a run was stopped, on other ranks, sharded otherwise:
+    Resume a run on another number of ranks, with another strategy:
 
         shardwise train --output-dir runs/mine --strategy zero2 \\
           --resume-from-checkpoint latest --nproc-per-node 4
 
-    A script for Slurm, four machines:
+    Print a Slurm script for four machines:
 
         shardwise train examples/pretrain-1b.yaml --nnodes 4 --print-slurm
     """
@@ -122,7 +121,7 @@ def train(
     others = _settings_of_others(deepspeed, accelerate_config)
     resolved = _resolved(words or [], flags, others)
     own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
-    if own is not None:  # a run that goes on is what it was, but for what is said now
+    if own is not None:  # a resumed run keeps its settings, except those given now
         resolved = _resolved(words or [], flags, others, own)
     if show_config:
         print(explain(resolved))
@@ -156,10 +155,10 @@ def _resolved(
 
 
 def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:
-    """By where it was said: one of two files, or the launcher that started this rank."""
+    """Settings by source: one of two files, or the launcher that started this rank."""
     if deepspeed is not None and accelerate_config is not None:
         raise ConfigurationError(
-            f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both say how to shard: leave one out"
+            f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both choose a strategy: leave one out"
         )
     if deepspeed is not None or accelerate_config is not None:
         from ..migrate.api import from_accelerate, from_deepspeed
@@ -178,14 +177,14 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """What typer shall see in place of `**flags`."""
+    """The signature for typer, with the fields of `Settings` in place of `**flags`."""
     instead: dict[str, str] = {
-        "show_config": "Print every setting and where it came from, as a file to train with.",
+        "show_config": "Print every setting with its source, as a configuration file.",
         "schema": "Print the JSON schema of a configuration file.",
         "print_slurm": "Print a script for sbatch.",
         "print_k8s": "Print a job for kubectl apply.",
     }
-    words = typer.Argument(metavar="FILE|KEY=VALUE", help="A configuration, and what differs from it.")
+    words = typer.Argument(metavar="FILE|KEY=VALUE", help="A configuration file, and changes to it.")
     return [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
         _parameter("words", Annotated[list[str] | None, words], None),
@@ -214,7 +213,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _flag_type(entry: Field[Any]) -> Any:
-    """None is a flag that was not given, whatever its default is; lists may be given in several flags."""
+    """The type for typer. None means that the flag was not given; a list may be given in several flags."""
     return list[str] | None if get_origin(entry.type) in (tuple, dict) else str | None
 
 
@@ -231,7 +230,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# Flags that may stand alone, and the words that are taken for their value when they follow.
+# Flags that need no value, and the words that count as their value if they follow.
 ALONE = {
     _flag(entry.name): ("true", "false", *(get_args(entry.type) if get_origin(entry.type) is Literal else ()))
     for entry in fields(Settings)

@@ -1,4 +1,4 @@
-"""`shardwise verify`: whether a checkpoint can be relied on."""
+"""`shardwise verify`: check that checkpoints are complete and undamaged."""
 
 import dataclasses
 import json
@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .files import require_there, say, streaming
+from .shared import JSON_HELP, progress_bar, require_exists, say
 
 if TYPE_CHECKING:
     from ..checkpoint.verification import Report
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, a run folder, or its checkpoints/; anybody's.")],
-    as_json: Annotated[bool, typer.Option("--json", help="JSON to the standard output.")] = False,
+    path: Annotated[Path, typer.Argument(help="A checkpoint of any library, a run folder, or its checkpoints/.")],
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Read a checkpoint to its end: complete, every checksum, every number finite.
+    """Check that a checkpoint is complete, with correct checksums and finite numbers.
 
-    All that is wrong is listed, and the exit code is 5; it is 0 where all
-    is well. Of a folder of the Trainer's or of Accelerate's, the checkpoint
-    in it and the weights beside it are read. Files of others have no
-    checksums: their structure and their numbers are looked at. Of a run,
-    every checkpoint is verified, and the
-    one is named that `train --resume-from-checkpoint latest` would take, or
-    where it would stop: one of another format is not passed over. A save
-    that did not finish is passed over there, and is no fault here.
+    Problems are listed, and the exit code is 5; without any it is 0. In a
+    folder of the Hugging Face Trainer or Accelerate, the checkpoint and the
+    weights next to it are read. Files of other libraries have no checksums:
+    their structure and numbers are checked. For a run, every checkpoint is
+    verified, and the command prints which one
+    `train --resume-from-checkpoint latest` would load. An unfinished save is
+    skipped there, and is not a problem here; a checkpoint of another format
+    is not skipped.
 
         shardwise verify runs/tiny/checkpoints/step-000200
 
@@ -34,13 +34,13 @@ def verify(
     """
     from ..checkpoint import verification as verifying
 
-    require_there(path)
+    require_exists(path)
     places = verifying.checkpoints_in(path)
     reports = [_verified(place) for place in places or verifying.parts_of_others(path) or [path]]
     newest = reversed(reports) if places else iter(())
     decisive = next((report for report in newest if report.is_usable or report.is_refused), None)
     resumed, stops = (None, decisive) if decisive is not None and decisive.is_refused else (decisive, None)
-    # Of a run's checkpoints, what did not finish is left alone; but one of them must be there to go on from.
+    # An unfinished save of a run is not a problem, but at least one checkpoint must be complete.
     counted = [report for report in reports if report.is_complete] if places else reports
     is_good = bool(counted) and not any(report.problems for report in counted)
     if as_json:
@@ -53,16 +53,16 @@ def verify(
         print(json.dumps(about, indent=1))
     else:
         for report in reports:
-            _tell(report)
+            _print(report)
         if places:
-            say(f"train --resume-from-checkpoint latest would {_done(resumed, stops)}")
+            say(f"train --resume-from-checkpoint latest would {_resumption(resumed, stops)}")
     raise typer.Exit(0 if is_good else 5)
 
 
-def _done(resumed: "Report | None", stops: "Report | None") -> str:
+def _resumption(resumed: "Report | None", stops: "Report | None") -> str:
     if stops is not None:
-        return f"stop at {stops.path}, which it does not pass over: {stops.damage[0]}; to take an older one, name it"
-    return f"take {resumed.path if resumed else 'none of them'}"
+        return f"stop at {stops.path}: {stops.damage[0]}; to load an older checkpoint, name it"
+    return f"load {resumed.path if resumed else 'none of them'}"
 
 
 def _verified(place: Path) -> "Report":
@@ -70,8 +70,8 @@ def _verified(place: Path) -> "Report":
 
     report, opened = verifying.look_at(place)
     if opened is not None:
-        with streaming(place.name, report.num_bytes) as tell:
-            verifying.verify(report, opened, tell)
+        with progress_bar(place.name, report.num_bytes) as advance:
+            verifying.verify(report, opened, advance)
     return report
 
 
@@ -79,14 +79,14 @@ def _as_json(report: "Report") -> dict[str, Any]:
     return {**dataclasses.asdict(report), "path": str(report.path), "is_usable": report.is_usable}
 
 
-def _tell(report: "Report") -> None:
+def _print(report: "Report") -> None:
     from ..base.text import plural, size
 
     if not report.problems:
         checked = (
-            f"{plural(report.num_checksums, 'checksum')} right"
+            f"{plural(report.num_checksums, 'checksum')} correct"
             if report.num_checksums
-            else "no checksums, as whoever wrote it makes none"
+            else "no checksums in this format"
         )
         what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
         say(f"{report.path}: good. {what}; {checked}, every number finite")

@@ -1,0 +1,142 @@
+"""Results for readers: tables on the terminal, a dated Markdown page, and the same figures as JSON next to it.
+
+Every page names the command and the machine. `shardwise bench`, `shardwise bench wire` and the scripts in
+`benchmarks/` all write theirs here.
+"""
+
+import datetime
+import itertools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Columns = Mapping[str, Sequence[str]]  # the cells of a table by title; the first column names the rows
+
+
+@dataclass(frozen=True)
+class Page:
+    """One result. `before` are paragraphs above the command, `after` those below the machine."""
+
+    title: str
+    command: str
+    machine: Mapping[str, Any]
+    figures: Mapping[str, Any]  # for the JSON
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+    date: datetime.datetime = field(default_factory=datetime.datetime.now)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        about = {"command": self.command, "date": f"{self.date:%Y-%m-%d %H:%M}", "machine": dict(self.machine)}
+        return {"schema": 1, **about, **self.figures}
+
+    def __str__(self) -> str:
+        machine = ", ".join(f"{key} {value}" for key, value in self.machine.items())
+        head = [f"# {self.title}, {self.date:%Y-%m-%d %H:%M}", *self.before, f"    {self.command}", machine]
+        return "\n\n".join([*head, *self.after]) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write the page to `path` and the JSON next to it."""
+        path.with_suffix(".json").write_text(json.dumps(self.document, indent=1) + "\n")
+        path.write_text(str(self))
+
+
+def new_page(folder: Path, name: str) -> Path:
+    """The path `<date>-<name>.md` for a new page; a number is added where that exists already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
+    names = (begin if number == 1 else f"{begin}-{number}" for number in itertools.count(1))
+    return next(folder / f"{name}.md" for name in names if not (folder / f"{name}.json").exists())
+
+
+def machine(device: str, torch_version: str) -> dict[str, Any]:
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "commit": commit(),
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of the checkout that contains this file, or "none"."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return "none"
+    return described.stdout.strip() or "none"
+
+
+def figure(value: float | None, form: str) -> str:
+    """A cell: the number in this format, or nothing where it is unknown."""
+    return "" if value is None else f"{value:{form}}"
+
+
+def markdown_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    titles = list(titles)
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (titles, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(titles), *lines[1:]])
+
+
+def columns_as_markdown(columns: Columns) -> str:
+    return markdown_table(columns, ([f"`{name}`", *texts] for name, *texts in zip(*columns.values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a command, complete or so far: tables, each with a note that explains it, and problems."""
+
+    title: str
+    machine: Mapping[str, Any]
+    figures: Mapping[str, Any]  # for the JSON
+    tables: Sequence[tuple[str, Columns]]
+    problems: Sequence[str]
+    details: Sequence[str] = ()  # more paragraphs for the page
+
+    @property
+    def page(self) -> Page:
+        (note, columns), *more = self.tables
+        after = [columns_as_markdown(columns), *(f"- {problem}" for problem in self.problems)]
+        after += [text for words, cells in more for text in (words, columns_as_markdown(cells))]
+        command = shlex.join(["shardwise", *sys.argv[1:]])
+        return Page(self.title, command, self.machine, {"note": note, **self.figures}, [note], [*after, *self.details])
+
+    def show(self) -> None:
+        """Print all tables. A wide table is wrapped by the terminal, not cut."""
+        console = Console(highlight=False)
+        for note, columns in self.tables:
+            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            for index, title in enumerate(columns):
+                table.add_column(Text(title), justify="right" if index else "left", no_wrap=True)
+            for texts in zip(*columns.values(), strict=True):
+                table.add_row(*map(Text, texts))  # no markup: names contain brackets
+            needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            Console(width=max(console.width, needed)).print(table)
+            console.print(note, markup=False)
+        for problem in self.problems:
+            console.print(problem, style="red", markup=False)
