@@ -78,7 +78,7 @@ def test_what_is_read_is_never_replaced(ask: Asker, run: Path) -> None:
         (("--dtype", "bf61"), "did you mean 'bf16'?"),
         (("--max-shard-size", "big"), "'big' is not a size; write 5GB"),
         (("--max-shard-size", "0"), "'0' is not a size"),
-        (("--merge",), "nothing to merge"),
+        (("--merge",), "no adapters to merge"),
         (("--model", "nowhere/at/all"), "there is no such folder"),
     ],
 )

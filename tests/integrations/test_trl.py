@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from shardwise.integrations.transformers import sharded
-from shardwise.trainer.data.byte_files import write_byte_tokenizer
+from shardwise.trainer.data.tokenizer import write_byte_tokenizer
 from tests.harness import Pool
 from tests.integrations.scripts import ROOT, arguments, forget_accelerate, logged, tiny_llama, torchrun
 

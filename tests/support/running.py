@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.trainer.data.text import documents
+from shardwise.trainer.data.sources import manual
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.settings import Settings
 from tests.harness import Pool
@@ -35,7 +35,7 @@ def settings_for(folder: Path, **changes: Any) -> Settings:
 
 def manual_in(folder: Path) -> Path:
     file = folder / "manual.jsonl"
-    file.write_text("".join(json.dumps({"text": topic}) + "\n" for topic in documents()))
+    file.write_text("".join(json.dumps({"text": topic}) + "\n" for topic in manual()))
     return file
 
 

@@ -57,7 +57,7 @@ def generate(
         raise ConfigurationError("--chat needs a message: give one with --prompt")
     from ..core.mesh import leave
     from ..trainer.models.restore import restore
-    from ..trainer.models.sample import sample
+    from ..trainer.models.sample import Sampling, sample
 
     try:
         restored = restore(path, "ddp", tokenizer)
@@ -68,9 +68,7 @@ def generate(
             restored.tokenizer,
             text,
             max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
+            Sampling(temperature, top_k, seed),
             max_seq=restored.max_seq,
             stop_id=stop_id,
         )

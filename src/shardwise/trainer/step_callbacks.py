@@ -25,7 +25,7 @@ from .metrics import Metrics, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.headloss import loss_sum
-from .models.sample import sample
+from .models.sample import Sampling, sample
 from .optimizers import learning_rate
 from .progress import Progress
 from .run_checkpoints import Saves
@@ -218,7 +218,7 @@ class Run:
                 self.checked.tokenizer,
                 self.prompt,
                 settings.sample_tokens,
-                seed=settings.seed,
+                Sampling(seed=settings.seed),
                 max_seq=self.checked.seq_length,
             )
         if settings.export:

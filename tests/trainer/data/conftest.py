@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shardwise.trainer.data import text
+from shardwise.trainer.data.sources import manual
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -30,7 +30,7 @@ def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(text.documents()[:20], trainer)
+    made.train_from_iterator(manual()[:20], trainer)
 
     def write(chat_template: str | None = None, **settings: Any) -> Path:
         folder = tmp_path_factory.mktemp("tokenizer")

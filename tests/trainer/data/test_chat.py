@@ -99,13 +99,13 @@ def test_a_template_in_which_answers_cannot_be_found(bpe_folder: Callable[..., P
     tokenizer = tokenizer_for(
         str(bpe_folder("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"))
     )
-    with pytest.raises(ConfigurationError, match="writes message 3 otherwise when more messages follow"):
+    with pytest.raises(ConfigurationError, match="renders message 3 differently when more messages follow"):
         tokenizer.render(CHAT)
 
 
 def test_what_a_template_refuses(bpe_folder: Callable[..., Path]) -> None:
     tokenizer = tokenizer_for(str(bpe_folder("{{ raise_exception('roles must alternate') }}")))
-    with pytest.raises(ConfigurationError, match="refuses it: roles must alternate"):
+    with pytest.raises(ConfigurationError, match="failed: roles must alternate"):
         tokenizer.render(CHAT)
 
 

@@ -76,7 +76,7 @@ def test_rows(row: Any, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("row", "reason"),
     [
         ('{"text": ', "not JSON"),
-        ("[1, 2]", "a JSON list, where a row is an object"),
+        ("[1, 2]", "a JSON list, but a row must be an object"),
         ('{"txt": "a", "id": 1}', "has the keys txt, id, but needs text, or prompt and completion, or messages"),
         ('{"prompt": "a"}', "has the keys prompt, but needs"),
         ('{"text": 3}', "text is of type int, but must be a string"),
@@ -122,7 +122,7 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
         found = list(read_dataset(load_dataset(str(tmp_path / name), "train"), name))
         assert found == [
             Chat(f"{name}:1", [USER, ANSWER]),
-            Bad(f"{name}:2", "no message of the assistant, so there is nothing to learn"),
+            Bad(f"{name}:2", "no message of the assistant, so there is nothing to train on"),
         ]
     with pytest.raises(ConfigurationError, match="no split 'valid'; it has train, test"):
         load_dataset(str(tmp_path / "two"), "valid")

@@ -16,7 +16,7 @@ from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.trainer.models.build import build
 from shardwise.trainer.models.export import export as of_run
 from shardwise.trainer.models.export import write_export
-from shardwise.trainer.models.from_checkpoint import Wish, content_of
+from shardwise.trainer.models.from_checkpoint import ExportOptions, content_of
 from shardwise.trainer.models.headloss import loss_sum
 from shardwise.trainer.models.lora import adapters_for
 from shardwise.trainer.settings import Lora, Settings
@@ -26,7 +26,7 @@ from tests.trainer.models.architectures import batch, saved
 
 
 def export(path: Path, out: Path, **wish: Any) -> None:
-    with content_of(path, Wish(**wish)) as content:
+    with content_of(path, ExportOptions(**wish)) as content:
         write_export(content, out)
 
 
@@ -205,7 +205,7 @@ def test_adapters_alone_and_merged(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path / "base")
     trained(Settings(model=str(tmp_path / "base"), tokenizer="bytes"), tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="nothing to merge"):
+    with pytest.raises(ConfigurationError, match="no adapters to merge"):
         export(tmp_path / "run", tmp_path / "out", is_merged=True)
 
 

@@ -135,7 +135,7 @@ def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: p
     check(Settings(model="org/model", random_weights=True))
     assert ["*.safetensors" in patterns for _, patterns in asked] == [True, False]
     assert not any(pattern.endswith((".py", ".bin", "*")) for _, patterns in asked for pattern in patterns)
-    with pytest.raises(ConfigurationError, match=r"could not be fetched: no network$"):
+    with pytest.raises(ConfigurationError, match=r"the download failed: no network$"):
         check(Settings(model="org/none"))
 
 

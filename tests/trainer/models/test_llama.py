@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.trainer.data.byte_files import write_byte_tokenizer
-from shardwise.trainer.data.tokenizer import BYTES
+from shardwise.trainer.data.tokenizer import BYTES, write_byte_tokenizer
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.models.llama import in_tree_leaf_name, in_tree_name, leaf_name, llama_config, llama_name
 from shardwise.trainer.shapes import TransformerShape

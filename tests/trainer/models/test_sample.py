@@ -16,7 +16,7 @@ from shardwise.trainer.models.build import build
 from shardwise.trainer.models.export import export
 from shardwise.trainer.models.headloss import LossPath, set_path
 from shardwise.trainer.models.restore import find_restorable, restore, settings_of
-from shardwise.trainer.models.sample import sample
+from shardwise.trainer.models.sample import Sampling, sample
 from shardwise.trainer.settings import Lora, Settings
 from shardwise.trainer.shapes import TransformerShape
 from tests.checkpoint.by_hand import save_by_hand
@@ -48,7 +48,7 @@ class Scripted(nn.Module):
 
 def test_the_likeliest_token_follows_and_a_long_text_slides() -> None:
     model = Scripted().train()
-    assert sample(model, BYTES, "ab", 6, temperature=0, max_seq=4) == "cdefgh"
+    assert sample(model, BYTES, "ab", 6, Sampling(temperature=0), max_seq=4) == "cdefgh"
     assert model.training
     assert {tuple(row.shape) for row in model.rows} == {(1, 4)}, "one shape, so compiled blocks are compiled once"
     assert model.rows[-1].tolist() == [list(b"defg")]
@@ -63,7 +63,7 @@ def test_a_document_may_end_and_an_empty_prompt_begins_one() -> None:
             param.zero_()
         model.embed.weight[:, 0] = model.norm.weight[0] = 1.0
         model.head.weight[BYTES.end_id, 0] = 1.0
-    assert sample(model, BYTES, "", 5, temperature=0, max_seq=8) == "", "the end comes at once"
+    assert sample(model, BYTES, "", 5, Sampling(temperature=0), max_seq=8) == "", "the end comes at once"
 
 
 def test_the_seed_decides() -> None:
@@ -72,7 +72,8 @@ def test_the_seed_decides() -> None:
     set_path(model, LossPath("in-tree", isolates=True))
 
     def text(seed: int, **changes: Any) -> str:
-        return sample(model, BYTES, "The", 6, max_seq=16, **{"temperature": 1.0, "top_k": 0, "seed": seed, **changes})
+        sampling = Sampling(**{"temperature": 1.0, "top_k": 0, "seed": seed, **changes})
+        return sample(model, BYTES, "The", 6, sampling, max_seq=16)
 
     assert text(1) == text(1)
     assert text(1) != text(2)
@@ -101,7 +102,7 @@ def left_behind(settings: Settings, run: Path) -> str:
 
 
 def said(model: Any, max_seq: int) -> str:
-    return sample(model, BYTES, "It was", 12, temperature=0, max_seq=max_seq)
+    return sample(model, BYTES, "It was", 12, Sampling(temperature=0), max_seq=max_seq)
 
 
 def restored(path: Path) -> str:
@@ -140,7 +141,7 @@ def test_runs_exports_and_checkpoints_say_the_same(run_ranks: Pool, tmp_path: Pa
 def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.ConfigurationError, match="there is no such folder"):
         find_restorable(tmp_path / "none")
-    with pytest.raises(sw.ConfigurationError, match="no complete checkpoint, and no run folder"):
+    with pytest.raises(sw.ConfigurationError, match="nor a complete checkpoint, nor a run folder"):
         find_restorable(tmp_path)
 
 
@@ -162,7 +163,7 @@ def test_which_model_a_checkpoint_belongs_to(tmp_path: Path) -> None:
 
 
 def nobody_says(place: Path) -> None:
-    with pytest.raises(sw.ConfigurationError, match=r"nothing says which model it belongs to.*shardwise export"):
+    with pytest.raises(sw.ConfigurationError, match=r"its model is unknown.*shardwise export"):
         restore(place, "ddp")
 
 

@@ -1,5 +1,5 @@
-"""From files to batches: documents become tokens on disk once, tokens become samples, samples come in an order.
+"""Training data, from files to batches.
 
-`sources` reads documents, `tokenizer` and `chat` turn them into tokens, `prepare` writes those into a `store` on disk,
-`samples` cuts the store into samples and makes batches, `order` says which sample comes when.
+`sources` reads documents, `tokenizer` and `chat` turn them into tokens, `prepare` writes those to a `token_store` on
+disk, `windows` divides the store into samples, `order` permutes them, and `samples` makes batches.
 """

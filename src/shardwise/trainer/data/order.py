@@ -1,9 +1,9 @@
-"""Which sample comes when: a pure function of the seed and the position, with nothing to keep and nothing to save.
+"""The order of samples: a pure function of the seed and the position, without state.
 
 An epoch visits every sample once. Its permutation is computed, not stored: a position is written as two digits
-(left, right), and each round adds a hash of one digit to the other, which can be undone whatever the hash is, so that
-different positions stay different (a Feistel network). Half a billion samples cost as little as ten, a resume is at
-its place at once, and no version of any library changes the order.
+(left, right), and each round adds a hash of one digit to the other. Such a round can be undone for any hash, so
+different positions stay different (a Feistel network). Half a billion samples cost as little as ten, a resume needs no
+search, and no version of any library changes the order.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from functools import lru_cache
 from math import isqrt
 
 _WORD = 2**64 - 1
-_NUM_ROUNDS = 8  # two digits of few values each need some rounds until every permutation looks drawn
+_NUM_ROUNDS = 8  # small digits need several rounds until permutations look random
 
 
 def endless(seed: int, first: int, num: int, count: int) -> Iterator[int]:
-    """The samples at positions `first` up to `first + num` of epoch after epoch over `count` samples."""
+    """The samples at positions `first` to `first + num`, with epochs of `count` samples."""
     for position in range(first, first + num):
         epoch, at = divmod(position, count)
         yield permuted(at, count, key(f"epoch {epoch}", seed))
@@ -24,12 +24,12 @@ def endless(seed: int, first: int, num: int, count: int) -> Iterator[int]:
 
 @lru_cache(maxsize=64)
 def key(purpose: str, seed: int) -> int:
-    """Hashed, because with seed + epoch the second epoch of one seed would be the first of the next."""
+    """The key of a permutation. A hash: with seed + epoch, one seed's second epoch would be the next seed's first."""
     return int.from_bytes(hashlib.blake2b(f"{purpose} of {seed}".encode(), digest_size=8).digest(), "little")
 
 
 def permuted(at: int, count: int, key: int) -> int:
-    """Where the permutation of `range(count)` that `key` names has its element `at`."""
+    """Element `at` of the permutation of `range(count)` with this key."""
     left_base = isqrt(count - 1) + 1 if count > 1 else 1
     right_base = -(-count // left_base)
     while True:
@@ -38,14 +38,14 @@ def permuted(at: int, count: int, key: int) -> int:
             left = (left + _mixed(right, key + number)) % left_base
             right = (right + _mixed(left, key + number + 1)) % right_base
         at = right * left_base + left
-        # The digits can also write a few numbers past the end. From those the walk goes on, and as it is a walk
-        # around a cycle on which it began with a number below `count`, it comes to another one.
+        # The digits can also express a few numbers past the end. Applying the permutation again follows a cycle that
+        # began with a number below `count`, so it reaches another one.
         if at < count:
             return at
 
 
 def _mixed(value: int, key: int) -> int:
-    """The output function of splitmix64: every bit of the result depends on every bit of what goes in."""
+    """The output function of splitmix64: every bit of the result depends on every bit of the input."""
     word = (value * 0x9E3779B97F4A7C15 + key) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD

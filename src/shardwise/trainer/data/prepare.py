@@ -1,11 +1,11 @@
-"""Turn the data of a run into token stores, once: a second start in the same run folder finds them.
+"""Tokenise the data of a run into token stores, once: a second start in the same run folder reuses them.
 
-A store's folder is named by a hash over where the data is, when that was changed, and all else that decides what is in
-the store: it is found without reading the data again. Which data it is, wherever that lay, is told by the digest.
+A store's folder is named by a hash of the data's paths and modification times, and of everything else that affects the
+content: it is found without reading the data again. The digest of a store identifies its content, wherever it was.
 
-A store is written under another name and renamed when it is complete, so whoever finds it finds all of it; of two
-processes that write it at once, the later one discards its own. Needs no process group: the launcher calls it before
-there are ranks, and ranks call it to find what the launcher made.
+A store is written under a temporary name and renamed when it is complete. If two processes write the same store, the
+later one discards its own. No process group is needed: the launcher prepares the data before ranks exist, and ranks
+call the same function to find it.
 """
 
 import hashlib
@@ -20,7 +20,6 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from . import text
 from .sources import (
     ROW_SUFFIXES,
     TEXT_SUFFIXES,
@@ -31,6 +30,7 @@ from .sources import (
     Pair,
     Piece,
     load_dataset,
+    manual,
     read,
     read_dataset,
     texts,
@@ -38,31 +38,31 @@ from .sources import (
 from .token_store import Writer, adopt, dtype_for, is_store, open_store
 from .tokenizer import Tokenizer
 
-_FORMAT = 3  # of the store; another number makes other folders
-_NUM_NAMED = 10  # bad rows that are named; the rest are counted
+_FORMAT = 3  # of the store; part of the hash
+_NUM_NAMED = 10  # bad rows that are printed; the rest are counted
 _BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    train: Path  # the folder of a store
-    eval: Path | None  # of another one; None: no eval_file
-    num_tokens: int  # of the training data, as the next three
+    train: Path  # the folder of the store
+    eval: Path | None  # None: no eval_file
+    num_tokens: int  # of the training data, like the next three
     num_documents: int
     num_bad_rows: int
     is_rows: bool  # some documents are prompts with completions, or chats
-    digest: str  # of the content of the training data, wherever and whenever it was made into a store
-    eval_digest: str | None  # of that of eval_file
+    digest: str  # of the content of the training data
+    eval_digest: str | None  # of the content of eval_file
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What goes into one store."""
+    """The source of one store."""
 
     what: str  # for messages
     identity: list[Any]
-    token_files: tuple[Path, ...]  # used in place; else
+    token_files: tuple[Path, ...]  # used in place; if empty:
     found: Callable[[], Iterator[Found]]
 
 
@@ -73,9 +73,9 @@ def prepare(
     say: Callable[[str], None],
     vocab_size: int | None = None,
 ) -> Prepared:
-    """Stores of the training data and of eval_file under `folder`. `say` hears of bad rows and of progress.
+    """Write stores of the training data and of eval_file under `folder`. `say` prints bad rows and progress.
 
-    `vocab_size` is the model's, which ids in token files have to be below; None: it is the tokenizer's.
+    `vocab_size` is the model's, the limit of ids in token files; None: the tokenizer's.
     """
     train = _train_input(settings)
     evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
@@ -98,15 +98,15 @@ def prepare(
 def _train_input(settings: Settings) -> _Input:
     if settings.dataset is not None:
         dataset = load_dataset(settings.dataset, settings.dataset_split)
-        # The files below a dataset, not its name: what an id leads to changes.
+        # The files of the dataset, not its name: the content of an id can change.
         below = [Path(entry["filename"]) for entry in dataset.cache_files]
         identity = [settings.dataset, settings.dataset_split, len(dataset), *map(_identity, below)]
         name = settings.dataset
         return _Input(f"dataset {name}", identity, (), lambda: read_dataset(dataset, name))
     if settings.train_file:
         return _file_input("train_file", settings.train_file, settings)
-    manual = text.documents()
-    return _Input("the embedded text", [manual], (), lambda: (Piece(topic, is_last=True) for topic in manual))
+    topics = manual()
+    return _Input("the embedded text", [topics], (), lambda: (Piece(topic, is_last=True) for topic in topics))
 
 
 def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
@@ -123,9 +123,7 @@ def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Inpu
             raise ConfigurationError(f"{setting} {path}: is empty")
     are_tokens = {path.suffix.lower() in TOKEN_SUFFIXES for path in paths}
     if len(are_tokens) == 2:
-        raise ConfigurationError(
-            f"{setting} {', '.join(names)}: token files are used as they are, so they cannot be mixed with text or rows"
-        )
+        raise ConfigurationError(f"{setting} {', '.join(names)}: token files cannot be mixed with text or rows")
     token_files = paths if are_tokens == {True} else ()
     identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
     return _Input(
@@ -141,7 +139,7 @@ def _identity(path: Path) -> list[Any]:
 def _prepare(
     given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
 ) -> Path:
-    # A store of token files is also the proof that their ids are below the limit.
+    # A store of token files also proves that their ids are below the limit.
     largest = limit if given.token_files else tokenizer.vocab_size
     decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
@@ -151,7 +149,7 @@ def _prepare(
     except OSError as error:
         raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
     facts = open_store(target).facts
-    # Also when they were found by an earlier run: the data is as incomplete as then.
+    # Also if an earlier run wrote the store: the same rows are missing.
     _say_bad(given, facts["bad_rows"], facts["num_bad_rows"], settings.max_bad_rows, say)
     return target
 
@@ -161,7 +159,7 @@ def _write_beside(target: Path, write: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}-", suffix=".partial", dir=target.parent))
     try:
         write(partial)
-        partial.chmod(0o755)  # mkdtemp's are for one user only
+        partial.chmod(0o755)  # mkdtemp restricts it to one user
         try:
             partial.rename(target)
         except OSError:
@@ -183,7 +181,7 @@ def _write(
     num_bad = 0
     is_rows = has_chats = False
     began = said = time.monotonic()
-    # As wide as the tokenizer's ids need: with the model's, the digest would depend on the model.
+    # The width depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
         for item, segments in _tokenised(given.found(), tokenizer):
             if isinstance(item, Bad):
@@ -195,7 +193,7 @@ def _write(
                 continue
             if isinstance(item, Chat) and tokenizer.template is None and not has_chats:
                 has_chats = True
-                say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' and their content below it")
+                say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' with the content below")
             for ids, trained in segments:
                 writer.add(ids, trained)
             if not isinstance(item, Piece) or item.is_last:
@@ -215,7 +213,7 @@ def _write(
 
 
 def _tokenised(items: Iterable[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
-    """Each item with its segments, in order. Text goes in batches, which tokenizers spread over cores."""
+    """Yield each item with its segments, in order. Texts are encoded in batches, which tokenizers parallelise."""
     batch: list[Found] = []
     num_characters = 0
     for item in items:

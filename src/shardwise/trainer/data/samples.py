@@ -1,8 +1,7 @@
-"""The samples of a run: which are trained on and which evaluated, in which order, and batches of them.
+"""The samples of a run: the split into training and evaluation, their order, and batches.
 
-The samples kept for evaluation are the first ones of a permutation that the seed draws, the others are trained on; no
-list of either exists. Everything here is a function of the settings and of indices, so ranks agree without a word,
-whatever their number.
+Samples for evaluation are the first ones of a random permutation, the others are trained on; neither list is stored.
+Everything is a function of settings and indices, so any number of ranks agree without communication.
 """
 
 import math
@@ -19,18 +18,17 @@ from . import order
 from .prepare import Prepared
 from .token_store import open_store
 from .tokenizer import Tokenizer
-from .whole_documents import pack_whole
-from .windows import NOT_TRAINED, Windows
+from .windows import NOT_TRAINED, Windows, pack_whole
 
-_ENTROPY_TOKENS = 2**22  # more of them change the entropy in the fourth digit
+_ENTROPY_TOKENS = 2**22  # more would change only the fourth digit
 _STRETCH = 2**14
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     tokens: Tensor  # (samples, seq_length) int64
-    targets: Tensor  # the same; -100 where nothing is trained on
-    positions: Tensor | None  # the same, from 0 in each document; None: attention does not stop at documents' ends
+    targets: Tensor  # the same shape; -100: not trained on
+    positions: Tensor | None  # the same shape, from 0 in each document; None: documents are not isolated
 
     @property
     def num_targets(self) -> int:
@@ -40,11 +38,11 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """Memory from which a GPU copies while the host goes on."""
+        """The batch in pinned memory, from which a GPU copies asynchronously."""
         return self._each(Tensor.pin_memory)
 
     def with_targets_of(self, num_samples: int) -> "Batch":
-        """Nothing is trained on, or counted, in the samples behind the first ones."""
+        """The batch with targets in its first `num_samples` samples only."""
         targets = self.targets.clone()
         targets[num_samples:] = NOT_TRAINED
         return Batch(self.tokens, targets, self.positions)
@@ -56,21 +54,21 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Those of the windows that stand at `first` up to `first + num_samples` in the split."""
+    """The windows at positions `first` to `first + num_samples` of the split."""
 
     windows: Windows
     seed: int
     first: int
     num_samples: int
-    num_tokens: int  # that an epoch reads; padding is not counted
+    num_tokens: int  # per epoch, without padding
 
     @property
     def tokens_per_sample(self) -> float:
-        """In the mean of an epoch, without padding; seq_length counts it."""
+        """The mean number of tokens, without padding."""
         return self.num_tokens / self.num_samples
 
     def order(self, first: int, count: int) -> list[int]:
-        """The samples at positions `first` up to `first + count` of the endless order, epoch after epoch."""
+        """The samples at positions `first` to `first + count` of the order, epoch after epoch."""
         return list(order.endless(self.seed, first, count, self.num_samples))
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -93,7 +91,7 @@ def open_samples(
     seq_length: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Samples, Samples | None]:
-    """Samples to train on and to evaluate: of eval_file, else eval_fraction of all samples, else None."""
+    """Open the samples for training and for evaluation: eval_file, else eval_fraction of all samples, else None."""
     is_isolated = prepared.is_rows if settings.isolate_documents is None else settings.isolate_documents
     is_isolated = is_isolated and settings.packing == "packed"
 
@@ -104,7 +102,7 @@ def open_samples(
         if windows.num_cut:
             say(
                 f"{what}: {windows.num_cut:,} of {windows.store.num_documents:,} documents are longer than seq_length "
-                f"{seq_length} and are cut there; the rest of each is not used"
+                f"{seq_length} and are cut; the rest is not used"
             )
         return windows
 
@@ -112,18 +110,18 @@ def open_samples(
     if train.num_full == 0:
         raise ConfigurationError(
             f"seq_length {seq_length} is longer than the training data of {train.store.num_tokens} tokens; "
-            "make it shorter, bring more data, or use packing padded"
+            "make it shorter, use more data, or use packing padded"
         )
     if prepared.eval is None:
         return _divided(train, settings)
     evaluated = opened(prepared.eval, "eval_file")
     if evaluated.num_samples == 0:
-        raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token, which no other follows")
+        raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token is not enough for a sample")
     return _all(train, settings.seed), _all(evaluated, settings.seed)
 
 
 def _divided(windows: Windows, settings: Settings) -> tuple[Samples, Samples | None]:
-    """The first of the split to evaluate, at least one when any are asked for; the rest to train on."""
+    """Split: the first samples for evaluation (at least one unless the fraction is 0), the rest for training."""
     if settings.eval_fraction == 0:
         return _all(windows, settings.seed), None
     num_eval = max(1, round(windows.num_full * settings.eval_fraction))
@@ -131,7 +129,7 @@ def _divided(windows: Windows, settings: Settings) -> tuple[Samples, Samples | N
     if num_train == 0:
         raise ConfigurationError(
             f"eval_fraction {settings.eval_fraction:g} of {windows.num_samples} samples leaves none to train on; "
-            "make it 0, bring more data, or make seq_length shorter"
+            "make it 0, use more data, or make seq_length shorter"
         )
     num_tokens = num_eval * windows.seq_length
     if windows.has_padding:
@@ -147,16 +145,16 @@ def _all(windows: Windows, seed: int) -> Samples:
 
 
 def _split(windows: Windows, seed: int, position: int) -> int:
-    """The window at a position of the split. A short last window stays at the end, which is trained on."""
+    """The window at a position of the split. A short last window stays at the end, among those for training."""
     if position >= windows.num_full:
         return position
     return order.permuted(position, windows.num_full, order.key("split", seed))
 
 
 def unigram_entropy(samples: Samples) -> float:
-    """Nats of a token that is guessed from how often each is trained on: what a model beats once it uses context.
+    """The entropy of single tokens in nats. A model with a lower loss makes use of the context.
 
-    Of all tokens of the training data, or of evenly spread stretches where there are very many.
+    Computed from all tokens that are trained on, or from evenly spread stretches of large data.
     """
     store = samples.windows.store
     stride = _STRETCH * math.ceil(store.num_tokens / _ENTROPY_TOKENS)

@@ -1,8 +1,8 @@
-"""Documents from text files, rows of JSON, and Hugging Face datasets, one at a time.
+"""Documents from text files, JSON rows and Hugging Face datasets, read one at a time.
 
-Memory does not grow with a file: a text file is one document that comes in pieces, a row is read when it is asked for.
-A row has `messages`, or `prompt` and `completion`, or `text`; where it has several of them, the first of these counts.
-A row that cannot be used comes out as `Bad`, with where it stands and why.
+Memory does not grow with a file: a text file is one document that is read in pieces, and rows are read one by one. A
+row has `messages`, or `prompt` and `completion`, or `text`; if it has several of them, the first in this order counts.
+A row that cannot be used becomes `Bad`, with its place and the reason.
 """
 
 import codecs
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, BinaryIO
 
 from ...base.errors import ConfigurationError
@@ -18,28 +19,28 @@ TEXT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl",)
 TOKEN_SUFFIXES = (".bin",)
 
-PIECE_BYTES = 2**16  # many fit into a batch, so that cores share it
-MAX_ROW_BYTES = 64 * 2**20  # a longer line is no row, but a file of another kind
+PIECE_BYTES = 2**16  # small enough for many per batch, which cores share
+MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another kind
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, all of it trained on."""
+    """A part of a document that is trained on completely."""
 
     text: str
-    is_last: bool  # of its document
+    is_last: bool  # in its document
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     prompt: str
-    completion: str  # alone is trained on
+    completion: str  # the only part that is trained on
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     where: str
-    messages: list[dict[str, Any]]  # with a role and a content each, and an answer among them
+    messages: list[dict[str, Any]]  # each with role and content, at least one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def read(path: Path) -> Iterator[Found]:
 
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The file as it is, in pieces that tear neither words nor runs of blanks; nothing for an empty file."""
+    """Read a file in pieces that split neither words nor runs of blanks. An empty file has no pieces."""
     rest = ""
     with path.open("rb") as file:
         for text in _decoded(file, path, piece_bytes):
@@ -74,7 +75,7 @@ def _decoded(file: BinaryIO, path: Path, piece_bytes: int) -> Iterator[str]:
     num_read = 0
     while True:
         block = file.read(piece_bytes)
-        pending = len(decoder.getstate()[0])  # the first bytes of a character that the last block cut
+        pending = len(decoder.getstate()[0])  # the first bytes of a character that the last block split
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
@@ -89,18 +90,18 @@ def _decoded(file: BinaryIO, path: Path, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(text: str) -> int:
-    """Before the last line's first word, else before the last word, else nowhere but at the end."""
+    """Where to cut: before the last line, else before the last word, else at the end."""
     for blank in ("\n", " "):
         at = len(text)
         while (at := text.rfind(blank, 0, at)) > 0:
             if at + 1 < len(text) and not text[at + 1].isspace() and (blank == "\n" or not text[at - 1].isspace()):
-                # Most tokenizers count a space to the word after it, and a line's end to the line before it.
+                # Most tokenizers join a space with the next word, and a newline with the line before it.
                 return at + 1 if blank == "\n" else at
     return len(text)
 
 
 def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Found]:
-    """Blank lines are not rows."""
+    """Read a file with a JSON object per line. Blank lines are skipped."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(max_row_bytes):
@@ -127,9 +128,9 @@ def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Found]
 
 def from_row(row: Any, where: str) -> Found:
     if not isinstance(row, Mapping):
-        return Bad(where, f"a JSON {type(row).__name__}, where a row is an object")
+        return Bad(where, f"a JSON {type(row).__name__}, but a row must be an object")
     found = _from_keys(row, where)
-    return found if _is_unicode(found) else Bad(where, "half a surrogate pair, which is no character")
+    return found if _is_unicode(found) else Bad(where, "half a surrogate pair, which is not a character")
 
 
 def _from_keys(row: Mapping[str, Any], where: str) -> Found:
@@ -157,12 +158,12 @@ def _from_messages(messages: Any, where: str) -> Chat | Bad:
         if not is_message:
             return Bad(where, f"message {number} must have a role and a content that are strings")
     if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        return Bad(where, "no message of the assistant, so there is nothing to learn")
+        return Bad(where, "no message of the assistant, so there is nothing to train on")
     return Chat(where, [dict(message) for message in messages])
 
 
 def texts(found: Found) -> list[str]:
-    """All that it says."""
+    """All texts of a document."""
     if isinstance(found, Chat):
         return [text for message in found.messages for text in (message["role"], message["content"])]
     if isinstance(found, Pair):
@@ -171,7 +172,7 @@ def texts(found: Found) -> list[str]:
 
 
 def _is_unicode(found: Found) -> bool:
-    """JSON can write half a surrogate pair, which no encoding and so no tokenizer takes."""
+    """False for half a surrogate pair, which JSON can express but no tokenizer accepts."""
     try:
         "".join(texts(found)).encode()
     except UnicodeEncodeError:
@@ -180,7 +181,7 @@ def _is_unicode(found: Found) -> bool:
 
 
 def load_dataset(name: str, split: str) -> Any:
-    """A folder that `save_to_disk` wrote, a folder of files, or an id; memory-mapped in each case."""
+    """Open a folder written by `save_to_disk`, a folder of files, or an id. All are memory-mapped."""
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
@@ -211,3 +212,8 @@ def load_dataset(name: str, split: str) -> Any:
 def read_dataset(dataset: Any, name: str) -> Iterator[Found]:
     for number, row in enumerate(dataset, 1):
         yield from_row(row, f"{name}:{number}")
+
+
+def manual() -> list[str]:
+    """The default data, in every Python: half a million characters of its manual, by topic in order of names."""
+    return [topics[name].strip() for name in sorted(topics)]

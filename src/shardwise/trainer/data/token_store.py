@@ -1,16 +1,16 @@
-"""The token store: a folder with the tokens of all documents, end to end, each document followed by the end token.
+"""The token store: a folder with the tokens of all documents, one after the other, each followed by the end token.
 
-    tokens.bin     the tokens, uint16 or uint32; missing where .bin files of the user's are used in place
-    documents.bin  where each document starts, and after the last where it ends, int64
-    trained.bin    a byte for each token: whether it is trained on; missing where all are
-    store.json     what is in it, and where the tokens are
+    tokens.bin     the tokens, uint16 or uint32; missing if the user's .bin files are used in place
+    documents.bin  the start of each document, and the end of the last, int64
+    trained.bin    a byte for each token: whether it is trained on; missing if all are
+    store.json     a description, and the names of the token files
 
-Written once, then read in places: a reader holds no more than it is asked for, and the pages that several ranks read
-are the machine's, once. A file that is changed meanwhile is told of by name. Numbers are in the machine's byte order,
-which is little-endian wherever torch runs.
+A store is written once. A reader holds only the part that it needs, and ranks of a machine share the page cache. A file
+that is changed meanwhile is an error that names it. Numbers are in the machine's byte order, which is little-endian
+wherever torch runs.
 
-A store has a digest: of the bytes of its tokens, documents and mask, taken while they pass, and of nothing else. Stores
-of the same data have the same one, on whatever machine, in whatever folder and whenever they are made.
+The digest of a store is a hash of its tokens, documents and mask alone. Stores of the same data have the same digest,
+on every machine, in every folder.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
 _NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
 _BLOCK, _NEAR = 2**22, 2**9
-_MAX_OPEN = 256  # token files; of a store with more, each is opened when it is read
-_FIX = "do not change data while it is trained on; bring the file back as it was, and go on from the last checkpoint"
-_ENOUGH = 64  # numbers to tell by
+_MAX_OPEN = 256  # token files; in a store with more, each is opened when it is read
+_FIX = "do not change data during a training; restore the file, and resume from the last checkpoint"
+_ENOUGH = 64  # numbers that are needed to guess the dtype
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -47,9 +47,9 @@ def dtype_for(vocab_size: int) -> str:
 
 
 class _Numbers:
-    """Numbers in a file, read where they are asked for.
+    """Numbers in a file, read on demand.
 
-    They are not mapped: where a mapped file is cut, whoever reads it is ended by SIGBUS, without a word.
+    The file is not mapped: if a mapped file is truncated, its readers are killed by SIGBUS.
     """
 
     def __init__(self, path: Path, code: Literal["H", "I", "q", "B"], stays_open: bool = True) -> None:
@@ -78,7 +78,7 @@ class _Numbers:
         return array(self._code, self.read(index, 1))[0]
 
     def read(self, first: int, count: int) -> bytearray:
-        """The bytes of `count` numbers from `first` on, which are there unless the file was changed."""
+        """The bytes of `count` numbers from `first` on. StoreError if the file was truncated meanwhile."""
         content = bytearray(count * self._itemsize)
         try:
             file = open_regular(self.path) if self._file is None else self._file
@@ -89,17 +89,17 @@ class _Numbers:
                 if self._file is None:
                     os.close(file)
         except OSError as error:
-            raise StoreError(f"{self.path}, which is trained on, cannot be read: {error.strerror or error}") from error
+            raise StoreError(f"{self.path}: cannot read training data: {error.strerror or error}") from error
         if num < len(content):
             raise StoreError(
-                f"{self.path}, which is trained on, has {num_bytes} bytes, and had {self._num_bytes} when it was "
-                f"opened: {_FIX}"
+                f"{self.path} is in use as training data: it has {num_bytes} bytes, but had {self._num_bytes} when it "
+                f"was opened: {_FIX}"
             )
         return content
 
 
 def _filled(file: int, view: memoryview, offset: int) -> int:
-    """How many bytes there were."""
+    """Read into `view` until it is full or the file ends. Return the number of bytes."""
     done = 0
     while done < len(view):
         num = os.preadv(file, [view[done:]], offset + done)
@@ -110,7 +110,7 @@ def _filled(file: int, view: memoryview, offset: int) -> int:
 
 
 class _Hashed:
-    """A file that is written from its beginning to its end, and the hash of what went in."""
+    """A file that is written sequentially, and the hash of its content."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -131,7 +131,7 @@ class _Hashed:
 
 
 class Writer:
-    """Documents go in piece by piece; `finish` makes the folder a store. A folder without store.json is none."""
+    """Writes documents piece by piece. `finish` makes the folder a store, by writing store.json."""
 
     def __init__(self, folder: Path, dtype: str, end_id: int) -> None:
         self.num_tokens = 0
@@ -169,7 +169,7 @@ class Writer:
         self._last = (ids[-1], trained)
 
     def end_document(self) -> None:
-        """The end token is trained on where what it ends is; a chat's template may have written it already."""
+        """Add the end token, unless a chat template did. It is trained on if the token before it is."""
         last, trained = self._last if self.num_tokens > self._start else (-1, True)
         if last != self._end_id:
             self.add([self._end_id], trained)
@@ -189,9 +189,9 @@ class Writer:
 
 
 def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_id: int, facts: dict[str, Any]) -> None:
-    """Make `folder` a store of token files that stay where they are, after reading through all of them once.
+    """Make `folder` a store of token files that stay where they are, and check all of their tokens.
 
-    A document ends after each end token, and at the end of a file. `vocab_size` is the model's: ids are below it.
+    A document ends after each end token, and at the end of a file. Ids must be below `vocab_size`.
     """
     num_tokens = num_documents = largest = 0
     hashed = hashlib.sha256()
@@ -206,7 +206,7 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
                 block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
                 if first == 0 and dtype == "uint16" and block.numel() >= _ENOUGH and not bool(block[1::2].any()):
                     raise ConfigurationError(
-                        f"{path}: every second number is 0, as in uint32 read as uint16: set --token-dtype uint32"
+                        f"{path}: every second number is 0, as if uint32 were read as uint16: set --token-dtype uint32"
                     )
                 largest = max(largest, int(block.max()))
                 if largest >= vocab_size:
@@ -231,7 +231,7 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
 
 
 def _digest(*hashes: str) -> str:
-    """Of the tokens, the documents and, where there is one, the mask."""
+    """The digest from the hashes of tokens, documents and, if there is one, the mask."""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
@@ -259,7 +259,7 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A store, open. `facts` are what its writer noted besides."""
+    """An open store. `facts` are the other entries of store.json."""
 
     num_tokens: int
     num_documents: int
@@ -268,12 +268,12 @@ class Store:
     _dtype: str = field(repr=False)
     _largest: int = field(repr=False)  # of its tokens
     _parts: tuple[_Numbers, ...] = field(repr=False)  # a token file each
-    _ends: tuple[int, ...] = field(repr=False)  # of each part, in tokens of the whole
-    _starts: _Numbers = field(repr=False)  # of documents; one more, at the end
+    _ends: tuple[int, ...] = field(repr=False)  # of the parts, in tokens
+    _starts: _Numbers = field(repr=False)  # of documents, and the end of the last
     _trained: _Numbers | None = field(repr=False)
 
     def tokens(self, first: int, count: int) -> Tensor:
-        """`count` tokens from `first` on, int64."""
+        """Return `count` tokens from `first` on, int64."""
         found = []
         index = bisect_right(self._ends, first)
         while count > 0:
@@ -284,8 +284,8 @@ class Store:
             if int(found[-1].max()) > self._largest:
                 wrong = int((found[-1] > self._largest).nonzero()[0])
                 raise StoreError(
-                    f"{part.path}, which is trained on, has {int(found[-1][wrong])} as its token {at + wrong}, and had "
-                    f"none above {self._largest} when it was looked through: {_FIX}"
+                    f"{part.path} is in use as training data: token {at + wrong} is {int(found[-1][wrong])}, but the "
+                    f"largest was {self._largest} when it was checked: {_FIX}"
                 )
             first += found[-1].numel()
             count -= found[-1].numel()
@@ -293,20 +293,20 @@ class Store:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def trained(self, first: int, count: int) -> Tensor | None:
-        """Whether each is trained on, bool; None: all are."""
+        """The mask of tokens that are trained on, bool; None: all are."""
         return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
 
     def is_all_trained(self, first: int, count: int) -> bool:
         return self._trained is None or b"\0" not in self._trained.read(first, count)
 
     def document(self, index: int) -> tuple[int, int]:
-        """Where it starts, and how many tokens it has, its end token included."""
+        """The start of a document, and its number of tokens, including the end token."""
         start, stop = array("q", self._starts.read(index, 2))
         self._require_order([start, stop], -1, self.num_tokens + 1)
         return start, stop - start
 
     def starts_within(self, first: int, count: int) -> list[int]:
-        """Where documents start after `first` and before `first + count`."""
+        """The starts of documents after `first` and before `first + count`."""
         low, high = 0, len(self._starts)
         while high - low > _NEAR:
             middle = (low + high) // 2
@@ -321,7 +321,7 @@ class Store:
         return found
 
     def document_lengths(self) -> Iterator[Tensor]:
-        """Of all documents in order, in blocks that fit into memory."""
+        """Yield the lengths of all documents in order, in blocks that fit into memory."""
         for first in range(0, self.num_documents, _BLOCK):
             count = min(_BLOCK, self.num_documents - first) + 1
             yield torch.frombuffer(self._starts.read(first, count), dtype=torch.int64).diff()
@@ -329,7 +329,7 @@ class Store:
     def _require_order(self, starts: Sequence[int], above: int, below: int) -> None:
         if not all(low < high for low, high in pairwise([above, *starts, below])):
             raise StoreError(
-                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which are to rise from {above} "
+                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which must rise from {above} "
                 f"to {below}: {_FIX}"
             )
 

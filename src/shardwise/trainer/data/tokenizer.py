@@ -1,6 +1,6 @@
-"""Text to tokens and back, as one value with functions in it, so that nothing else asks which kind it is.
+"""Tokenizers: one value with functions in it, so that no other code depends on the kind.
 
-"bytes" needs no files and no library: ids 0 to 255 are bytes, 256 ends a document. Everything else is a Hugging Face
+"bytes" needs no files and no library: ids 0 to 255 are bytes, 256 ends a document. Every other name is a Hugging Face
 tokenizer, from a folder or by its id; transformers is imported only then. No special tokens are added to text; a chat
 has those of its template.
 """
@@ -19,36 +19,37 @@ from .chat import Message, Segments, Template, plain, question, templated
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     name: str
-    vocab_size: int  # ids are below it
+    vocab_size: int
     end_id: int  # ends a document
     encode_batch: Callable[[list[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]  # without special tokens
-    template: Template | None  # None: the plain one of chat.py
-    fingerprint: Callable[[], str]  # of all that decides which tokens come out; takes a moment
+    template: Template | None  # None: the plain template of chat.py
+    fingerprint: Callable[[], str]  # of everything that affects the tokens; takes a moment
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def render(self, messages: Sequence[Message]) -> Segments:
-        """A chat's tokens in segments, and whether each is an answer. ConfigurationError where no template fits."""
+        """A chat as segments of tokens, each with whether it is an answer. ConfigurationError if the template fails."""
         if self.template is None:
             return plain(messages, self.encode, self.end_id)
         return templated(messages, self.template, self.encode)
 
     def question(self, prompt: str) -> tuple[str, int]:
-        """The text of a chat that asks for an answer to a prompt, and the token that ends the answer."""
+        """The text of a chat in which a prompt awaits its answer, and the token that ends the answer."""
         text, behind = question(prompt, self.template)
         first = self.encode(behind)[:1]
-        # Templates may end an answer with another token than a document, but not with one that answers hold.
+        # A template may end an answer with another token than a document, but only with a special one.
         return text, first[0] if first and not self.decode(first) else self.end_id
 
 
 def tokenizer_for(name: str) -> Tokenizer:
-    """`name` is "bytes", a folder, or the id of a tokenizer on the hub."""
+    """Load a tokenizer: `name` is "bytes", a folder, or an id on the hub."""
     return BYTES if name == BYTES.name else _hugging_face(name)
 
 
 _BYTES_END = 256
+_BYTES_END_NAME = "<|end|>"
 
 BYTES = Tokenizer(
     name="bytes",
@@ -65,7 +66,7 @@ def _hugging_face(name: str) -> Tokenizer:
     made = _load(name)
     if made.eos_token_id is None:
         raise ConfigurationError(
-            f"tokenizer {name}: it has no end-of-text token, which stands between documents; "
+            f"tokenizer {name}: it has no end-of-text token, which must separate documents; "
             "set eos_token in its tokenizer_config.json"
         )
 
@@ -81,7 +82,7 @@ def _hugging_face(name: str) -> Tokenizer:
         try:
             return str(made.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks))
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(f"the chat template of {name} refuses it: {error}") from error
+            raise ConfigurationError(f"the chat template of {name} failed: {error}") from error
 
     return Tokenizer(
         name=name,
@@ -95,7 +96,7 @@ def _hugging_face(name: str) -> Tokenizer:
 
 
 def _load(name: str) -> Any:
-    """A transformers tokenizer. Nothing that a folder brings is executed."""
+    """Load a tokenizer of transformers. Code in the folder is never executed."""
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or folder.exists()):
         raise ConfigurationError(f"tokenizer {name}: no such folder; give one with a tokenizer.json in it, or 'bytes'")
@@ -110,7 +111,7 @@ def _load(name: str) -> Any:
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
-    made.model_max_length = 2**62  # samples are cut later; without this a long document is warned about
+    made.model_max_length = 2**62  # samples are cut later; this avoids warnings about long documents
     return made
 
 
@@ -121,3 +122,35 @@ def _fingerprint(made: Any) -> str:
         rules = json.dumps([type(made).__name__, sorted(made.get_vocab().items())])
     chosen = json.dumps([rules, made.chat_template, made.eos_token_id])
     return hashlib.sha256(chosen.encode()).hexdigest()
+
+
+def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
+    """Write the byte tokenizer as files for Hugging Face libraries: a BPE without merges, one token per byte."""
+    end = {"id": BYTES.end_id, "content": _BYTES_END_NAME, "special": True, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": _byte_letters(), "merges": []},
+    }
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _BYTES_END_NAME,
+        "model_max_length": max_seq,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter for each byte in byte-level vocabularies: itself if it is printable, else one from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + number): byte for number, byte in enumerate(hidden)}

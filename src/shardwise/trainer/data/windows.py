@@ -1,24 +1,71 @@
-"""A token store cut into samples of one length.
+"""A token store divided into samples of one length.
 
-Packed: sample i is the window of seq_length + 1 tokens from token i * seq_length on; its tokens are all but the last,
-its targets all but the first. So every token but the store's first is a target once. The last window may be short, and
-is padded. Packed whole, for rows with prompts or messages: the documents of a sample are those that `whole.py` put
-there, end to end. Padded: sample i is the beginning of document i. Padding is end tokens that are not trained on.
+Packed: sample i is the window of seq_length + 1 tokens that starts at token i * seq_length; its tokens are all but the
+last, its targets all but the first. So every token of the store except the first is a target once. The last window may
+be short, and is padded. Packed whole, for rows with prompts or messages: a sample has several whole documents, chosen
+by best fit. Padded: sample i is the beginning of document i. Padding is end tokens that are not trained on.
 
-Isolated documents have positions that start again with each of them, and the last token of one has no target, which
-would be the first token of the next. A padded sample has one document, so there is nothing to isolate it from.
+Isolated documents have positions that start again at 0, and the last token of one has no target, which would be the
+first token of the next. A padded sample has one document, so there is nothing to isolate.
+
+Best fit places the longest document first, each into the fullest sample with room for it, else into a new one. The
+lengths alone decide, so every rank computes the same packing, also after a resume. Samples with equal lengths are
+stored as one group: a million rows cost a sort, a few thousand groups, and 8 bytes per row. A row that is longer than a
+sample is cut, because the rest of its answer would be trained without its prompt; plain text continues in another one.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .token_store import Store
-from .whole_documents import Whole
 
-NOT_TRAINED = -100  # what torch's cross-entropy ignores
+NOT_TRAINED = -100  # the target that torch's cross-entropy ignores
+
+
+class _Part(NamedTuple):
+    length: int
+    first: int  # index of the first sample's first piece; pieces are sorted, so the others follow
+    num: int  # pieces per sample
+
+
+class _Group(NamedTuple):
+    """Samples whose pieces have the same lengths."""
+
+    parts: tuple[_Part, ...]
+    num_samples: int
+
+    def after(self, num: int) -> "_Group":
+        """The group without its first `num` samples."""
+        parts = tuple(part._replace(first=part.first + num * part.num) for part in self.parts)
+        return _Group(parts, self.num_samples - num)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeDocuments:
+    """Which documents share a sample."""
+
+    num_samples: int
+    num_tokens: int  # in all samples
+    num_cut: int  # rows that are longer than a sample
+    _pieces: Tensor  # the start of each in the store, the longest first
+    _groups: list[_Group]
+    _ends: list[int]  # of the groups, in samples
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """The start and the length of each document of a sample."""
+        group = bisect_right(self._ends, index)
+        parts, num_samples = self._groups[group]
+        at = index - (self._ends[group] - num_samples)
+        return [
+            (int(self._pieces[first + at * num + number]), length)
+            for length, first, num in parts
+            for number in range(num)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +75,16 @@ class Windows:
     packing: Literal["packed", "padded"]
     is_isolated: bool
     end_id: int
-    whole: Whole | None = None  # where documents are packed whole
+    whole: WholeDocuments | None = None  # set if documents are packed whole
 
     @property
     def has_padding(self) -> bool:
-        """In any sample, not in the last alone."""
+        """True if any sample may have padding, not only the last."""
         return self.packing == "padded" or self.whole is not None
 
     @property
     def num_full(self) -> int:
-        """All samples but a short last window; samples that have padding all count as full."""
+        """Samples without a short last window; samples with padding all count as full."""
         if self.whole is not None:
             return self.whole.num_samples
         if self.packing == "padded":
@@ -46,7 +93,7 @@ class Windows:
 
     @property
     def num_last(self) -> int:
-        """Tokens of the short last window, 0 if there is none."""
+        """Tokens of the short last window; 0: there is none."""
         return 0 if self.has_padding else (self.store.num_tokens - 1) % self.seq_length
 
     @property
@@ -55,7 +102,7 @@ class Windows:
 
     @property
     def num_tokens(self) -> int:
-        """That all samples read, without padding."""
+        """Tokens of all samples, without padding."""
         if self.whole is not None:
             return self.whole.num_tokens
         if self.packing == "packed":
@@ -64,7 +111,7 @@ class Windows:
 
     @property
     def num_cut(self) -> int:
-        """Documents of which only the beginning is read, because they are longer than a sample."""
+        """Documents that are cut because they are longer than a sample."""
         if self.whole is not None:
             return self.whole.num_cut
         if self.packing == "packed":
@@ -72,7 +119,7 @@ class Windows:
         return sum(int((lengths > self.seq_length + 1).sum()) for lengths in self.store.document_lengths())
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """Of a sample: where each starts in the store, and its tokens; with the last target at most seq_length + 1."""
+        """The start in the store and the number of tokens of each piece of a sample, the last target included."""
         if self.whole is not None:
             return self.whole.pieces(index)
         if self.packing == "padded":
@@ -83,11 +130,11 @@ class Windows:
         return [(first, min(count, self.seq_length + 1))]
 
     def num_tokens_of(self, index: int) -> int:
-        """That a sample reads, without padding."""
+        """Tokens of a sample, without padding."""
         return sum(count for _, count in self.pieces(index)) - 1
 
     def sample(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, targets and, where documents are isolated, positions; each (seq_length) int64."""
+        """Tokens, targets and, if documents are isolated, positions; each (seq_length) int64."""
         window = torch.full((self.seq_length + 1,), self.end_id)
         is_target = torch.zeros(self.seq_length + 1, dtype=torch.bool)
         starts = []  # of documents
@@ -103,13 +150,69 @@ class Windows:
         targets = torch.where(is_target, window, NOT_TRAINED)[1:]
         if not self.is_isolated:
             return window[:-1], targets, None
-        # The padding is one more document, so that its positions stay those of a document.
+        # The padding is one more document, so that its positions are valid.
         begins = torch.tensor([at for at in (*starts, end) if at < self.seq_length])
         return window[:-1], targets, _positions(begins, self.seq_length)
 
 
 def _positions(starts: Tensor, seq_length: int) -> Tensor:
-    """From 0 again at each of `starts`."""
+    """Positions that start again at 0 at each of `starts`."""
     origins = torch.zeros(seq_length, dtype=torch.int64)
     origins[starts] = starts
     return torch.arange(seq_length) - origins.cummax(0).values
+
+
+def pack_whole(store: Store, seq_length: int) -> WholeDocuments:
+    room = seq_length + 1  # the last token of a sample is only a target
+    lengths = torch.cat(list(store.document_lengths()))
+    starts = lengths.cumsum(0) - lengths
+    num_cut = 0
+    more_starts, more_lengths = [], []
+    for index in (lengths > room).nonzero().flatten().tolist():
+        start, length = int(starts[index]), int(lengths[index])
+        if store.is_all_trained(start, length):
+            for first in range(seq_length, length - 1, seq_length):
+                more_starts.append(start + first)
+                more_lengths.append(min(room, length - first))
+        else:
+            num_cut += 1
+    starts = torch.cat([starts, torch.tensor(more_starts, dtype=torch.int64)])
+    lengths = torch.cat([lengths.clamp(max=room), torch.tensor(more_lengths, dtype=torch.int64)])
+    order = lengths.argsort(descending=True, stable=True)
+    found, counts = lengths.unique(return_counts=True)
+    groups = _best_fit(list(zip(found.tolist(), counts.tolist(), strict=True))[::-1], room)
+    ends = list(accumulate(group.num_samples for group in groups))
+    return WholeDocuments(ends[-1], int(lengths.sum()) - ends[-1], num_cut, starts[order], groups, ends)
+
+
+def _best_fit(lengths: list[tuple[int, int]], room: int) -> list[_Group]:
+    """Pack pieces. `lengths` are pairs of a length and the number of pieces with it, the longest first."""
+    rooms: list[int] = []  # free tokens of samples, ascending, without duplicates
+    groups: dict[int, list[_Group]] = {}  # by free tokens
+
+    def put(group: _Group, left: int) -> None:
+        if left not in groups:
+            groups[left] = []
+            insort(rooms, left)
+        groups[left].append(group)
+
+    placed = 0
+    for length, count in lengths:
+        last = placed + count
+        while placed < last:
+            at = bisect_left(rooms, length)
+            if at == len(rooms):
+                group, left = _Group((), last - placed), room
+            else:
+                left = rooms[at]
+                group = groups[left].pop()
+                if not groups[left]:
+                    del groups[left], rooms[at]
+            # A sample that got a piece is now the fullest with room for the next, so it is filled before any other.
+            num = min(left // length, last - placed)
+            num_filled = min(group.num_samples, (last - placed) // num)
+            put(_Group((*group.parts, _Part(length, placed, num)), num_filled), left - num * length)
+            placed += num_filled * num
+            if group.parts and num_filled < group.num_samples:
+                put(group.after(num_filled), left)
+    return [group for left in rooms for group in groups[left]]

@@ -1,4 +1,4 @@
-"""The model of a run, on the meta device: `sw.shard` gives it memory, one unit at a time, on every rank its share.
+"""Building the model of a run on the meta device. `sw.shard` gives it memory, one unit at a time.
 
 built = build(settings, tokenizer.vocab_size, device)
 model, optimizer = sw.shard(built.model, optimizer, ..., seed=settings.seed)
@@ -22,7 +22,7 @@ from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, s
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import in_tree_leaf_name
 from .lora import adapters_for, with_adapters
-from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights
+from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights, names_by_tensor
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Built:
     model: nn.Module
     facts: ModelFacts
     max_seq: int
-    weights: Mapping[str, Tensor] | None  # None: they are drawn by sw.shard
+    weights: Mapping[str, Tensor] | None  # None: sw.shard initialises them
     num_params: int
     num_trainable: int
-    isolates_documents: bool  # whether loss_sum takes positions
-    num_multiplying: int  # parameters that a token is multiplied by, weighted by what their backward costs
+    isolates_documents: bool  # loss_sum accepts positions
+    num_multiplying: int  # parameters that a token is multiplied by, weighted by the cost of their backward
     layers: int
     attention_width: int
 
@@ -43,17 +43,17 @@ class Built:
         return self.facts.kind
 
     def flops_per_token(self, seq: int) -> float:
-        """Forward and backward; a frozen weight has two thirds of it."""
+        """FLOP of forward and backward per token; a frozen weight counts two thirds."""
         return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
 
 
 def build(
     settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None, facts: ModelFacts | None = None
 ) -> Built:
-    """`vocab_size` is the tokenizer's; `device` is where adapters go, the only weights that are real.
+    """Build a model. `vocab_size` is the tokenizer's; `device` is for adapters, the only weights with memory.
 
-    `adapters` is a peft configuration to use instead of what the settings say. `facts` are those of `check(settings)`,
-    where the caller has them already.
+    `adapters` is a peft configuration that replaces that of the settings. `facts` is the result of `check(settings)`,
+    if the caller has it already.
     """
     facts = check(settings) if facts is None else facts
     require_vocabulary(facts, vocab_size)
@@ -74,7 +74,7 @@ def build(
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, facts.kind == "in-tree")
     if adapters is not None:
-        if facts.kind == "in-tree":  # which is a Llama in files, and none for peft
+        if facts.kind == "in-tree":  # a Llama in files, but not for peft
             if not isinstance(adapters.target_modules, str):
                 adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
             adapters.task_type = None
@@ -84,7 +84,7 @@ def build(
             path = LossPath("plain", path.isolates)
     set_path(model, path)
     params = dict(model.named_parameters())
-    # A frozen weight takes part in the forward and in the gradient of its input, but has no gradient of its own.
+    # A frozen weight is used in the forward and for the gradient of its input, but has no gradient itself.
     multiplying = sum(
         param.numel() * (1.0 if param.requires_grad else 2 / 3) * (active if ".experts." in name else 1.0)
         for name, param in params.items()
@@ -115,7 +115,7 @@ def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
         config.use_cache = False
         config.return_dict = True
         with torch.device("meta"):
-            # In the dtype of its files, which exports and frozen weights keep. Trained weights have masters.
+            # In the dtype of its files, which exports and frozen weights keep. Trainable weights have masters.
             model = auto.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -134,27 +134,19 @@ def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
 def _adapted(
     model: nn.Module, weights: LazyWeights | None, config: Any, seed: int, device: torch.device
 ) -> tuple[nn.Module, LazyWeights | None]:
-    """The model with adapters, and its weights under the names that they have then."""
-    own = _names_by_tensor(model)
+    """The model with adapters, and its weights under their new names."""
+    own = names_by_tensor(model)
     adapted = with_adapters(model, config, seed, device)
     if weights is None:
         return adapted, None
-    after = _names_by_tensor(adapted)
+    after = names_by_tensor(adapted)
     names = {old: new for key, found in own.items() for old, new in zip(found, after[key], strict=True)}
     adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in own}
     return adapted, weights.renamed(names).with_tensors(adapters)
 
 
-def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    """Tied tensors have several names, always in the same order."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return names
-
-
 def _num_looked_up(model: Any) -> int:
-    """Elements of embeddings, which are looked up and not multiplied; a tied one multiplies as the head."""
+    """Elements of embeddings, which are looked up, not multiplied; a tied one is multiplied as the head."""
     head = model.head if isinstance(model, Transformer) else model.get_output_embeddings()
     multiplied = set() if head is None else {id(param) for param in head.parameters()}
     tables = {
@@ -168,7 +160,7 @@ def _num_looked_up(model: Any) -> int:
 
 
 def _active_share(model: Any) -> float:
-    """The share of a layer's experts that a token goes through."""
+    """The share of a layer's experts that a token uses."""
     if isinstance(model, Transformer):
         return 1.0
     config = model.config.get_text_config()
@@ -179,7 +171,7 @@ def _active_share(model: Any) -> float:
 
 
 def _attention_of(config: Any) -> tuple[int, int]:
-    """Layers, and how wide the queries of each are; zeros where an architecture does not say."""
+    """The number of layers, and the width of the queries; 0 if the architecture does not say."""
     layers = getattr(config, "num_hidden_layers", 0) or 0
     hidden = getattr(config, "hidden_size", 0) or 0
     heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)

@@ -1,9 +1,8 @@
-"""Trained weights as files that others open: a Hugging Face folder, or a PEFT adapter. In-tree models become Llamas.
+"""Exports of trained weights: a Hugging Face folder, or a PEFT adapter. In-tree models are written as Llama models.
 
-What goes into which file follows from the shapes; then every file is written from its beginning to its end. At the end
-of a run (`export`) all ranks gather, one unit after the other, and rank 0 writes; if it fails, every rank hears of it.
-From a checkpoint (`from_checkpoint.py`) nothing is gathered, and the same is written. The folder gets its name when it
-is complete, so what is there can be used.
+The shapes decide which tensor goes to which file; then files are written sequentially. At the end of a run (`export`)
+all ranks gather one unit after the other, and rank 0 writes; if it fails, every rank raises. An export of a checkpoint
+(`from_checkpoint.py`) writes the same files without gathering. A folder gets its name when it is complete.
 """
 
 import copy
@@ -26,29 +25,27 @@ from ...core.engine.full_weights import whole_parts
 from ...core.engine.guards import engine_of, own_state_dict
 from ...core.wire.collectives import exchange
 from ...version import VERSION
-from ..data.byte_files import write_byte_tokenizer
-from ..data.tokenizer import BYTES, tokenizer_for
+from ..data.tokenizer import BYTES, tokenizer_for, write_byte_tokenizer
 from ..model import Transformer
 from ..settings import Settings
 from .build import Built
 from .facts import TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
-from .forms import adapter_form, base_name, is_adapter, stored_form
+from .forms import adapter_form, base_name, is_adapter, merged, stored_form
 from .llama import leaf_name, llama_config
 from .lora import ADAPTER
-from .merge import merged
 
 _GENERATION = "generation_config.json"
-BASE = "base"  # the folder of drawn weights beside the adapters that were trained on them
+BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What is exported: a model, which may be on the meta device, and its tensors, once each, under its own names."""
+    """The input of an export: a model, which may be on the meta device, and its tensors under its own names."""
 
     model: Any
     facts: ModelFacts
     sources: Sequence[Source]
-    names: Mapping[str, Sequence[str]]  # of the tensors that are tied
+    names: Mapping[str, Sequence[str]]  # of tied tensors
     is_adapted: bool
     is_merged: bool = False
     max_bytes: int = MAX_FILE_BYTES
@@ -56,17 +53,17 @@ class Content:
 
     @property
     def num_bytes(self) -> int:
-        """That are written; adapters that are merged are not."""
+        """Bytes to write, without adapters that are merged."""
         return sum(s.num_bytes for s in self.sources if not self.is_merged or not is_adapter(s.name))
 
 
 def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> None:
-    """Write a sharded model; what was in `folder` is replaced. Every rank calls it."""
+    """Write a sharded model; replaces `folder`. Every rank calls it."""
     engine = engine_of(model)
     world, rank = engine.mesh.world, engine.mesh.rank
     engine.rest()
     is_adapted = settings.lora is not None
-    # Adapters are of no use without the weights they were trained on: if those exist nowhere else, they go along.
+    # Adapters need the weights that they were trained on: if those exist nowhere else, they are written too.
     needs_base = not is_adapted or not built.facts.has_weights
 
     def wants(name: str) -> bool:
@@ -78,7 +75,7 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
         try:
             sources, names = _gathered_sources(model, parts, wants)
             write_export(Content(model, built.facts, sources, names, is_adapted, max_bytes=MAX_FILE_BYTES), folder)
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks are gathering and wait to hear
+        except Exception as error:  # noqa: BLE001  the other ranks are gathering, and must be told
             problem = f"{type(error).__name__}: {error}"
     for _ in parts:
         pass
@@ -90,7 +87,7 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
 def _gathered_sources(
     model: nn.Module, parts: Iterator[dict[str, Tensor]], wants: Callable[[str], bool]
 ) -> tuple[list[Source], dict[str, list[str]]]:
-    """In the order in which they are gathered, so that none is held for long."""
+    """The tensors in the order in which they are gathered, so that none is held for long."""
     engine = engine_of(model)
     names: dict[Tensor, list[str]] = {}
     for name, value in own_state_dict(model, engine).items():
@@ -117,7 +114,7 @@ def _gathered_sources(
 
 
 def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
-    """Replaces what is there, when everything is written."""
+    """Write an export. An existing folder is replaced at the end."""
     model, facts = content.model, content.facts
     inner = model.get_base_model() if content.is_adapted else model
     if content.is_merged:
@@ -139,13 +136,13 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), on_bytes)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
-            # A model has it in its config.json; that of adapters must not have what peft does not know.
+            # A model has this key in its config.json; peft refuses unknown keys in that of an adapter.
             note |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
         write_note(into, note)
 
 
 def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
-    """That of most numbers."""
+    """The dtype of most elements."""
     counts: dict[torch.dtype, int] = {torch.float32: 0}
     for source in sources:
         if source.dtype.is_floating_point:
@@ -160,12 +157,12 @@ def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtyp
         (folder / "config.json").write_text(json.dumps(about, indent=1))
         return
     config = copy.deepcopy(inner.config)
-    config.use_cache = facts.config.get("use_cache", True)  # a matter of training only
+    config.use_cache = facts.config.get("use_cache", True)  # was switched off for training only
     config.architectures = [type(inner).__name__]
     config.dtype = dtype
-    vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from another time
+    vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from an earlier export
     _set(config, {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
-    # A tokenizer that is not the model's own has other special tokens: a document begins and ends with its end.
+    # Another tokenizer than the model's has other special tokens: a document begins and ends with its end token.
     is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
     ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
     _set(config.get_text_config(), {**ends, "pad_token_id": None} if ends else {})

@@ -1,8 +1,8 @@
-"""What can be said about a run's model without building it. No torch: a launcher asks before any rank exists.
+"""Facts about a run's model, without building it. No torch: the launcher needs them before any rank exists.
 
-A model is a shape of the in-tree transformer by name, a folder (a Hugging Face one, or an export of the in-tree
-transformer), a config.json (whose weights are drawn), or the id of a Hugging Face repository, which is fetched into its
-cache here, once per machine. Code that a repository carries is never run, and pickled weights are never opened.
+A model is the name of an in-tree shape, a folder (of Hugging Face, or an export of the in-tree transformer), a
+config.json (with random weights), or the id of a Hugging Face repository, which is downloaded into its cache once per
+machine. Code in a repository is never run, and pickled weights are never opened.
 """
 
 import re
@@ -20,11 +20,11 @@ from .llama import SHAPE_KEY
 
 Kind = Literal["in-tree", "hf"]
 
-TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: bytes, which are known without the files beside it
-NO_LIMIT = 2**31 - 1  # of a sequence, for models that name none
+TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: the byte tokenizer, which needs no files
+NO_LIMIT = 2**31 - 1  # sequence length of models without a limit
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Few stars: beside a config.json by itself may lie anything.
+# Narrow patterns: a folder with a config.json may contain other files.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates", "spiece.model",
@@ -32,7 +32,7 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCHED = ["*.json", "*.model", "*.txt", "*.jinja"]
-_NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights again, in other libraries' forms
+_NOT_FETCHED = ["*/*", "consolidated*"]  # copies of the weights in formats of other libraries
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
@@ -41,16 +41,16 @@ class ModelFacts:
     kind: Kind
     max_seq: int
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
-    tokenizer: str  # what the settings say, else the model's own, else, where weights are drawn, bytes
-    origin: str  # what others find it by: its name, its id, or the folder that was given; never a cache's
-    folder: Path | None  # where its files lie; None: an in-tree shape by name
+    tokenizer: str  # of the settings, else the model's, else, with random weights, bytes
+    origin: str  # its name, its id, or the folder that was given; never a folder of the cache
+    folder: Path | None  # None: an in-tree shape by name
     config_file: Path | None
-    has_weights: bool  # whether they come from the folder; else they are drawn
-    config: Mapping[str, Any]  # what is in the file
+    has_weights: bool  # in the folder; else they are random
+    config: Mapping[str, Any]  # the content of config_file
 
 
 def check(settings: Settings) -> ModelFacts:
-    """Facts about the model, or a refusal in one sentence."""
+    """Collect the facts, or raise ConfigurationError."""
     if settings.model in PRESETS:
         shape = in_tree_shape(settings, 1)
         facts = ModelFacts(
@@ -72,7 +72,7 @@ def check(settings: Settings) -> ModelFacts:
 
 
 def require_vocabulary(facts: ModelFacts, tokenizer_vocab: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for. Fewer are fine: vocabularies are padded."""
+    """Refuse a tokenizer with more ids than the model has embeddings. Fewer are fine: vocabularies are padded."""
     if facts.vocab_size is not None and tokenizer_vocab > facts.vocab_size:
         raise ConfigurationError(
             f"tokenizer {facts.tokenizer!r} has {tokenizer_vocab} tokens, but the model's vocabulary is "
@@ -81,7 +81,7 @@ def require_vocabulary(facts: ModelFacts, tokenizer_vocab: int) -> None:
 
 
 def in_tree_shape(settings: Settings, tokenizer_vocab: int) -> TransformerShape:
-    """The named shape with what the settings change in it; its vocabulary is the tokenizer's unless they say."""
+    """The named shape with the changes of the settings; by default its vocabulary is the tokenizer's."""
     unknown = sorted(set(settings.shape) - set(SHAPE_KEYS))
     if unknown:
         raise ConfigurationError(f"shape: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], SHAPE_KEYS)}")
@@ -121,8 +121,8 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
     tokenizer = settings.tokenizer or own_tokenizer(folder, config)
     if tokenizer is None and has_weights:
         raise ConfigurationError(
-            f"model {settings.model!r} has weights but no tokenizer files, so which tokens they know is not told: "
-            f"give the one they were trained with (--tokenizer, a folder or an id), or --tokenizer {BYTES.name}"
+            f"model {settings.model!r} has weights but no tokenizer files, so its tokenizer is unknown: "
+            f"give the one it was trained with (--tokenizer, a folder or an id), or --tokenizer {BYTES.name}"
         )
     return ModelFacts(
         kind=kind,
@@ -146,17 +146,17 @@ def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """All that belongs to the tokenizer of a model's folder; a few of them are folders."""
+    """The tokenizer files of a model's folder; some of them are folders."""
     return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
 
 
 def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """What the files of a folder tell, or what was noted in `config`; None: nothing is told."""
+    """The tokenizer in a folder, or the one noted in `config`; None: there is none."""
     return config.get(TOKENIZER_KEY) or (str(folder) if tokenizer_files(folder) else None)
 
 
 def find_model(name: str, *, with_weights: bool) -> Path:
-    """The folder of a model, or its config file; what has the form of a repository's id is fetched."""
+    """The folder of a model, or its config file. The id of a repository is downloaded."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -164,17 +164,17 @@ def find_model(name: str, *, with_weights: bool) -> Path:
         return path.resolve()
     if path.is_file():
         if path.suffix != ".json":
-            raise ConfigurationError(f"model {name!r} is a file, but no config.json: give the model's folder")
+            raise ConfigurationError(f"model {name!r} is a file, but not a config.json: give the model's folder")
         return path.resolve()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith(".json"):
         raise ConfigurationError(f"model {name!r}: there is no such folder")
-    return _fetched(name, with_weights)
+    return _downloaded(name, with_weights)
 
 
-def _fetched(name: str, with_weights: bool) -> Path:
+def _downloaded(name: str, with_weights: bool) -> Path:
     """The snapshot of a repository in Hugging Face's cache."""
     hint = "" if "/" in name else f"; {did_you_mean(name, PRESETS)}"
-    known = f"it is no in-tree shape and no folder here{hint}"
+    known = f"neither an in-tree shape nor a folder{hint}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -184,18 +184,18 @@ def _fetched(name: str, with_weights: bool) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
     except Exception as error:  # noqa: BLE001  a network, a repository that is not there or wants a login
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigurationError(f"model {name!r}: {known}; and it could not be fetched: {reason}") from None
+        raise ConfigurationError(f"model {name!r}: {known}; the download failed: {reason}") from None
     if not (folder / "config.json").is_file():
         raise ConfigurationError(f"model {name!r}: the repository has no config.json")
     return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in order; refuses what is missing, or pickled."""
+    """The safetensors files of a folder, in order. Missing or pickled files are refused."""
     if (folder / _INDEX).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} leads to no names of files")
+            raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} does not contain file names")
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():

@@ -1,7 +1,8 @@
-"""What a checkpoint, a Hugging Face folder or a PEFT adapter holds, ready for `write_export`: read when it is written.
+"""The content of a checkpoint, a Hugging Face folder or a PEFT adapter, for `write_export`.
 
-The model is built on the meta device, for its names, ties and config. It is that of the run, where the checkpoint lies
-in its run folder, or else the one that is named. No ranks, and no weights in memory.
+The model is built on the meta device, for its names, tied weights and config. It is the model of the run if the
+checkpoint is in a run folder, else the one that the user names. No ranks, and no weights in memory: tensors are read
+when they are written.
 """
 
 import dataclasses
@@ -37,11 +38,11 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How it shall be exported.
+class ExportOptions:
+    """Options of an export.
 
-    `model` replaces what the run was told, or says what nobody did. `dtype` is a key of DTYPES, `keep` for that of
-    the checkpoint, or `auto` for that of the model that the training began with, which is what a run exports.
+    `model` replaces the model of the run, if there is one. `dtype` is a key of DTYPES, `keep` for that of the
+    checkpoint, or `auto` for that of the original model, as in the export of a run.
     """
 
     model: str | None = None
@@ -51,77 +52,88 @@ class Wish:
 
 
 @contextmanager
-def content_of(path: Path, wish: Wish) -> Iterator[Content]:
-    """Everything is checked here: what it is, whether it fits its model, and that nothing is missing."""
+def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
+    """Open a checkpoint, model or adapter, and check that it fits its model and is complete."""
     place = newest_in(path)
     about = {"from": str(place.resolve())}
     if (place / ADAPTER_CONFIG).is_file():
-        yield dataclasses.replace(_of_adapter(place, wish), about=about)
+        yield dataclasses.replace(_of_adapter(place, options), about=about)
     elif is_model(place):
-        if wish.model is not None:
+        if options.model is not None:
             raise ConfigurationError(f"{place} is a model of its own: leave --model out")
         built = _named(str(place))
-        yield _content(built, _weight_sources(built.model, built.weights, wish.dtype), wish, about, is_adapted=False)
+        yield _content(
+            built, _weight_sources(built.model, built.weights, options.dtype), options, about, is_adapted=False
+        )
     else:
         opened = open_checkpoint(place)
-        built, is_adapted = _model_of(place, opened.index.extra, wish)
+        built, is_adapted = _model_of(place, opened.index.extra, options)
         about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
         with opened.reader() as reader:
-            sources = _stored_sources(built, opened.index.tensors, reader, wish.dtype, place)
-            yield _content(built, sources, wish, about, is_adapted)
+            sources = _stored_sources(built, opened.index.tensors, reader, options.dtype, place)
+            yield _content(built, sources, options, about, is_adapted)
 
 
-def _content(built: Built, sources: list[Source], wish: Wish, about: Mapping[str, Any], is_adapted: bool) -> Content:
-    if wish.is_merged and not is_adapted:
-        raise ConfigurationError("--merge: there are no adapters in it, so there is nothing to merge")
-    if is_adapted and not wish.is_merged and built.facts.has_weights:
-        sources = [source for source in sources if is_adapter(source.name)]  # the base is where it was
+def _content(
+    built: Built, sources: list[Source], options: ExportOptions, about: Mapping[str, Any], is_adapted: bool
+) -> Content:
+    if options.is_merged and not is_adapted:
+        raise ConfigurationError("--merge: there are no adapters to merge")
+    if is_adapted and not options.is_merged and built.facts.has_weights:
+        sources = [source for source in sources if is_adapter(source.name)]  # the base exists already
     return Content(
-        built.model, built.facts, sources, names_of(built.model), is_adapted, wish.is_merged, wish.max_bytes, about
+        built.model,
+        built.facts,
+        sources,
+        names_of(built.model),
+        is_adapted,
+        options.is_merged,
+        options.max_bytes,
+        about,
     )
 
 
-def _of_adapter(place: Path, wish: Wish) -> Content:
-    if not wish.is_merged:
-        raise ConfigurationError(f"{place} is an adapter as peft opens it: to make a model of it, add --merge")
-    base, config = adapter_in(place, wish.model)
+def _of_adapter(place: Path, options: ExportOptions) -> Content:
+    if not options.is_merged:
+        raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
+    base, config = adapter_in(place, options.model)
     built = _named(base, adapter_tokenizer(place), config)
     weights = weights_with_adapter(built, place)
-    return _content(built, _weight_sources(built.model, weights, wish.dtype), wish, {}, is_adapted=True)
+    return _content(built, _weight_sources(built.model, weights, options.dtype), options, {}, is_adapted=True)
 
 
-def _model_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> tuple[Built, bool]:
-    """The model of a checkpoint, and whether it has adapters."""
-    settings = _settings_of(place, extra, wish)
+def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> tuple[Built, bool]:
+    """The model of a checkpoint, and True if it has adapters."""
+    settings = _settings_of(place, extra, options)
     if settings is None:
-        assert wish.model is not None
-        return _named(wish.model), False
-    if wish.model is not None:
-        settings = dataclasses.replace(settings, model=wish.model, shape={})
+        assert options.model is not None
+        return _named(options.model), False
+    if options.model is not None:
+        settings = dataclasses.replace(settings, model=options.model, shape={})
     try:
         facts = check(settings)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{error} (if the model is elsewhere now: --model FOLDER)") from None
+        raise ConfigurationError(f"{error} (if the model was moved: --model FOLDER)") from None
     built = build(settings, tokenizer_for(facts.tokenizer).vocab_size, _HOST, facts=facts)
     return built, settings.lora is not None
 
 
-def _settings_of(place: Path, extra: Mapping[str, Any], wish: Wish) -> Settings | None:
-    """Of the run that it is in, or that it was saved by; None where neither is told, and a model is named."""
+def _settings_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> Settings | None:
+    """The settings of the run of a checkpoint; None if they are unknown and the user named a model."""
     try:
-        settings, why = settings_of(place, extra), "it is in no run folder, and no run saved it"
+        settings, why = settings_of(place, extra), "it is not in a run folder, and was not saved by a run"
     except ConfigurationError as error:
         settings, why = None, str(error)
-    if settings is None and wish.model is None:
+    if settings is None and options.model is None:
         raise ConfigurationError(
-            f"{place}: which model it belongs to is not told ({why}): name a Hugging Face folder with its config and "
+            f"{place}: its model is unknown ({why}): name a Hugging Face folder with its config and "
             "tokenizer, --model FOLDER"
         )
     return settings
 
 
 def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Built:
-    """A model as it lies in a folder, with the tokenizer files that are there, if any are."""
+    """The model in a folder, with its tokenizer files if there are any."""
     folder = find_model(model, with_weights=False)
     folder = folder.parent if folder.is_file() else folder
     is_drawn = not any(folder.glob("*.safetensors"))
@@ -130,7 +142,7 @@ def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Bu
     built = build(settings, 0, _HOST, adapters, check(settings))
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
     if is_drawn and isinstance(dtype, torch.dtype):
-        built.model.to(dtype)  # drawn weights are fp32 by themselves
+        built.model.to(dtype)  # randomly initialised weights are fp32 otherwise
     return built
 
 
@@ -157,11 +169,11 @@ def _stored_sources(
     ]
     if missing or unknown:
         kind = type(built.model).__name__
-        raise CheckpointError(f"{place} does not fit its model, a {kind}: {_told(missing, unknown)}")
+        raise CheckpointError(f"{place} does not fit its model, a {kind}: {_mismatch(missing, unknown)}")
     return sources
 
 
-def _told(missing: list[str], unknown: list[str]) -> str:
+def _mismatch(missing: list[str], unknown: list[str]) -> str:
     lacks = f"it lacks {len(missing)} tensors, first {missing[0]!r}" if missing else ""
     has = f"it has {len(unknown)} that the model has not, first {unknown[0]!r}" if unknown else ""
     return "; ".join(part for part in (lacks, has) if part)
@@ -184,10 +196,10 @@ def _converted(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> 
     return [converted(name, weights[name], dtype)]
 
 
-def _dtype_of(own: Tensor, stored: torch.dtype, wish: str) -> torch.dtype:
-    """Numbers that are no floats stay what they are; so do buffers, but where the model says it."""
-    if not stored.is_floating_point or wish == "keep":
+def _dtype_of(own: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
+    """The dtype to write. Integers keep theirs, and buffers too, unless `auto` takes the model's."""
+    if not stored.is_floating_point or choice == "keep":
         return stored
-    if wish == "auto":
+    if choice == "auto":
         return own.dtype
-    return DTYPES[wish] if isinstance(own, nn.Parameter) else stored
+    return DTYPES[choice] if isinstance(own, nn.Parameter) else stored

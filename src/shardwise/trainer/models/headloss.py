@@ -1,14 +1,13 @@
 """The summed loss of a batch, for the in-tree transformer and for any causal language model of Hugging Face.
 
-The in-tree head computes its loss itself. For the others the forward of the output projection is replaced while the
-loss is computed: it returns the chunked cross-entropy in place of logits, which then never exist as a whole, and the
-model hands it on as its logits. That is right only where nothing happens to logits after the projection (no soft
-capping, no scale, no bias). Whether this is so is not looked up but tried, on the meta device, where it costs
-nothing: the model's body is stood in for, the projection returns a mark, and the mark must come out as it is. All other
-models take the plain path, through their logits.
+The in-tree head computes its loss itself. For other models, the forward of the output projection is replaced while the
+loss is computed: it returns the chunked cross-entropy instead of logits, which then never exist as a whole, and the
+model returns it as its logits. This is correct only if the model does not change logits after the projection (soft
+capping, scale, bias). A trial on the meta device finds out at no cost: the body is replaced, the projection returns a
+marker, and the marker must come out unchanged. All other models take the plain path, through their logits.
 
-Documents of a row are kept apart by position ids that restart, from which most architectures make their attention mask.
-Which ones do is tried in the same way; the others are refused instead of attending across.
+Documents of a row are isolated by position ids that restart, from which most architectures make their attention mask. A
+similar trial finds out which do; for the others isolation is refused.
 """
 
 import inspect
@@ -31,11 +30,11 @@ _KEY = "_shardwise_loss_path"
 @dataclass(frozen=True, slots=True)
 class LossPath:
     how: Literal["in-tree", "chunked", "plain"]
-    isolates: bool  # whether documents of a row can be kept apart
+    isolates: bool  # documents of a row can be isolated
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """The sum over the batch's targets of the cross-entropy, in fp32; sharded or not, the model is called once."""
+    """The cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
     path = path_of(model)
     if path.how == "in-tree":
         return model(batch.tokens, batch.targets, batch.positions, "sum")
@@ -43,7 +42,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     if batch.positions is not None:
         if not path.isolates:
             raise ConfigurationError(
-                f"isolate_documents: the attention of {_name(model)} cannot be stopped at the ends of documents: use "
+                f"isolate_documents: the attention of {_name(model)} cannot isolate documents: use "
                 "packing 'padded', or isolate_documents false"
             )
         inputs["position_ids"] = batch.positions
@@ -62,7 +61,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 def path_of(model: nn.Module) -> LossPath:
     path = model.__dict__.get(_KEY)
     if path is None:
-        raise StateError(f"this {type(model).__name__} was not made by build(): its loss is not known")
+        raise StateError(f"this {type(model).__name__} was not made by build(): its loss path is unknown")
     return path
 
 
@@ -71,8 +70,8 @@ def set_path(model: nn.Module, path: LossPath) -> None:
 
 
 def find_path(model: Any) -> LossPath:
-    """Try out a Hugging Face model that is on the meta device."""
-    return LossPath("chunked" if _hands_on_what_its_head_returns(model) else "plain", _isolates_documents(model))
+    """Find the path for a Hugging Face model on the meta device, by trials."""
+    return LossPath("chunked" if _returns_head_output_unchanged(model) else "plain", _isolates_documents(model))
 
 
 def has_plain_head(model: Any) -> bool:
@@ -90,7 +89,7 @@ def _name(model: Any) -> str:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Hooks stay, and with them the engine's gathers. The engine may have put a forward of its own there before."""
+    """Hooks stay, and with them the engine's gathers. The engine may have replaced the forward before."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -103,7 +102,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 class _Body(tuple[Tensor, ...]):
-    """What the body of any architecture returns, as far as the head is concerned: hidden states, and nothing else."""
+    """The output of any architecture's body, as far as the head uses it: hidden states and nothing else."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -113,7 +112,7 @@ class _Body(tuple[Tensor, ...]):
         return None
 
 
-def _hands_on_what_its_head_returns(model: Any) -> bool:
+def _returns_head_output_unchanged(model: Any) -> bool:
     body = model.base_model
     if body is model or not has_plain_head(model):
         return False
@@ -130,17 +129,17 @@ def _hands_on_what_its_head_returns(model: Any) -> bool:
     with _forward_replaced(body, lambda *_, **__: _Body((hidden,))), _forward_replaced(head, projection):
         try:
             output = model(input_ids=tokens)
-        except Exception:  # noqa: BLE001  whatever an architecture does with what it got: then it is none for this path
+        except Exception:  # noqa: BLE001  an architecture that fails here is not for this path
             return False
     return output.logits is mark and shapes == [hidden.shape]
 
 
 class _MaskIsMade(BaseException):
-    """No error: it ends a trial."""
+    """Ends a trial; not an error."""
 
 
 def _isolates_documents(model: Any) -> bool:
-    """Whether restarting position ids reach the function that finds documents in them, and no state passes by it."""
+    """True if restarting position ids reach the function that finds documents, and there is no other state."""
     from transformers import masking_utils
 
     if getattr(model, "_is_stateful", False) or "position_ids" not in inspect.signature(model.forward).parameters:
@@ -156,7 +155,7 @@ def _isolates_documents(model: Any) -> bool:
         model(input_ids=tokens, position_ids=tokens)
     except _MaskIsMade:
         return True
-    except Exception:  # noqa: BLE001  an architecture that cannot run on the meta device as far as its mask
+    except Exception:  # noqa: BLE001  it cannot run on the meta device up to its mask
         return False
     finally:
         masking_utils.find_packed_sequence_indices = finder

@@ -1,6 +1,6 @@
-"""The in-tree transformer as others know it: it is a Llama, so its exports carry Llama's names and config.json.
+"""The in-tree transformer in files: it is a Llama, so exports have Llama's names and config.json.
 
-The config also holds the shape under a key of ours, by which such a folder is opened again without transformers.
+The config also has the shape under a key of shardwise, with which the folder can be opened without transformers.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _FROM_BLOCK = {theirs: ours for ours, theirs in _IN_BLOCK.items()}
 
 
 def llama_name(name: str) -> str:
-    """Of a tensor, a module, or an adapter's part in it; what peft puts before it stays there."""
+    """Llama's name of a tensor, module or adapter. A prefix of peft is kept."""
     return _renamed(name, r"blocks\.(\d+)", "model.layers", _IN_BLOCK, _OUTSIDE)
 
 
@@ -51,7 +51,7 @@ def _renamed(name: str, block: str, other_block: str, inside: dict[str, str], ou
 
 
 def leaf_name(name: str) -> str:
-    """Of a module by its last word, as the targets of adapters are given."""
+    """Llama's name of a module by its last word, as in the targets of adapters."""
     return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}.get(name, name)
 
 
@@ -60,7 +60,7 @@ def in_tree_leaf_name(name: str) -> str:
 
 
 def llama_config(shape: TransformerShape, dtype: str, end_id: int | None) -> dict[str, Any]:
-    """A config.json for transformers. `dtype` in torch's words, without its name before it."""
+    """A config.json for transformers. `dtype` is torch's name, like "float32"."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft, on a model that is on the meta device.
+"""Low-rank adapters with peft, on a model on the meta device.
 
-peft puts the adapters where the weights are, that is nowhere. Here they get memory, and values that depend on the seed
-and on their name alone; the weights under them stay on the meta device and are frozen.
+peft creates adapters on the device of the weights, here the meta device. This module gives them memory, and values that
+depend on the seed and on their names alone; the base weights stay on the meta device and are frozen.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from ...base.errors import ConfigurationError, did_you_mean
 from ...planner.shapes.hf_module import hush
 from ..settings import Lora
 
-ADAPTER = "default"  # peft's name for an only adapter
-IN_TREE_TARGETS = ("query", "value")  # as peft has it for Llama
+ADAPTER = "default"  # peft's default name
+IN_TREE_TARGETS = ("query", "value")  # as peft's default for Llama
 
 
 def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
-    """peft's configuration."""
+    """The configuration for peft."""
     hush()
     try:
         import peft
@@ -36,10 +36,10 @@ def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
 
 
 def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device) -> Any:
-    """The model as a PeftModel: adapters on `device` and trained, all else as it was and frozen."""
+    """The model as a PeftModel: trainable adapters on `device`, everything else unchanged and frozen."""
     from peft import get_peft_model
 
-    # peft puts the model's own name there, and warns if it was another; saved configurations are not for training.
+    # peft writes the model's name there, and warns if it was another; saved configurations have inference mode on.
     config.base_model_name_or_path, config.inference_mode = None, False
     leaves = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
@@ -59,7 +59,7 @@ def _fill(layer: Any, config: Any, seed: str, device: torch.device) -> None:
             if param is not None and param.is_meta and param.requires_grad:
                 part._parameters[name] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # Drawn on the host, so that every kind of device begins with the same numbers.
+        # Initialised on the host, so that every kind of device has the same numbers.
         torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
         layer.reset_lora_parameters(ADAPTER, config.init_lora_weights)
     for part in layer.modules():

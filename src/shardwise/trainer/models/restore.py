@@ -1,7 +1,7 @@
-"""A trained model and its tokenizer out of what a run has left, in one process, to compute with.
+"""Loading a trained model and its tokenizer in one process, for inference.
 
-What can be opened: an export (a Hugging Face folder, an in-tree one, a PEFT adapter), a checkpoint of a run, wherever
-it lies now, or the run folder itself, whose export counts first, then its newest complete checkpoint.
+The source is an export (a Hugging Face folder, an in-tree model, a PEFT adapter), a checkpoint of a run, or a run
+folder: its export if there is one, else its newest complete checkpoint.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ class Restored:
     model: nn.Module
     tokenizer: Tokenizer
     max_seq: int
-    place: Path  # what was opened
+    place: Path  # the export or checkpoint that was loaded
 
 
 def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Restored:
-    """`strategy` is any: there is one rank. `tokenizer` replaces the one that the model came with."""
+    """Load a model. Any strategy will do, since there is one rank. `tokenizer` replaces that of the model."""
     place = find_restorable(path)
     init()
     if find(place) is not None:
@@ -56,12 +56,12 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
     if (place / ADAPTER_CONFIG).is_file():
         return _from_adapter(place, strategy, tokenizer)
     built, words = _build(Settings(model=str(place), tokenizer=tokenizer))
-    _compute_only(built, built.weights, strategy)
+    _shard_for_inference(built, built.weights, strategy)
     return Restored(built.model, words, built.max_seq, place)
 
 
 def find_restorable(path: Path) -> Path:
-    """The export or checkpoint that `path` stands for."""
+    """The export or checkpoint to load for `path`."""
     if not path.is_dir():
         raise ConfigurationError(f"{path}: there is no such folder")
     if find(path) is not None or (path / ADAPTER_CONFIG).is_file():
@@ -74,21 +74,21 @@ def find_restorable(path: Path) -> Path:
     newest = latest(path / CHECKPOINTS)
     if newest is None:
         raise ConfigurationError(
-            f"{path} is no export (no config.json of a model, no {ADAPTER_CONFIG}), no complete checkpoint, and no run "
-            "folder with one of them"
+            f"{path} is neither an export (config.json of a model, or {ADAPTER_CONFIG}), nor a complete checkpoint, "
+            "nor a run folder with one of them"
         )
     return newest
 
 
 def is_model(place: Path) -> bool:
-    """Whether it is a Hugging Face folder, or one of the same form."""
+    """True for a Hugging Face folder, or one in the same format."""
     return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_json(place / CONFIG)
 
 
 def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
-    """Of the run that a checkpoint lies in; else of the one that saved it, which its extra tells. None: nobody says."""
+    """The settings of the run that contains a checkpoint, else those saved in its `extra`; None: unknown."""
     config = place.resolve().parent.parent / CONFIG
-    is_in_run = config.is_file() and "model_type" not in read_json(config)  # that would be a model's
+    is_in_run = config.is_file() and "model_type" not in read_json(config)  # else it is a model's
     if not is_in_run and "configuration" not in extra:
         return None
     try:
@@ -102,11 +102,11 @@ def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> 
     settings = settings_of(place, open_checkpoint(place).index.extra)
     if settings is None:
         raise ConfigurationError(
-            f"{place}: nothing says which model it belongs to, neither a run's {CONFIG} around it nor the checkpoint: "
+            f"{place}: its model is unknown, there is neither a run's {CONFIG} nor a note in the checkpoint: "
             f"export it first (shardwise export {place} FOLDER --model FOLDER_OF_ITS_MODEL), and generate from that"
         )
     built, words = _build(dataclasses.replace(settings, tokenizer=tokenizer or settings.tokenizer))
-    # Masters must be what they were; what is computed in need not.
+    # The dtype of master weights must match the checkpoint; the compute dtype need not.
     pure = "pure-bf16"
     precision = pure if settings.precision == pure else _precision()
     shard(built.model, None, strategy, precision=precision, seed=settings.seed)
@@ -117,12 +117,12 @@ def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> 
 def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
     base, config = adapter_in(place)
     built, words = _build(Settings(model=base, tokenizer=tokenizer or adapter_tokenizer(place)), config)
-    _compute_only(built, weights_with_adapter(built, place), strategy)
+    _shard_for_inference(built, weights_with_adapter(built, place), strategy)
     return Restored(built.model, words, built.max_seq, place)
 
 
 def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
-    """The model that the adapters of a folder belong to, unless `base` says it, and peft's configuration of them."""
+    """The base model of an adapter (`base` if given), and peft's configuration."""
     about = read_json(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
@@ -140,21 +140,21 @@ def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
 
 
 def adapter_tokenizer(place: Path) -> str | None:
-    """The one that adapters were trained with, where their folder says it."""
+    """The tokenizer that adapters were trained with, if their folder says so."""
     return own_tokenizer(place, read_json(place / NOTE) if (place / NOTE).is_file() else {})
 
 
 def weights_with_adapter(built: Built, place: Path) -> LazyWeights:
-    """Those of the base, and the adapters of the folder."""
+    """The weights of the base model and of the adapter."""
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
-    # In files an adapter has no name; in a model it stands before the last word.
+    # In a model, names contain the name of the adapter; in files they do not.
     in_file = llama_name if built.kind == "in-tree" else str
     names = {in_file(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
     wrong = sorted(set(names) ^ set(stored.names))
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
     if not isinstance(built.weights, LazyWeights):
-        raise ConfigurationError(f"{place}: the weights of its base model are nowhere, they were drawn")
+        raise ConfigurationError(f"{place}: its base model has no weights")
     return built.weights.with_tensors({names[name]: stored.read(name) for name in stored.names})
 
 
@@ -164,8 +164,8 @@ def _build(settings: Settings, adapters: Any = None) -> tuple[Built, Tokenizer]:
     return build(settings, words.vocab_size, device(), adapters, facts), words
 
 
-def _compute_only(built: Built, weights: Any, strategy: Strategy) -> None:
-    """Nothing is trained, so there are no masters: weights rest as they lie in their files."""
+def _shard_for_inference(built: Built, weights: Any, strategy: Strategy) -> None:
+    """Shard for inference: without training there are no master weights, and weights keep their dtype."""
     built.model.requires_grad_(False)
     shard(built.model, None, strategy, precision=_precision(), seed=0)
     load_full_state_dict(built.model, weights)

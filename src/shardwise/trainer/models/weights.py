@@ -1,9 +1,9 @@
-"""Weights that lie in safetensors files, as a mapping that reads a tensor when it is asked for it.
+"""Weights in safetensors files, as a mapping that reads a tensor when it is used.
 
-Files are memory-mapped: what is asked for comes from the page cache, and nothing of a model is held here. Names in a
-Hugging Face folder need not be those of the model: a prefix may be missing, tied weights are there once, and some
-architectures store apart what they compute with as one (experts). transformers knows the rules; here they are
-followed for one tensor at a time.
+Files are memory-mapped: tensors come from the page cache, and none is held here. Names in a Hugging Face folder may
+differ from those of the model: a prefix may be missing, tied weights are stored once, and some architectures store
+separately what they compute with as one tensor (experts). The rules are those of transformers, applied to one tensor
+at a time.
 """
 
 import re
@@ -20,12 +20,12 @@ from ...base.errors import ConfigurationError
 from .facts import weight_files
 from .llama import in_tree_name
 
-# Tables and masks that old versions saved with the weights; models compute them.
+# Tables and masks that old versions saved with the weights, and that models compute now.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Tensors by name, each made anew whenever it is asked for."""
+    """Tensors by name, each read or converted again on every access."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._makers = dict(makers)
@@ -43,22 +43,22 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self._makers)
 
     def renamed(self, names: Mapping[str, str]) -> "LazyWeights":
-        """The same tensors; each is found under what `names` has for its name."""
+        """The same tensors under new names: `names` maps old to new."""
         return LazyWeights({names[name]: maker for name, maker in self._makers.items()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "LazyWeights":
-        return LazyWeights({**self._makers, **{name: partial(_same, tensor) for name, tensor in tensors.items()}})
+        return LazyWeights({**self._makers, **{name: partial(_identity, tensor) for name, tensor in tensors.items()}})
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 class StoredTensors:
-    """The tensors in some files: names and shapes from their headers, values when they are read."""
+    """The tensors of some files: names and shapes are read from headers, values on demand."""
 
     def __init__(self, files: list[Path]) -> None:
-        from safetensors import SafetensorError, safe_open  # here, because drawn weights need no library
+        from safetensors import SafetensorError, safe_open  # not needed for random weights
 
         self._files: dict[str, Any] = {}
         for path in files:
@@ -80,12 +80,20 @@ class StoredTensors:
         return tensor
 
     def float_dtype(self) -> torch.dtype:
-        """Of the first tensor of floats."""
+        """The dtype of the first floating-point tensor."""
         for name in self._files:
-            dtype = self.read(name).dtype  # a view of the mapped file: nothing is read
+            dtype = self.read(name).dtype  # a view of the mapped file, nothing is read
             if dtype.is_floating_point:
                 return dtype
         return torch.float32
+
+
+def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each tensor of the state dict, by id; tied tensors have several, always in the same order."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
@@ -97,7 +105,7 @@ def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
 
 
 def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
-    """The weights of a transformers model that is on the meta device, under its own names."""
+    """The weights of a transformers model on the meta device, under the model's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -107,8 +115,8 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    names: dict[str, str] = {}  # of the model's tensors, in the files
-    conversions: dict[str, _Conversion] = {}  # by the first of the tensors that they make
+    names: dict[str, str] = {}  # of the model's tensors to those in the files
+    conversions: dict[str, _Conversion] = {}  # by the first tensor that they produce
     unknown = []
     for name in sorted(stored.names, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
@@ -127,13 +135,13 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     for conversion in conversions.values():
         makers |= {target: partial(conversion.make, stored, target) for target in conversion.targets}
     _require_fit(model, stored, names, set(makers), unknown, folder)
-    # What the rules did is undone in an export, so that it has the names of the folder the model came from.
+    # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return LazyWeights(makers)
 
 
 class _Conversion:
-    """Tensors of a model that are made from several stored ones, or from a part of one, by a rule of transformers."""
+    """Tensors of a model that a rule of transformers makes from several stored ones, or from a part of one."""
 
     def __init__(self, rule: Any, first_target: str, model: Any) -> None:
         self.rule = rule
@@ -163,23 +171,21 @@ def _require_fit(
     unknown: list[str],
     folder: Path,
 ) -> None:
-    """Every tensor of the model is there, under one of its names, in its shape; and nothing else is.
+    """Raise ConfigurationError unless the files have every tensor of the model in its shape, and no other.
 
-    `names`: where the model's tensors lie as they are; `made`: those that are converted, too.
+    `names` are the stored names of tensors that are not converted; `made` are all that can be read.
     """
     expected = model.state_dict(keep_vars=True)
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in expected.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    missing = [tied[0] for tied in names_of.values() if not any(name in names or name in made for name in tied)]
+    tensors = names_by_tensor(model).values()
+    missing = [tied[0] for tied in tensors if not any(name in names or name in made for name in tied)]
     if missing:
         raise ConfigurationError(
-            f"model {str(folder)!r}: its files lack {len(missing)} of the model's {len(names_of)} tensors, "
+            f"model {str(folder)!r}: its files lack {len(missing)} of the model's {len(tensors)} tensors, "
             f"first {missing[0]!r}"
         )
     if unknown:
         raise ConfigurationError(
-            f"model {str(folder)!r}: its files hold {len(unknown)} tensors that a {type(model).__name__} has not, "
+            f"model {str(folder)!r}: {len(unknown)} tensors in its files are not in a {type(model).__name__}, "
             f"first {unknown[0]!r}"
         )
     for own, name in names.items():
