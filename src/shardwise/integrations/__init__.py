@@ -1,1 +1,1 @@
-"""Loops of other libraries on top of sharded models. Each module here needs the library of its name."""
+"""Sharded models in the training loops of other libraries. Each module needs the library of its name."""

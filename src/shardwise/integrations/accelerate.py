@@ -1,12 +1,12 @@
-"""Hugging Face's Accelerate: an `Accelerator` that takes the keywords of `sw.shard` beside its own.
+"""Hugging Face Accelerate: an `Accelerator` that also takes the keywords of `sw.shard`.
 
     from shardwise.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(strategy="zero3", gradient_accumulation_steps=2)
 
-A script changes its import, and nothing else. `prepare` shards a model and the optimizer that trains it, which come in
-one call; they stay the objects that Accelerate's own code expects, so data loaders, schedulers, metrics and trackers
-are Accelerate's. There is no autocast: a mixed precision becomes the `precision` of `sw.shard`.
+A script changes its import, and nothing else. `prepare` shards a model and its optimizer, which must be passed in one
+call; they stay the objects that Accelerate expects, so data loaders, schedulers, metrics and trackers are Accelerate's.
+There is no autocast: mixed_precision becomes the `precision` of `sw.shard`.
 """
 
 import inspect
@@ -32,11 +32,11 @@ from ..core.engine.guards import engine_of, find_engine
 from ..core.mesh import everyone, init
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from .arguments import refuse_keywords, refuse_surroundings
-from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_as_asked
+from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_for_script
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no annotations
-    """Steps and clears when Accelerate synchronises; knows of steps that were left out."""
+    """Steps when Accelerate synchronises gradients, and reports skipped steps."""
 
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.num_skipped_steps
@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Takes the keywords of `accelerate.Accelerator` and those of `sw.shard`."""
+        """Take the keywords of `accelerate.Accelerator` and those of `sw.shard`."""
         own = inspect.signature(accelerate.Accelerator)
         refuse_unknown("Accelerator", keywords, {*WORDS, *own.parameters})
         self._words = {word: keywords.pop(word) for word in sorted(WORDS & keywords.keys())}
@@ -62,23 +62,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         init(device=self.device, timeout_s=timeout)
         if everyone().num_ranks != self.num_processes:
             raise ConfigurationError(
-                f"{everyone().num_ranks} processes were started, and Accelerate sees {self.num_processes}: on CPUs say "
-                "cpu=True (use_cpu=True of TrainingArguments), or every process would train alone"
+                f"{everyone().num_ranks} processes were started, but Accelerate sees {self.num_processes}: on CPUs set "
+                "cpu=True (use_cpu=True of TrainingArguments), else every process would train alone"
             )
-        # The engine casts and scales.
+        # The engine does the casting and loss scaling.
         self.native_amp, self.scaler = False, None
 
     # preparing
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard each model with its optimizer; everything else is prepared by Accelerate."""
+        """Shard each model with its optimizer; Accelerate prepares everything else."""
         if device_placement is not None:
-            raise ConfigurationError("prepare(device_placement=...): a sharded model is on its device; leave it out")
+            raise ConfigurationError("prepare(device_placement=...): a sharded model is placed already; leave it out")
         for thing in objects:
             if isinstance(thing, (DummyOptim, DummyScheduler)):
                 raise ConfigurationError(
-                    f"prepare({type(thing).__name__}): that stands for what a DeepSpeed file describes; build a torch "
-                    "optimizer and scheduler"
+                    f"prepare({type(thing).__name__}): a placeholder for a DeepSpeed file; build a torch "
+                    "optimizer and scheduler instead"
                 )
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
@@ -101,13 +101,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> PreparedOptimizer | None:
         if optimizer is not None and getattr(optimizer, "train", None) is not None:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} changes the weights between train() and eval(), which a sharded model "
-                "does not follow: use an optimizer without a schedule of its own"
+                f"{type(optimizer).__name__} changes the weights between train() and eval(), which sharded models "
+                "do not support: use another optimizer"
             )
-        sharded = shard_as_asked(model, optimizer, self._words, self.state.mixed_precision)
+        sharded = shard_for_script(model, optimizer, self._words, self.state.mixed_precision)
         precision = engine_of(model).precision
         if precision.products != precision.master:
-            # As Accelerate does around its autocast, so that losses are not computed in 16 bits.
+            # As in Accelerate with autocast, so that losses are not computed in 16 bits.
             model.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
         vars(model)["_is_accelerate_prepared"] = True
         if sharded is None:
@@ -119,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """A model by itself: sharded without an optimizer, or whole on the device where it is only evaluated."""
+        """Prepare a model without an optimizer: sharded, or whole on the device in evaluation mode."""
         if not evaluation_mode and find_engine(model) is None:
             self._shard(model, None)
         found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -141,18 +141,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Over all shards; the norm before is the same on every rank."""
+        """Clip by the norm over all shards. Return the norm before clipping, the same on every rank."""
         return self._optimizer_of("clip_grad_norm_", parameters).clip_grad_norm(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         self._optimizer_of("clip_grad_value_", parameters).clip_grad_value(clip_value)
 
     def _optimizer_of(self, verb: str, parameters: Tensor | Iterable[Tensor]) -> ShardedOptimizer:
-        """Of the model that has these parameters, all of them."""
+        """The optimizer of the model with exactly these parameters."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not self.sync_gradients:
             raise StateError(
-                f"{verb} before the last micro-batch, whose gradients are not summed yet: write "
+                f"{verb} before the last micro-batch, when gradients are not reduced yet: write "
                 "`if accelerator.sync_gradients:` above it"
             )
         for model, optimizer in self._sharded():
@@ -160,20 +160,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             if optimizer is not None and trained == {param for param in given if param.requires_grad}:
                 return optimizer
         raise ConfigurationError(
-            f"{verb} of {len(given)} parameters that are not those of one prepared model: give it "
-            "model.parameters() of what `prepare` gave back"
+            f"{verb} of {len(given)} parameters that are not those of one prepared model: pass "
+            "model.parameters() of the model that `prepare` returned"
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         raise ConfigurationError(
             "join_uneven_inputs: every rank must run every batch of a sharded model; leave it out, even_batches=True "
-            "(the default) gives all ranks as many"
+            "(the default) gives all ranks the same number"
         )
 
     # the state
 
     def _sharded(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """Prepared models that are sharded, each with its optimizer."""
+        """Sharded models, each with its optimizer."""
         optimizers = [prepared.optimizer for prepared in self._optimizers]
         models = [(model, find_engine(model)) for model in self._models]
         return [
@@ -183,14 +183,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         ]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors on the first rank's host; every rank calls it, and the others get an empty dict."""
+        """Whole tensors on the host of the first rank. Every rank must call it; the others get an empty dict."""
         if find_engine(model) is None:
             found: dict[str, Any] = super().get_state_dict(model, unwrap)
             return found
         return full_state_dict(model, rank0_only=True)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Accelerate's own folder, with a checkpoint of each sharded model in it: any strategy and world goes on."""
+        """Write Accelerate's folder, with a checkpoint of each sharded model, which any strategy and world can load."""
         with self._without_sharded() as sharded:
             place = super().save_state(output_dir, safe_serialization, **options)
         for number, (model, optimizer) in enumerate(sharded):
@@ -198,7 +198,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return place
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """What `save_state` wrote, or a folder of Accelerate's own with one model and optimizer."""
+        """Load a folder written by `save_state`, or one of Accelerate itself with one model and optimizer."""
         places: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, place: places.append(place))
         try:
@@ -208,12 +208,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             hook.remove()
         for number, (model, optimizer) in enumerate(sharded):
             own = _folder(places[0], number)
-            is_ours = any(own.parent.glob(f"{own.name}*"))  # one that was interrupted may have another name
+            is_ours = any(own.parent.glob(f"{own.name}*"))  # an interrupted save may have another name
             load(own if number or is_ours else places[0], model, optimizer)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, ShardedOptimizer | None]]]:
-        """Accelerate's code sees what it can save itself."""
+        """Hide sharded models and all optimizers from Accelerate, which cannot save them."""
         sharded = self._sharded()
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if find_engine(model) is None]

@@ -1,6 +1,7 @@
-"""What of Accelerate's keywords and of the Trainer's arguments asks for another engine, or for what is not here.
+"""Checks of Accelerate's keywords and the Trainer's arguments.
 
-Each is refused in a sentence that says what to write instead; hints for DistributedDataParallel are told to be idle.
+Options that choose another engine, or that are not supported, are refused with a sentence that names the replacement.
+Options of DistributedDataParallel have no effect, and are reported.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from accelerate.utils import (
 
 from ..base.errors import ConfigurationError
 
-# What Accelerate calls a process alone, and processes that each have a device of their own.
+# Accelerate's names for one process, and for processes with one device each.
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
-# Keywords of Accelerate's that choose another engine, and what to write instead.
+# Keywords of Accelerate that choose another engine, and their replacement.
 _OTHER_ENGINES = {
     "deepspeed_plugin": "**sw.from_deepspeed(FILE).words",
     "deepspeed_plugins": "**sw.from_deepspeed(FILE).words",
@@ -29,7 +30,7 @@ _OTHER_ENGINES = {
     "parallelism_config": "strategy='hsdp' and node_size= for dp_shard_size; other parallelisms are not here",
 }
 
-# An argument, when it is in the way, and what to write instead. Arguments that only TRL has are found as well.
+# An argument of the Trainer or of TRL, when to refuse it, and its replacement.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("deepspeed", bool, "chooses another engine: leave it out, and write sharded(Trainer, "
      "**sw.from_deepspeed({value!r}).words); learning rate, schedule and clipping of the file go into the arguments"),
@@ -59,48 +60,47 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buf
 
 
 def refuse_keywords(keywords: dict[str, Any]) -> None:
-    """Of an Accelerator."""
+    """Check the keywords of an Accelerator."""
     for name, instead in _OTHER_ENGINES.items():
         if keywords.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...) chooses another engine: write {instead}")
     if str(keywords.get("mixed_precision")) == "fp8":
         raise ConfigurationError(
             "mixed_precision='fp8': matrices are not multiplied in fp8 here; use 'bf16', and strategy="
-            "'zero3+params_as=fp8' for parameters that travel in fp8"
+            "'zero3+params_as=fp8' for parameters that are sent in fp8"
         )
     for handler in keywords.get("kwargs_handlers") or ():
         if isinstance(handler, (AutocastKwargs, GradScalerKwargs)) or "RecipeKwargs" in type(handler).__name__:
             raise ConfigurationError(
-                f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself; say precision= "
+                f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself; set precision= "
                 "(a name, or a sw.Precision) instead"
             )
         if isinstance(handler, DistributedDataParallelKwargs):
             hook = str(handler.comm_hook).rpartition(".")[2].lower()
             if hook != "no":
                 raise ConfigurationError(
-                    f"comm_hook={hook!r}: gradients travel as strategy='...+grads_as=bf16' says (or fp16, int8, int4); "
-                    "leave it out"
+                    f"comm_hook={hook!r}: use strategy='...+grads_as=bf16' (or fp16, int8, int4) instead; leave it out"
                 )
 
 
 def refuse_surroundings(kind: DistributedType, dynamo: Any) -> None:
-    """What `accelerate launch` has said, or an earlier Accelerator."""
+    """Check the state set by `accelerate launch` or an earlier Accelerator."""
     if kind not in _KINDS:
         raise ConfigurationError(
             f"Accelerate was set up for {kind.value}: start with torchrun, or with a configuration whose "
-            f"distributed_type is MULTI_GPU, and say what {kind.value} did as strategy=... or "
+            f"distributed_type is MULTI_GPU, and express what {kind.value} did as strategy=... or "
             "**sw.from_accelerate(FILE).words"
         )
     if dynamo.backend != DynamoBackend.NO:
         raise ConfigurationError(
             f"torch.compile of the whole model (dynamo backend {dynamo.backend.value}, or "
-            "torch_compile=True): gathers lie inside it; compile its blocks, as in `for layer in "
+            "torch_compile=True): it would contain the gathers; compile its blocks, as in `for layer in "
             "model.model.layers: layer.compile()`, and leave it out"
         )
 
 
 def refuse_arguments(args: Any) -> None:
-    """Of a Trainer."""
+    """Check the arguments of a Trainer."""
     for name, is_in_the_way, reason in _REFUSED:
         value = getattr(args, name, None)
         if value is not None and is_in_the_way(value):
@@ -108,5 +108,5 @@ def refuse_arguments(args: Any) -> None:
 
 
 def without_effect(args: Any) -> list[str]:
-    """Arguments that were given and change nothing here."""
+    """Arguments that were given but have no effect here."""
     return [f"{name}={getattr(args, name)}" for name in _OF_DDP if getattr(args, name) is not None]

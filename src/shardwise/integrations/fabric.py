@@ -5,8 +5,8 @@
     fabric = Fabric(strategy=ShardwiseStrategy(strategy="zero3", precision="bf16"), devices=8)
     model, optimizer = fabric.setup(model, optimizer)
 
-Launching, the process group and collectives of the user's are Fabric's own, as for its DistributedDataParallel.
-`fabric.save` and `fabric.load` write and read a checkpoint of `sw.save`: any strategy and world goes on from it.
+Launching, the process group and the user's collectives are Fabric's, as with its DDP strategy. `fabric.save` and
+`fabric.load` use checkpoints of `sw.save`, which any strategy and world can load.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..core.engine.full_weights import full_state_dict, load_full_state_dict
 from ..core.mesh import init
-from .prepare import refuse_unknown, shard_as_asked
+from .prepare import refuse_unknown, shard_for_script
 
 
 class ShardwiseStrategy(DDPStrategy):
     def __init__(self, **words: Any) -> None:
-        """Takes the keywords of `sw.shard`. `precision` is the model's own unless it is given."""
+        """Take the keywords of `sw.shard`. The default `precision` is the model's."""
         refuse_unknown("ShardwiseStrategy", words)
         super().__init__()
         self._words = words
@@ -50,19 +50,19 @@ class ShardwiseStrategy(DDPStrategy):
     # setting up
 
     def module_to_device(self, module: nn.Module) -> None:
-        """It goes there in shards: whole it may not fit."""
+        """Do nothing: the model moves in shards, since whole it may not fit."""
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> Any:
         if len(optimizers) != 1:
             raise ConfigurationError(
-                f"fabric.setup with {len(optimizers)} optimizers: a model has one; give it all groups of parameters"
+                f"fabric.setup with {len(optimizers)} optimizers: a model has one; pass all parameter groups to it"
             )
-        return module, [shard_as_asked(module, optimizers[0], self._words, "no")], scheduler
+        return module, [shard_for_script(module, optimizers[0], self._words, "no")], scheduler
 
     def setup_module(self, module: nn.Module) -> Any:
-        shard_as_asked(module, None, self._words, "no")
+        shard_for_script(module, None, self._words, "no")
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -97,10 +97,10 @@ class ShardwiseStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002
     ) -> None:
-        """The model, its optimizer, and beside them what JSON can hold, also as state dicts of what has them."""
+        """Save the model, its optimizer, and other values as JSON; stateful objects by their state dict."""
         if storage_options is not None or filter:
             raise ConfigurationError(
-                "fabric.save(storage_options=, filter=): checkpoints are whole folders; leave them"
+                "fabric.save(storage_options=, filter=): checkpoints are whole folders; leave these out"
             )
         model, optimizer, others = _parts(state)
         extra = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in others.items()}
@@ -113,7 +113,7 @@ class ShardwiseStrategy(DDPStrategy):
         extra = load(path, model, optimizer)
         missing = sorted(others.keys() - extra.keys())
         if missing and strict:
-            raise ConfigurationError(f"fabric.load: {path} has no {missing[0]!r}; leave it out, or say strict=False")
+            raise ConfigurationError(f"fabric.load: {path} has no {missing[0]!r}; leave it out, or set strict=False")
         for key in others.keys() & extra.keys():
             if isinstance(others[key], _Stateful):
                 others[key].load_state_dict(extra.pop(key))
@@ -132,8 +132,8 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer |
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigurationError(
-            f"a state of {len(models)} models and {len(optimizers)} optimizers: a checkpoint is of one model and its "
-            "optimizer; write one for each"
+            f"a state of {len(models)} models and {len(optimizers)} optimizers: a checkpoint has one model and its "
+            "optimizer; save one for each model"
         )
     kinds = (nn.Module, torch.optim.Optimizer)
     others = {key: value for key, value in state.items() if not isinstance(value, kinds)}

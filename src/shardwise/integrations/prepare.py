@@ -1,7 +1,7 @@
-"""From a model as a script of another library has it to what `sw.shard` takes.
+"""Calling `sw.shard` for a model in a script of another library.
 
-Such scripts say their precision in words of their own, may give every rank other weights to begin with (torch's
-DistributedDataParallel sends the first rank's to all), and may have replaced a model's forward.
+Such scripts name precisions differently, may initialise every rank with other weights (DistributedDataParallel
+broadcasts those of the first rank), and may have replaced a model's forward.
 """
 
 import inspect
@@ -22,39 +22,39 @@ from ..core.wire.collectives import broadcast_from_first, exchange
 # Keywords of `sw.shard`.
 WORDS = frozenset(inspect.signature(shard).parameters) - {"model", "optimizer"}
 
-# What computes as it is stored: the precision that trains such parameters without any mixture.
+# The precision that trains parameters of a dtype without mixed precision.
 _UNMIXED = {torch.float32: "fp32", torch.bfloat16: "pure-bf16"}
 
 
 def refuse_unknown(where: str, words: Iterable[str], known: Iterable[str] = WORDS) -> None:
-    """Keywords that nobody would read."""
+    """Raise ConfigurationError for an unknown keyword."""
     for word in sorted(set(words) - set(known)):
         raise ConfigurationError(f"{where}: unknown keyword {word!r}; {did_you_mean(word, known)}")
 
 
 def refuse_contradiction(words: Mapping[str, Any], mixed_precision: str) -> None:
-    """A precision that is said twice must be the same one."""
-    asked = words.get("precision")
-    if asked is None or mixed_precision == "no":
+    """Raise ConfigurationError if `precision` and `mixed_precision` disagree."""
+    precision = words.get("precision")
+    if precision is None or mixed_precision == "no":
         return
-    if precision_of(asked, None).products != DTYPES[mixed_precision]:
+    if precision_of(precision, None).products != DTYPES[mixed_precision]:
         raise ConfigurationError(
-            f"precision={asked!r} and mixed_precision={mixed_precision!r} (bf16= or fp16= of TrainingArguments, or "
+            f"precision={precision!r} and mixed_precision={mixed_precision!r} (bf16= or fp16= of TrainingArguments, or "
             "`accelerate launch`) contradict each other: leave one of them out"
         )
 
 
-def shard_as_asked(
+def shard_for_script(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, words: Mapping[str, Any], mixed_precision: str
 ) -> Any:
-    """Shard a model that a script prepares, in place; gives back the sharded optimizer."""
+    """Shard a model in place. Return the sharded optimizer."""
     _share_first_weights(model)
-    said = {word: value for word, value in words.items() if value is not None}
-    found = {"precision": _precision(model, mixed_precision), "units": _units(model), **said}
+    given = {word: value for word, value in words.items() if value is not None}
+    found = {"precision": _precision(model, mixed_precision), "units": _units(model), **given}
     if found["precision"] is None:
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _dtypes(model)))
         raise ConfigurationError(
-            f"this {type(model).__name__} has parameters in {kinds}, and no mixed precision was asked for: say "
+            f"this {type(model).__name__} has parameters in {kinds}, but no mixed precision was given: set "
             "precision='bf16' (fp32 masters), 'fp32' or 'pure-bf16'"
         )
     return shard(model, optimizer, **found)[1]
@@ -72,8 +72,11 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def _units(model: nn.Module) -> Any:
-    """A forward that was put in the place of a model's own (TRL's fused head, Liger's kernels) may read the weights of
-    the output layer without calling it. Then only blocks are units, and the rest is there throughout the forward."""
+    """The `units` argument: only blocks if a forward was replaced, else "auto".
+
+    A replaced forward (TRL's fused head, Liger's kernels) may read the weights of the output layer without calling it.
+    With blocks as the only units, all other weights are available throughout the forward.
+    """
     blocks = find_blocks(model)
     if not blocks or not any("forward" in vars(module) for module in model.modules()):
         return "auto"
@@ -81,16 +84,16 @@ def _units(model: nn.Module) -> Any:
 
 
 def _share_first_weights(model: nn.Module) -> None:
-    """The first rank's parameters and buffers on every rank, where they differ: adapters are drawn at random."""
+    """Broadcast the first rank's parameters and buffers where ranks differ: adapters are initialised at random."""
     world = everyone()
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = exchange(world, {name: (tuple(value.shape), str(value.dtype)) for name, value in tensors.items()})
     if any(other != shapes[0] for other in shapes):
-        return  # not the same model, which `shard` will say
+        return  # different models, which `shard` reports
     sums = exchange(world, {name: checksum(value) for name, value in tensors.items()})
     for name, value in tensors.items():
         if any(other[name] != sums[0][name] for other in sums) and not value.is_meta:
-            travelling = value.detach().to(device(), copy=True).contiguous()
-            broadcast_from_first(world, travelling)
+            buffer = value.detach().to(device(), copy=True).contiguous()
+            broadcast_from_first(world, buffer)
             with torch.no_grad():
-                value.copy_(travelling)
+                value.copy_(buffer)

@@ -1,12 +1,12 @@
-"""Hugging Face's Trainer, and everything that is made of it (TRL's SFTTrainer, ...), under any strategy.
+"""The Hugging Face Trainer and its subclasses (TRL's SFTTrainer, ...), with any strategy.
 
     from shardwise.integrations.transformers import sharded
 
     trainer = sharded(SFTTrainer, strategy="zero3")(model=model, args=args, train_dataset=dataset)
 
-What comes back is a subclass whose accelerator is ours. The loop, its logs, schedules, callbacks and evaluation stay
-the Trainer's. A checkpoint is the Trainer's folder with one of `sw.save` in it, so that it goes on under another
-strategy and with other ranks; `save_model` writes what `from_pretrained` opens.
+`sharded` returns a subclass with our Accelerator. The loop, logs, schedules, callbacks and evaluation stay the
+Trainer's. A checkpoint is the Trainer's folder with a checkpoint of `sw.save` in it, so that another strategy and
+another number of ranks can resume; `save_model` writes a folder for `from_pretrained`.
 """
 
 import functools
@@ -35,9 +35,9 @@ logger = logging.getLogger("shardwise")
 
 
 def sharded(trainer: type[Trainer], /, **words: Any) -> type[Any]:
-    """A Trainer class that shards its model and optimizer as `sw.shard(model, optimizer, **words)` would.
+    """A subclass of a Trainer that shards its model and optimizer with `sw.shard(model, optimizer, **words)`.
 
-    `precision` may be left out: it is what bf16= and fp16= of the arguments say, else the model's own.
+    The default `precision` comes from bf16= and fp16= of the arguments, else from the model.
     """
     refuse_unknown(f"sharded({trainer.__name__}, ...)", words)
     return type(f"Sharded{trainer.__name__}", (_ShardedTrainer, trainer), {"_words": words})
@@ -45,7 +45,7 @@ def sharded(trainer: type[Trainer], /, **words: Any) -> type[Any]:
 
 class _ShardedTrainer(Trainer):
     _words: dict[str, Any]
-    # Each may be None before the Trainer is complete, which it is when these methods run.
+    # Declared without None: the Trainer is complete when these methods run.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -66,17 +66,17 @@ class _ShardedTrainer(Trainer):
         )
         idle = without_effect(self.args)
         if idle and is_first():
-            logger.warning("%s: for DistributedDataParallel, without effect here", ", ".join(idle))
+            logger.warning("%s: for DistributedDataParallel, no effect here", ", ".join(idle))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It goes there in shards: whole it may not fit."""
+        """Do nothing: the model moves in shards, since whole it may not fit."""
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if find_engine(self.model) is None:
-            _keep_what_shards_do_not_tell(self.model)
+            _keep_model_methods(self.model)
             place = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
             if place is not None and _sharded_in(place) is None and (place / OPTIMIZER_NAME).is_file():
-                # Of a Trainer that did not shard: it is cut with the optimizer.
+                # Written by an unsharded Trainer: load it before the optimizer is sharded.
                 state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
                 self.create_optimizer().load_state_dict(state)
         return super()._prepare_for_training(  # type: ignore[no-untyped-call]
@@ -84,15 +84,15 @@ class _ShardedTrainer(Trainer):
         )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Asked for in every step. With early updates there is none: weights are updated before all gradients are."""
+        """Called in every step. With early updates there is no norm: weights are updated before all gradients exist."""
         if grad_norm is None and self._words.get("early_update"):
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
-    # saving and going on
+    # saving and resuming
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A whole Hugging Face folder, or the adapter of a PEFT model; every rank calls it, the first one writes."""
+        """Write a Hugging Face folder, or the adapter of a PEFT model. Every rank calls it, the first one writes."""
         if find_engine(self.model) is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -108,7 +108,7 @@ class _ShardedTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Whole weights, into a model that is not sharded yet; others are loaded when it is."""
+        """Load whole weights before the model is sharded. Sharded checkpoints are loaded afterwards."""
         if _sharded_in(Path(resume_from_checkpoint)) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -121,7 +121,7 @@ class _ShardedTrainer(Trainer):
             load(source, self.model, self.optimizer.optimizer, keep_groups=source == place)
         if (place / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER_NAME, weights_only=True))
-            # A new schedule has set the first learning rates of its own.
+            # The new scheduler has set its own initial learning rates.
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
@@ -131,15 +131,15 @@ class _ShardedTrainer(Trainer):
 
 
 def _sharded_in(place: Path) -> Path | None:
-    """What a sharded model is loaded from: our part of a Trainer's checkpoint, or all of DeepSpeed's or FSDP's."""
+    """The sharded checkpoint in a Trainer's folder: our part of it, or all of a DeepSpeed or FSDP checkpoint."""
     if (place / INSIDE).is_dir():
         return place / INSIDE
     marks = (deepspeed.LATEST, dcp.MODEL_PART)
     return place if any((place / mark).exists() for mark in marks) else None
 
 
-def _keep_what_shards_do_not_tell(model: nn.Module) -> None:
-    """How many parameters there are, and that all ranks generate as long as one of them does."""
+def _keep_model_methods(model: nn.Module) -> None:
+    """Keep the count of parameters, and make all ranks generate as long as one of them does."""
     module: Any
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
