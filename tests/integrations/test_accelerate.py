@@ -297,7 +297,7 @@ def two_dtypes() -> None:
             alone_on_cpu, "say cpu=True", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="each has a GPU")
         ),
         (clip_too_early, "if accelerator.sync_gradients:"),
-        (clip_others, "model.parameters() of what `prepare` gave back"),
+        (clip_others, "model.parameters() of the model that `prepare` returned"),
         (optimizer_later, "model, optimizer = accelerator.prepare(model, optimizer)"),
         (two_dtypes, "parameters in bfloat16, float32"),
     ],

@@ -85,7 +85,7 @@ def test_hints_for_ddp_are_told_to_have_no_effect(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         new_trainer(tmp_path, {}, ddp_find_unused_parameters=False)
     assert [record.getMessage() for record in caplog.records if record.name == "shardwise"] == [
-        "ddp_find_unused_parameters=False: for DistributedDataParallel, without effect here"
+        "ddp_find_unused_parameters=False: for DistributedDataParallel, no effect here"
     ]
 
 
