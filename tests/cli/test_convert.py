@@ -99,4 +99,4 @@ def test_what_was_written_before_is_replaced_if_asked_for(ask: Asker, place: Pat
 
 
 def test_what_dcp_cannot_hold_is_said(ask: Asker, place: Path, tmp_path: Path) -> None:
-    assert "torch DCP has no place for step" in ask("convert", place, tmp_path / "dcp", "--to", "dcp").out
+    assert "torch DCP cannot store step" in ask("convert", place, tmp_path / "dcp", "--to", "dcp").out

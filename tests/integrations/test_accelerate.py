@@ -294,7 +294,7 @@ def two_dtypes() -> None:
     ("script", "reason"),
     [
         pytest.param(
-            alone_on_cpu, "say cpu=True", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="each has a GPU")
+            alone_on_cpu, "cpu=True", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="each has a GPU")
         ),
         (clip_too_early, "if accelerator.sync_gradients:"),
         (clip_others, "model.parameters() of the model that `prepare` returned"),
