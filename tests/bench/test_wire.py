@@ -41,7 +41,10 @@ def test_strategies_are_names_and_mixes() -> None:
         ("", "empty; name at least one"),
         ("zero3+grads_as=int9", "unknown kind 'int9'"),
         ("zero3@early", "'zero3@early' has an @ modifier"),
-        ('{"*":{"params":"world","grads":"world","optimizer":"world","gathered_until":"forward"}}', "use a name, as in"),
+        (
+            '{"*":{"params":"world","grads":"world","optimizer":"world","gathered_until":"forward"}}',
+            "use a name, as in",
+        ),
     ],
 )
 def test_strategies_that_cannot_be(text: str, message: str) -> None:
