@@ -4,8 +4,15 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench.case import case_from_json
-from shardwise.bench.deepspeed_config import DeepSpeed, read_deepspeed
-from shardwise.bench.names import label, needs_disk, peers_in, read_strategy, strategies_in
+from shardwise.bench.names import (
+    DeepSpeed,
+    label,
+    needs_disk,
+    peers_in,
+    read_deepspeed,
+    read_strategy,
+    strategies_in,
+)
 from shardwise.core.layout import PRESETS, Layout
 from tests.bench.cases import smoke
 

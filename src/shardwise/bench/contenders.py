@@ -10,7 +10,7 @@
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
     ddp             DistributedDataParallel, gradients as views of its buckets
     deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication, with offload or ZeRO++ where the
-                    name says so: see `deepspeed_config`
+                    name says so: see `names`
     plain           one process, nothing sharded
     compute         floor: forward and backward of the whole model in the compute dtype, nothing else
     compute+update  floor: the same, and AdamW on one rank's part of the parameters
@@ -40,7 +40,7 @@ import shardwise as sw
 
 from ..base.errors import ConfigurationError
 from .case import Case
-from .deepspeed_config import config_of, read_deepspeed
+from .deepspeed_config import config_of
 from .model import (
     COMPUTE,
     DTYPES,
@@ -56,7 +56,7 @@ from .model import (
     step_of,
     torch_clipping,
 )
-from .names import HSDP, OFFLOADED_FSDP2, is_auto, needs_disk, read_strategy
+from .names import HSDP, OFFLOADED_FSDP2, is_auto, needs_disk, read_deepspeed, read_strategy
 
 _HOST_UPDATES = "shardwise::host update"  # the profiler ranges in which our engine updates weights on the host
 # The range that torch puts around the step of any optimizer. Offloaded weights are updated on the host there.

@@ -1,36 +1,17 @@
-"""The DeepSpeed peer: the names it is requested by, and the configuration that DeepSpeed reads. No torch.
+"""The configuration of the DeepSpeed peer. No torch.
 
 Buffer sizes are those of its documentation, and for SuperOffload those of its examples. With an offloaded optimizer,
 DeepSpeed must build the optimizer itself (`DeepSpeedCPUAdam`): it refuses other optimizers there.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..base.errors import ConfigurationError, did_you_mean
+from .case import Case
+from .names import NVME, DeepSpeed
 
-if TYPE_CHECKING:
-    from .case import Case
-
-DEEPSPEED = "deepspeed"
-NVME = "nvme"
 # The same hyper-parameters for every contender.
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
-# Kinds of offload, and the ZeRO stages that support each.
-OFFLOADS: dict[str, tuple[int, ...]] = {
-    "offload": (1, 2, 3),  # the optimizer to host memory; at stage 3 parameters too
-    "offload_optimizer": (3,),  # the optimizer alone
-    "super_offload": (3,),  # the same, updated by a separate process
-    NVME: (3,),  # optimizer and parameters to disk
-}
-# ZeRO++, whole or in parts. DeepSpeed supports it at stage 3, and silently ignores it below.
-ZEROPP: dict[str, tuple[str, ...]] = {
-    "hpz": ("hpz",),  # a second copy of the parameters, sharded within the node
-    "qwz": ("qwz",),  # parameters are sent as int8
-    "qgz": ("qgz",),  # gradients are sent as int4
-    "zeropp": ("hpz", "qwz", "qgz"),
-}
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 32,
@@ -40,47 +21,7 @@ _AIO = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeed:
-    """The parsed form of `deepspeed:3+offload:0.6`."""
-
-    stage: int
-    offload: str = ""  # a key of `OFFLOADS`
-    ratio: float = 1.0  # the part of the optimizer that is offloaded
-    parts: tuple[str, ...] = ()  # of ZeRO++
-
-
-def read_deepspeed(argument: str) -> DeepSpeed:
-    """Parse what follows `deepspeed:` in a contender's name."""
-    name = f"'{DEEPSPEED}:{argument}'"
-    stage, plus, words = argument.partition("+")
-    if stage not in ("0", "1", "2", "3"):
-        raise ConfigurationError(f"--peers: {name}; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3")
-    if not plus:
-        return DeepSpeed(int(stage))
-    word, colon, part = words.partition(":")
-    known = OFFLOADS | dict.fromkeys(ZEROPP, (3,))
-    if word not in known:
-        raise ConfigurationError(f"--peers: {name}: unknown option {word!r}; {did_you_mean(word, known)}")
-    if int(stage) not in known[word]:
-        stages = " or ".join(map(str, known[word]))
-        raise ConfigurationError(f"--peers: {name}; DeepSpeed has {word!r} at stage {stages} only")
-    if not colon:
-        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
-    if stage != "3" or word == NVME or word in ZEROPP:
-        raise ConfigurationError(
-            f"--peers: {name}; DeepSpeed offloads a part of the optimizer to the host only, at stage 3"
-        )
-    try:
-        ratio = float(part)
-    except ValueError:
-        ratio = -1.0
-    if not 0 < ratio <= 1:
-        raise ConfigurationError(f"--peers: {name}; {part!r} is not a part of the optimizer: write 0.6")
-    return DeepSpeed(int(stage), word, ratio)
-
-
-def config_of(case: "Case", request: DeepSpeed) -> dict[str, Any]:
+def config_of(case: Case, request: DeepSpeed) -> dict[str, Any]:
     """The configuration for `deepspeed.initialize`."""
     hpz_qwz_qgz: dict[str, dict[str, Any]] = {
         "hpz": {"zero_hpz_partition_size": case.node_size},

@@ -3,25 +3,82 @@
 A name is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
 `shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it: `@early`
 for early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device
-and never exists whole: `zero3@early@capture`. For the argument of `deepspeed` see `deepspeed_config`.
+and never exists whole: `zero3@early@capture`. The argument of `deepspeed` is a
+stage and an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the optimizer, `3+hpz`.
 """
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import AUTO, MOST_SPLIT, Layout, layout_of
-from .deepspeed_config import DEEPSPEED, NVME, read_deepspeed
 
 OURS = "shardwise"
 OFFLOADED_FSDP2 = "fsdp2+offload"
 HSDP = "hsdp"
+DEEPSPEED = "deepspeed"
+NVME = "nvme"
 PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
 FLOORS = ("compute", "compute+update")
 SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
 MODIFIERS = ("early", "capture", "meta")
+
+# Kinds of offload, and the ZeRO stages that support each.
+OFFLOADS: dict[str, tuple[int, ...]] = {
+    "offload": (1, 2, 3),  # the optimizer to host memory; at stage 3 parameters too
+    "offload_optimizer": (3,),  # the optimizer alone
+    "super_offload": (3,),  # the same, updated by a separate process
+    NVME: (3,),  # optimizer and parameters to disk
+}
+# ZeRO++, whole or in parts. DeepSpeed supports it at stage 3, and silently ignores it below.
+ZEROPP: dict[str, tuple[str, ...]] = {
+    "hpz": ("hpz",),  # a second copy of the parameters, sharded within the node
+    "qwz": ("qwz",),  # parameters are sent as int8
+    "qgz": ("qgz",),  # gradients are sent as int4
+    "zeropp": ("hpz", "qwz", "qgz"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeed:
+    """The parsed form of `deepspeed:3+offload:0.6`."""
+
+    stage: int
+    offload: str = ""  # a key of `OFFLOADS`
+    ratio: float = 1.0  # the part of the optimizer that is offloaded
+    parts: tuple[str, ...] = ()  # of ZeRO++
+
+
+def read_deepspeed(argument: str) -> DeepSpeed:
+    """Parse what follows `deepspeed:` in a contender's name."""
+    name = f"'{DEEPSPEED}:{argument}'"
+    stage, plus, words = argument.partition("+")
+    if stage not in ("0", "1", "2", "3"):
+        raise ConfigurationError(f"--peers: {name}; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3")
+    if not plus:
+        return DeepSpeed(int(stage))
+    word, colon, part = words.partition(":")
+    known = OFFLOADS | dict.fromkeys(ZEROPP, (3,))
+    if word not in known:
+        raise ConfigurationError(f"--peers: {name}: unknown option {word!r}; {did_you_mean(word, known)}")
+    if int(stage) not in known[word]:
+        stages = " or ".join(map(str, known[word]))
+        raise ConfigurationError(f"--peers: {name}; DeepSpeed has {word!r} at stage {stages} only")
+    if not colon:
+        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
+    if stage != "3" or word == NVME or word in ZEROPP:
+        raise ConfigurationError(
+            f"--peers: {name}; DeepSpeed offloads a part of the optimizer to the host only, at stage 3"
+        )
+    try:
+        ratio = float(part)
+    except ValueError:
+        ratio = -1.0
+    if not 0 < ratio <= 1:
+        raise ConfigurationError(f"--peers: {name}; {part!r} is not a part of the optimizer: write 0.6")
+    return DeepSpeed(int(stage), word, ratio)
 
 
 def strategies_in(text: str) -> list[str]:
