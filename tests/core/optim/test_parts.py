@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.base.errors import ConfigurationError, StateError
-from shardwise.core.optim import sharded_optimizer as sharded
+from shardwise.core.optim import groups
 from tests.harness import Pool
 from tests.support.strategies import SOME, STRATEGIES, slow_but
 from tests.support.training import Outcome, train_sharded
@@ -17,12 +17,12 @@ NUM_STEPS = 5
 
 
 def train_in_parts(part_elems: int, strategy: Any, **options: Any) -> Outcome:
-    before = sharded.PART_ELEMS
-    sharded.PART_ELEMS = part_elems
+    before = groups.PART_ELEMS
+    groups.PART_ELEMS = part_elems
     try:
         return train_sharded("in-tree tied", strategy, num_steps=NUM_STEPS, clip=None, precision="fp32", **options)
     finally:
-        sharded.PART_ELEMS = before
+        groups.PART_ELEMS = before
 
 
 @pytest.mark.quick("zero2_offload")
@@ -53,7 +53,7 @@ class Gated(nn.Module):
 
 def train_gated(early: bool) -> dict[str, torch.Tensor]:
     sw.init()
-    sharded.PART_ELEMS, before = 1, sharded.PART_ELEMS
+    groups.PART_ELEMS, before = 1, groups.PART_ELEMS
     torch.manual_seed(0)
     model = Gated()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -63,7 +63,7 @@ def train_gated(early: bool) -> dict[str, torch.Tensor]:
         model(torch.full((2, 8), 1.0 + rank), skip=step == 2 or (step == 1 and rank == 0)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    sharded.PART_ELEMS = before
+    groups.PART_ELEMS = before
     return sw.full_state_dict(model)
 
 
@@ -75,7 +75,7 @@ def test_what_a_rank_left_out_waits_for_the_other_ranks(run_ranks: Pool) -> None
 def count_hooks() -> int:
     """A hook that expects to run once a step does."""
     sw.init()
-    sharded.PART_ELEMS, before = 1, sharded.PART_ELEMS
+    groups.PART_ELEMS, before = 1, groups.PART_ELEMS
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model, optimizer = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero2", units=["Linear"])
     calls: list[int] = []
@@ -84,7 +84,7 @@ def count_hooks() -> int:
             optimizer.register_step_post_hook(lambda *_: calls.append(1))
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    sharded.PART_ELEMS = before
+    groups.PART_ELEMS = before
     return len(calls)
 
 
