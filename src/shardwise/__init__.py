@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .checkpoint.loading import load
     from .checkpoint.saving import save, start_save
     from .core.engine.buffers import sync_buffers
-    from .core.engine.capture import capture
+    from .core.engine.cuda_graph import capture
     from .core.engine.full_gradients import grad_norms
     from .core.engine.full_weights import full_state_dict, load_full_state_dict, whole
     from .core.engine.hooks import register_forward
@@ -77,7 +77,7 @@ _HOMES = {
     "shard": ".api",
     "traffic": ".api",
     "sync_buffers": ".core.engine.buffers",
-    "capture": ".core.engine.capture",
+    "capture": ".core.engine.cuda_graph",
     "Memory": ".core.engine.memory_report",
     "memory": ".core.engine.memory_report",
     "register_forward": ".core.engine.hooks",

@@ -207,14 +207,14 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """What this rank sent in the last complete step, by axis, collective and dtype, and moved between its memories."""
+    """Bytes that this rank sent in the last complete step, by axis, collective and dtype, and between its memories."""
     engine = engine_of(model)
     engine.finish_updates()
     return replace(engine.mesh.ledger.traffic(), moves=engine.host.last_moves.by_way())
 
 
 def describe(model: nn.Module) -> str:
-    """What runs: the mesh, the precision, and every unit's layout."""
+    """Describe what runs: the mesh, the precision and the layout of every unit."""
     engine = engine_of(model)
     mesh, precision = engine.mesh, engine.precision
     autocast = "" if precision.autocast is None else f" under autocast to {precision.autocast}"
@@ -242,7 +242,7 @@ def describe(model: nn.Module) -> str:
 
 
 def _machine(world: Channel, node_size: int | None, disk_path: Path | None) -> Machine:
-    """What this rank's device can do, with the memory that is free on every rank and links as fast as they are."""
+    """The device of this rank, with the memory that is free on every rank and the measured speed of the links."""
     axes = make_axes(node_size)
     return machine_here(world, axes, min(exchange(world, free_bytes_here())), disk_path)
 

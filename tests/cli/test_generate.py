@@ -48,7 +48,7 @@ def test_an_export_is_continued(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path, words in ((tmp_path / "none", "there is no such folder"), (tmp_path, "no complete checkpoint")):
+    for path, words in ((tmp_path / "none", "there is no such folder"), (tmp_path, "complete checkpoint")):
         monkeypatch.setattr(sys, "argv", ["shardwise", "generate", str(path)])
         with pytest.raises(SystemExit) as end:
             main()

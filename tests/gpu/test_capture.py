@@ -7,7 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise.base.errors import StateError
-from shardwise.core.engine.capture import NUM_EAGER_CALLS
+from shardwise.core.engine.cuda_graph import NUM_EAGER_CALLS
 from shardwise.core.layout import PRESETS
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import TransformerShape

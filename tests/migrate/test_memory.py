@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.migrate.memory import Need, compare_memory
+from shardwise.migrate.memory_comparison import Need, compare_memory
 from shardwise.migrate.migrated import Migrated, Original
 
 PARAMS = 10**9

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.core.layout import PRESETS
 from shardwise.core.schedule.events import step_events
-from shardwise.core.schedule.traffic import traffic_of
+from shardwise.core.schedule.step_traffic import traffic_of
 from shardwise.planner.assess import HOST_SHARE, MOST_PLAYED, NCCL_BYTES
 from tests.planner.planning import EVERY, GB, SHAPE, assessed, assessor, machine
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.layout import PRESETS, layouts_for
-from shardwise.planner.assess import Assessment, Machine
+from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.plan_json import plan_as_json
 from shardwise.planner.planning import Plan, machine_of, plan, plan_for
@@ -185,7 +185,7 @@ def test_what_is_short_is_named_where_nothing_fits() -> None:
 
 
 def searched(on: Machine, training: Training, choice: Choice | None = None, **settings: Any) -> Plan:
-    return plan_for(subject_of(MANY, training), on, training, choice or choice_of(training), **settings)
+    return plan_for(Assessor(subject_of(MANY, training), on), training, choice or choice_of(training), **settings)
 
 
 def small(free_bytes: int, **words: Any) -> Machine:

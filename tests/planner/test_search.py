@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import PRESETS, layouts_for
-from shardwise.planner.assess import Assessment, Machine
+from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.planning import Plan, _why, plan_for
 from shardwise.planner.search import MIXES, TIE, assess_best, choices, fastest, has_room, moved_presets, strategy_of
 from shardwise.planner.shapes.shape import StatesOnly
@@ -18,7 +18,7 @@ from tests.planner.planning import GB, MANY, assessed, assessor, choice_of, mach
 
 def searched(on: Machine, training: Training | None = None, **settings: Any) -> Plan:
     training = training or Training()
-    return plan_for(subject_of(MANY, training), on, training, choice_of(training), has_disk=True, **settings)
+    return plan_for(Assessor(subject_of(MANY, training), on), training, choice_of(training), has_disk=True, **settings)
 
 
 def room_for(strategy: str, nodes: int = 1) -> int:

@@ -9,7 +9,7 @@ from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.model import FoundUnit, Param, Site
 from shardwise.core.schedule.step_schedule import UnitPlan, make_schedule
-from shardwise.core.schedule.traffic import crossing_bytes
+from shardwise.core.schedule.step_traffic import crossing_bytes
 from shardwise.core.wire.ledger import Call, describe_call
 from shardwise.planner.planning import plan
 from shardwise.planner.shapes.shape import StatesOnly

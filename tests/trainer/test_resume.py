@@ -174,7 +174,7 @@ def test_an_extra_that_makes_no_sense_is_refused(run_ranks: Pool, run: Path) -> 
     as_if_saved_by_hand(checkpoint(run, 9), **{**extra, "num_samples_seen": "many"})
     code, said = go_on(run_ranks, run)
     assert code == 5
-    assert "'num_samples_seen': 'many'" in said
+    assert all(word in said for word in ("'num_samples_seen'", "'many'"))
 
 
 def test_a_hugging_face_folder_brings_weights_alone(run_ranks: Pool, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ..base.errors import ConfigurationError
 from ..base.processes import as_child
 from ..checkpoint.steps import CHECKPOINTS
 from ..core.layout import layout_of
-from ..core.schedule.traffic import crossing_bytes
+from ..core.schedule.step_traffic import crossing_bytes
 from ..core.wire.codec import parse
 from ..core.wire.ledger import SHARE_OF_BUFFER, Call
 from ..report.run import METRICS, read_run

@@ -15,7 +15,7 @@ from .shared import JSON_HELP, panels
 
 if TYPE_CHECKING:
     from ..migrate.account import Entry
-    from ..migrate.memory import MemoryComparison
+    from ..migrate.memory_comparison import MemoryComparison
     from ..migrate.migrated import Migrated
 
 MEMORY, ANSWER = panels("Memory", "Answer")
@@ -54,7 +54,7 @@ def check(
         shardwise train --deepspeed ds_config.json --train-file mine.jsonl
     """
     from ..migrate.api import known_kind, read
-    from ..migrate.memory import MemoryComparison, compare_memory
+    from ..migrate.memory_comparison import MemoryComparison, compare_memory
 
     migrated = read(file, None if kind is None else known_kind(kind))
     memory: MemoryComparison | str = "a key is refused"

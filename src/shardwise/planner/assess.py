@@ -13,7 +13,7 @@ from ..core.schedule.events import Event, step_events
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import FoundUnit, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
-from ..core.schedule.traffic import Moved, traffic_of
+from ..core.schedule.step_traffic import Moved, traffic_of
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
 from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of, stowed_bytes, with_stowing
@@ -28,7 +28,7 @@ Works = Callable[[Training], Mapping[str, Work]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is planned: a model's units, and what a micro-batch asks of each of them."""
+    """A model to plan: its units, and the work of one micro-batch in each of them."""
 
     name: str
     units: tuple[FoundUnit, ...]
@@ -62,11 +62,11 @@ class Machine:
 
     @property
     def host_bytes(self) -> int:
-        """Of a node, for what rests there."""
+        """Host memory of a node for offloaded state."""
         return round(HOST_SHARE * self.cluster.host_bytes)
 
     def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
-        """What of a GPU, and of a node's host and disk, is not there; empty: all is."""
+        """The memories (GPU, host, disk) that are too small; empty if all are large enough."""
         for what, needed, there, spare in (
             (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes, ""),
             ("the host of each node", host_bytes if self.has_reserve else 0, self.host_bytes, " to spare"),
@@ -153,7 +153,7 @@ class Assessment:
 
     @property
     def needed_bytes(self) -> int:
-        """What a GPU must have; where the device is the host, what rests on the host comes on top."""
+        """Memory that a GPU must have; where the device is the host, offloaded state is added."""
         return self.reserved.expected + self._beside_bytes
 
     @property
@@ -167,7 +167,7 @@ class Assessment:
 
     @property
     def is_tight(self) -> bool:
-        """Whether it may not fit on the device after all."""
+        """Return True if the plan may not fit on the device after all."""
         return self.high_bytes > self.machine.memory_bytes
 
     @property
@@ -177,7 +177,7 @@ class Assessment:
 
     @property
     def part_on_device(self) -> float:
-        """Of the optimizer: what is kept there is whole parameters."""
+        """The fraction of the optimizer state that stays on the device, in whole parameters."""
         flats = self.schedule.trainable_flats
         num_elems = sum(flat.num_master for flat in flats)
         return sum(flat.num_master for flat in flats if not flat.host_updates) / max(num_elems, 1)
@@ -214,7 +214,7 @@ class Assessment:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one GPU."""
+        """Tokens per second per GPU."""
         return self.training.num_tokens * self.training.num_micro_batches / self.timing.step_s
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from ..core.mesh import Axes, device, num_local_ranks
 from ..core.schedule.model import FoundUnit
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange, gather_seconds
-from .assess import Machine, Subject
+from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
 from .hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
 from .hardware.gpus import Gpu, gpu_named, gpu_of_device
@@ -64,7 +63,7 @@ Batch = tuple[int, int] | tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a choice depends on beside the model: all that `sw.shard` was told."""
+    """The arguments of `sw.shard` that a choice depends on."""
 
     training: Training
     batch: Batch | None
@@ -94,11 +93,9 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
     training = asked.training
     choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
     tie = TIE if machine.has_reserve else PROCESSOR_TIE
-    settings: dict[str, Any] = {"budget_bytes": asked.memory_budget, "keep_fp32": asked.keep_fp32}
+    assess = Assessor(subject, machine, budget_bytes=asked.memory_budget, keep_fp32=asked.keep_fp32)
     has_disk, strategy = asked.disk_path is not None, "+".join((AUTO, *asked.moves))
-    plan = plan_for(
-        subject, machine, training, choice, strategy=strategy, only_exact=True, has_disk=has_disk, tie=tie, **settings
-    )
+    plan = plan_for(assess, training, choice, strategy=strategy, only_exact=True, has_disk=has_disk, tie=tie)
     if plan.recommended is None:
         needs = ", ".join(f"{entry.name} {entry.needed_bytes / 1e9:.1f}" for entry in plan.found)
         raise MemoryExceededError(
@@ -163,7 +160,7 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
 
 
 def host_bytes_here() -> int:
-    """Of this machine's memory, what could be taken; a container may have less than the machine."""
+    """Free memory of this machine; a container may have less than the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
     free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     if MEMORY.is_file():
@@ -174,7 +171,7 @@ def host_bytes_here() -> int:
 
 
 def free_bytes_on(folder: Path) -> int:
-    """Of a disk; nothing where there is no such folder."""
+    """Free bytes of the disk of a folder; 0 if there is no such folder."""
     if not folder.is_dir():
         return 0
     seen = os.statvfs(folder)

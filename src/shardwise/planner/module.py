@@ -73,7 +73,7 @@ def subject_of_module(model: nn.Module, training: Training, units: Units = "auto
 
 
 def subject_of_built(name: str, model: nn.Module, training: Training) -> Subject | StatesOnly:
-    """Of a module that was built from a config.json; where it does not run, its states alone can be planned."""
+    """Plan a module that was built from a config.json; if it does not run, only its states can be planned."""
     try:
         short, longer = (_num_kernels(model, replace(training, seq=seq), name) for seq in _SHORT)
         if longer > 2 * short:

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.layout import Layout, Place, Split, Strategy
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..core.schedule.traffic import Moved
+from ..core.schedule.step_traffic import Moved
 from ..version import VERSION
 from .assess import Assessment, Machine
 from .cost.lanes import Span
@@ -336,7 +336,7 @@ def _training(training: Training) -> Json:
 
 
 def _asked(plan: Plan) -> Json:
-    """What was left open is said to be."""
+    """The request; choices that were left open are marked."""
     found = _training(plan.training)
     if any(len(trainings) > 1 for trainings in plan.choice.trainings):
         found["checkpointing"] = "auto"

@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def refusals(self) -> dict[str, str]:
-        """What would make each strategy fit that does not."""
+        """For each strategy that does not fit, the change that would make it fit."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
 
     def __repr__(self) -> str:
@@ -122,12 +122,11 @@ def plan(
         modes = MODES if isinstance(found, ModelShape) else ("none", "full")
     batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
     choice = choices(training, modes, batches)
-    return plan_for(subject, machine, training, choice, strategy=strategy, search=search, has_disk=True)
+    return plan_for(Assessor(subject, machine), training, choice, strategy=strategy, search=search, has_disk=True)
 
 
 def plan_for(
-    subject: Subject,
-    machine: Machine,
+    assess: Assessor,
     training: Training,
     choice: Choice,
     *,
@@ -136,12 +135,9 @@ def plan_for(
     only_exact: bool = False,
     has_disk: bool = False,
     tie: float = TIE,
-    **settings: Any,
 ) -> Plan:
-    """What is not exact is only recommended if it is the strategy that was asked for; it has a row unless `only_exact`.
-    `has_disk`: there is a folder for what may rest on disk. `tie`: who is this close to the fastest is as fast.
-    `settings` are the `Assessor`'s."""
-    assess = Assessor(subject, machine, **settings)
+    """Cost the choices and recommend one. Inexact strategies are recommended on request only (`only_exact`: no row).
+    `has_disk`: there is a folder for state on disk. `tie`: a plan this close to the fastest counts as equally fast."""
     moves = moves_behind_auto(strategy)
     if moves:
         entries = candidates = changed_presets(assess, moves, choice)
@@ -156,8 +152,8 @@ def plan_for(
             entries, candidates = [*entries, *more], [*candidates, *more]
     best = fastest(candidates, tie)
     why = _why_moved(moves, best) if moves and best else _why(assess, entries, best)
-    why = "; ".join(filter(None, [why, str(subject.facts.get("note", ""))]))
-    return Plan(subject, machine, training, tuple(entries), best, why, assess, choice)
+    why = "; ".join(filter(None, [why, str(assess.subject.facts.get("note", ""))]))
+    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
 
 
 def machine_of(cluster: str | Cluster | Machine) -> Machine:
@@ -239,7 +235,7 @@ def _why_moved(moves: Sequence[str], best: Assessment) -> str:
 
 
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
-    """What is where, and why so much of it."""
+    """Explain which state is offloaded, and why so much of it."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
     text = (
         f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is the "

@@ -27,7 +27,7 @@ def strategy_flag(layout: Layout) -> str:
 
 
 def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
-    """What has to be said to come from the one to the other."""
+    """The flags that lead from one training to the other."""
     changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
     return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
 
@@ -86,7 +86,7 @@ def _cost(words: str, before: Assessment, after: Assessment) -> str:
 
 
 def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
-    """What cannot be planned, such as checkpointing of a model without blocks, does not help."""
+    """Return True if the plan fits; a change that cannot be planned (checkpointing without blocks) does not."""
     try:
         return assess(entry.name, entry.layouts, training).fits
     except ConfigurationError:

@@ -46,7 +46,7 @@ TIE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the steps may look like: the first training that fits, of each list, is a preset's."""
+    """The trainings to try: each preset takes the first one of a list that fits."""
 
     trainings: tuple[tuple[Training, ...], ...]
 
@@ -159,7 +159,7 @@ def replace_name(found: Assessment, name: str) -> Assessment:
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """Of what fits with room; if nothing does, of what fits. The first of those that are about as fast."""
+    """The fastest plan that fits with room, otherwise that fits; the first of those that are about as fast."""
     fitting = [entry for entry in found if entry.fits]
     roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
     fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
@@ -172,7 +172,7 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
 
 
 def strategy_of(found: Assessment) -> Strategy:
-    """What `sw.shard` and `--strategy` take for it."""
+    """The value for `sw.shard` and `--strategy`."""
     if len(set(found.layouts)) == 1:
         layout = found.layouts[0]
         return layout.name if layout.name != "custom" else layout
@@ -197,7 +197,7 @@ def changed_presets(assess: Assessor, moves: Sequence[str], choice: Choice) -> l
 
 
 def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
-    """What was said to rest elsewhere, or to travel as something else, whatever is chosen; None where nothing is to be
+    """The changes behind `auto` (offload, codecs) that hold for every choice; None where nothing is to be
     chosen."""
     if not isinstance(strategy, str):
         return None
@@ -206,7 +206,7 @@ def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
 
 
 def moved_presets(moves: Sequence[str]) -> list[Layout]:
-    """What becomes of presets that move and encode nothing themselves, as far as it makes sense."""
+    """The presets without offload and codecs of their own, with these changes, as far as they make sense."""
     found: list[Layout] = []
     refused: list[ConfigurationError] = []
     for layout in PRESETS.values():
@@ -223,7 +223,7 @@ def moved_presets(moves: Sequence[str]) -> list[Layout]:
 def offloads(
     assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool = True
 ) -> Iterator[Assessment]:
-    """What is better than all of `found`, which are exact as these, or fits where none of it does."""
+    """Offloaded plans that are better than all of `found`, or that fit where none of those does."""
     best = fastest(found)
     for entry in _tried(assess, found, choice, has_disk):
         if best is None or fastest([best, entry]) is entry:
@@ -247,7 +247,7 @@ def _tried(assess: Assessor, found: Sequence[Assessment], choice: Choice, has_di
 
 
 def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
-    """Of each layout, with as much of the optimizer on the device as fits, the fastest that there is. A disk is looked
+    """For each layout, the fastest plan with as much of the optimizer on the device as fits. A disk is looked
     at where the host is short."""
     parts = _parts(assess.subject.units)
     fits_host = False
@@ -268,7 +268,7 @@ def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> It
 
 
 def _least_on_disk(assess: Assessor, entry: Assessment) -> Assessment:
-    """Of what is on disk, as many units as fit on the host, those first whose weights are needed first."""
+    """Move as many units from disk to the host as fit, those first whose weights are needed first."""
 
     def with_host(num: int) -> Assessment:
         layouts = [on_host(layout) if index < num else layout for index, layout in enumerate(entry.layouts)]
@@ -322,7 +322,7 @@ def _beyond_memory(entry: Assessment) -> int:
 
 
 def _name(name: str, layout: Layout) -> str:
-    """What `--strategy` takes: short, where a preset says the rest."""
+    """The value for `--strategy`, short where a preset says the rest."""
     if not layout.kept or name not in PRESETS:
         return layout.name
     return f"{name}+optimizer={layout.optimizer_on}:{round(1 - layout.kept, 4):g}"

@@ -16,7 +16,7 @@ from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, FoundUnit, Param, Site
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import UnitPlan
-from ..core.schedule.traffic import Moved, traffic_of
+from ..core.schedule.step_traffic import Moved, traffic_of
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .search import moved_presets, moves_behind_auto
@@ -65,7 +65,7 @@ class States:
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
-    """Of every preset, with the changes behind `auto`, or of the one that is asked for."""
+    """The states of every preset, with the changes behind `auto`, or of the one that was requested."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
     moves = moves_behind_auto(strategy)
@@ -111,7 +111,7 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
 
 
 def _unit(layout: Layout, num_params: int, machine: Machine, training: Training) -> UnitPlan:
-    """Of one matrix."""
+    """A unit of one matrix."""
     formats = training.formats
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)

@@ -31,7 +31,7 @@ class Built:
 
 
 def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
-    """What was named is looked up, a config becomes a shape or the module; everything else is itself."""
+    """Look up a name, turn a config into a shape or a module, and return everything else unchanged."""
     if isinstance(model, str):
         return _of_config(model) if is_file(model) else shape_of(model)
     if isinstance(model, Mapping):

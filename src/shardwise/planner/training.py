@@ -82,7 +82,7 @@ class Training:
 
     @property
     def num_tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.seq * self.micro_batch
 
     @property

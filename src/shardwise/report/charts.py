@@ -27,7 +27,7 @@ def _value(value: object) -> str:
 
 
 def title(text: str) -> str:
-    """What is shown when a pointer rests on an element, and read aloud for it."""
+    """The text that is shown when a pointer rests on an element, and read aloud for it."""
     return element("title", escape(text))
 
 

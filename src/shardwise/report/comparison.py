@@ -63,7 +63,7 @@ def _first(loss: Json) -> str:
 
 
 def about(run: Json) -> str:
-    """What ran, on what: tiny, ddp (auto) on 2 x cpu, fp32."""
+    """The run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
     asked, runs = text_of(run["strategy"]), run["runs"]
     strategy = f"{runs} ({asked})" if runs and asked and asked != runs else runs or asked
     where = f" on {run['device']}" if run["device"] else ""

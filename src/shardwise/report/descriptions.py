@@ -64,7 +64,7 @@ def machine_words(plan: Json) -> str:
 
 
 def away_words(strategy: Json) -> str:
-    """What a strategy needs beside the device."""
+    """Memory that a strategy needs on host and disk."""
     found = {place: amount(strategy, f"{place}_bytes") for place in PLACES}
     return ", ".join(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes)
 
@@ -91,7 +91,7 @@ def training_words(plan: Json) -> str:
 
 
 def batch_words(strategy: Json) -> str:
-    """Of one strategy: it may have a micro-batch and checkpointing of its own."""
+    """The batch of one strategy: it may have its own micro-batch and checkpointing."""
     words = []
     if amount(strategy, "micro_batch"):
         words.append(f"micro-batch {int(amount(strategy, 'micro_batch'))}")
@@ -103,7 +103,7 @@ def batch_words(strategy: Json) -> str:
 
 
 def differences(shown: list[Json]) -> list[str]:
-    """What strategies have of their own, short: mb 4 x 2, full. Empty where all have the same."""
+    """The settings in which strategies differ, short: mb 4 x 2, full. Empty where all have the same."""
     batches = [_micro(strategy) for strategy in shown]
     kept = [text_of(strategy.get("checkpointing")).replace("none", "") for strategy in shown]
     parts = [column for column in (batches, kept) if len({*column}) > 1]
@@ -116,7 +116,7 @@ def _micro(strategy: Json) -> str:
 
 
 def layout_words(strategy: Json) -> str:
-    """What `--strategy` takes: a name, or a mapping from patterns to layouts, numbers that follow each other as one."""
+    """The value for `--strategy`: a name, or a mapping from patterns to layouts, runs of numbers as one."""
     layout = strategy.get("strategy", strategy.get("layout"))
     if not isinstance(layout, dict):
         return text_of(layout)

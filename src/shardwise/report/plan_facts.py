@@ -83,7 +83,7 @@ def gpu_bytes(plan: Json) -> float | None:
 
 
 def device_word(plan: Json) -> str:
-    """What a rank has: a GPU, or a share of the host."""
+    """The device of a rank: a GPU, or a share of the host."""
     name = text_of(mapping(mapping(plan.get("cluster")).get("gpu")).get("name"))
     return "rank" if name.lower().startswith("cpu") else "GPU"
 
@@ -101,13 +101,13 @@ def at_peak(strategy: Json) -> dict[str, float]:
 
 
 def reserve(strategy: Json) -> float:
-    """What the allocator holds beyond what is in use at the peak. The context is none of its own."""
+    """Memory that the allocator holds beyond the peak in use, without the context."""
     in_use = sum(value for name, value in at_peak(strategy).items() if name != CONTEXT)
     return max(0.0, amount(strategy, "per_gpu_bytes", "peak_reserved") - in_use)
 
 
 def needed(strategy: Json) -> float:
-    """What a GPU must have: all classes at the peak, the context and the allocator's reserve."""
+    """Memory that a GPU must have: all classes at the peak, the context and the allocator's reserve."""
     return sum(at_peak(strategy).values()) + reserve(strategy)
 
 
@@ -139,7 +139,7 @@ def mfu(plan: Json, strategy: Json) -> float | None:
 
 
 def uses(plan: Json, *names: str) -> bool:
-    """Whether any strategy has something there."""
+    """Return True if any strategy has something there."""
     return any(amount(strategy, *names) > 0 for strategy in rows(plan.get("strategies")))
 
 

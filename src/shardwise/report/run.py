@@ -264,7 +264,7 @@ def _key(row: Json) -> tuple[str, str, str]:
 
 
 def _time(timed: list[Json], steps: list[Json], plan: Json | None, world: int) -> Json:
-    """What was seen is the median of all rows but the first, which holds the warm-up."""
+    """Compare step times. The measured one is the median of all rows but the first, which holds the warm-up."""
     timed = timed[1:] or timed
     speeds, mfus = ([v for row in timed if (v := number(row.get(key))) is not None] for key in ("tokens_per_s", "mfu"))
     tokens = _tokens_per_step(steps)

@@ -55,7 +55,7 @@ def instants_of(strategy: Json) -> list[Instant]:
 
 
 def duration_of(strategy: Json) -> float:
-    """Of what is drawn: shorter than the step where micro-batches in its middle, which are alike, are left out."""
+    """Duration of the drawn part: shorter than the step where equal micro-batches in its middle are left out."""
     ends = [amount(span, "end_s") for span in rows(strategy.get("timeline"))]
     begins = [instant.at_s for instant in instants_of(strategy)]
     drawn, step_s = max([*ends, *begins], default=0.0), amount(strategy, "step_seconds")
@@ -112,7 +112,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _thinned(instants: Sequence[Instant], full_s: float) -> list[Instant]:
-    """Of instants that would share a column, the fullest."""
+    """Keep the fullest of the instants that would share a column."""
     if len(instants) <= MOST_INSTANTS:
         return list(instants)
     fullest: dict[int, Instant] = {}

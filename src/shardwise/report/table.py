@@ -101,7 +101,7 @@ def explain(plan: Json) -> str:
 
 
 def verdict(plan: Json) -> str:
-    """What to take and why, in a sentence."""
+    """The recommended strategy and the reason, in a sentence."""
     best, why = recommended(plan), reason(plan)
     if best is not None:
         days = f"; {days_words(best)} days in all" if days_words(best) else ""

@@ -1,4 +1,4 @@
-"""What a step needs: the model, the optimizer, and this rank's share of the samples.
+"""The inputs of a step: the model, the optimizer, and this rank's share of the samples.
 
 The global batch decides the training. How it is split does not change the result:
 

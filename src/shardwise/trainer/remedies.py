@@ -140,7 +140,7 @@ def _other_strategy(planned: RunPlan) -> Assessment | None:
     """Return the fastest strategy that fits; if none does, the one that needs least."""
     entry, assess = planned.entry, planned.assess
     choice = Choice(((entry.training,),))
-    found = plan_for(assess.subject, assess.machine, entry.training, choice, only_exact=True)
+    found = plan_for(Assessor(assess.subject, assess.machine), entry.training, choice, only_exact=True)
     best = found.recommended or min(found.found, key=lambda other: other.needed_bytes)
     return best if best.layouts != entry.layouts else None
 

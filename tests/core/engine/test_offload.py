@@ -949,7 +949,7 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "gradients on disk": (partial(shard_with, "zero3+grads=disk"), r"ConfigurationError: layout: grads_on='disk'"),
     "a save in the background": (
         save_in_the_background,
-        r"StateError: sw\.start_save of unit '[\w.]+', which rests on disk \(zero3_nvme\): .*use sw\.save",
+        r"StateError: sw\.start_save of unit '[\w.]+', which is offloaded to disk \(zero3_nvme\): .*use sw\.save",
     ),
     "a recording": (capture, r"ConfigurationError: sw\.capture records a CUDA graph"),
 }

@@ -100,7 +100,7 @@ def test_names_that_will_not_do(tmp_path: Path) -> None:
     assert "there is no such folder" in refusal("nowhere/config.json")
     assert "the folder has no config.json" in refusal(str(tmp_path))
     (tmp_path / "weights.bin").touch()
-    assert "no config.json" in refusal(str(tmp_path / "weights.bin"))
+    assert "config.json" in refusal(str(tmp_path / "weights.bin"))
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read as JSON" in refusal(str(tmp_path))
     assert "did you mean 'layers'" in refusal("tiny", shape={"layer": 2})

@@ -195,7 +195,7 @@ def reshaped(stored: dict[str, Tensor]) -> None:
     ("change", "words"),
     [
         (without, "lack 1 of the model's 30 tensors, first 'model.norm.weight'"),
-        (with_more, "hold 1 tensors that a LlamaForCausalLM has not, first 'model.norm.extra'"),
+        (with_more, "LlamaForCausalLM, first 'model.norm.extra'"),
         (reshaped, f"'lm_head.weight' is ({VOCAB}, 15) in its files, ({VOCAB}, 16) by its config.json"),
     ],
 )

@@ -94,11 +94,11 @@ class Progress:
         return not status.num_computing and not [call for call in status.live_forwards() if not self.is_closed(call)]
 
     def is_closed(self, call: ForwardCall) -> bool:
-        """Whether this backward, or the last one if none runs, has been through a forward."""
+        """Return True if this backward, or the last one if none runs, has been through a forward."""
         return call.closed_in == self._num_backwards
 
     def may_come(self, index: int, call: ForwardCall | None) -> bool:
-        """Whether a backward that has come to `call` may still come to a forward of this unit: one before its end (its
+        """Return True if a backward at `call` may still come to a forward of this unit: one before its end (its
         own forward may have called the unit), which this backward has not been through. None is the end."""
         return call is not None and any(
             other.began < call.ended and not self.is_closed(other) for other in self._statuses[index].live_forwards()

@@ -22,7 +22,7 @@ from ...base.direct_io import ALIGNMENT, go_direct, is_direct
 from ...base.errors import NoRoomError, PlaceError, StoreError
 from ...base.intervals import round_up
 from ..native.checked_io import checked_io
-from .region import Blocks, Part, Pending, Region, memory_of
+from .region import Blocks, Pending, Region, RegionPart, memory_of
 
 __all__ = ["Disk", "Pending", "Region"]
 
@@ -131,7 +131,7 @@ class Disk:
                 workers.add(_Job(self, region, part, piece, tensor, pending, earlier).do)
         return pending
 
-    def _move(self, region: Region, part: Part, memory: memoryview, is_put: bool) -> None:
+    def _move(self, region: Region, part: RegionPart, memory: memoryview, is_put: bool) -> None:
         """Move one part, in one of the threads. Any failure is stored for the callers that wait."""
         try:
             (self._blocks.put if is_put else self._blocks.fetch)(region, part, memory)
@@ -142,7 +142,7 @@ class Disk:
         except Exception as error:  # noqa: BLE001
             self._fail(region, part, is_put, repr(error), "report this, it is a bug", error)
 
-    def _fail(self, region: Region, part: Part, is_put: bool, why: str, fix: str, cause: Exception) -> None:
+    def _fail(self, region: Region, part: RegionPart, is_put: bool, why: str, fix: str, cause: Exception) -> None:
         failure = StoreError(
             f"{self.folder}: bytes {part.start} to {part.stop} of {region.what} could not be "
             f"{'written' if is_put else 'read'}: {why}. What rests on this disk is lost: {fix}, and resume from the "
@@ -156,7 +156,7 @@ class Disk:
 class _Job:
     disk: Disk
     region: Region
-    part: Part
+    part: RegionPart
     memory: memoryview
     tensor: Tensor  # keeps the memory alive
     pending: Pending

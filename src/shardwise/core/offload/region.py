@@ -62,7 +62,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RegionPart:
     """Bytes of a region that one thread moves: whole blocks directly from or to the tensor's memory, or at most one
     block through a bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
 
@@ -110,7 +110,7 @@ class Region:
         start = at // CHECK_BYTES * CHECK_BYTES
         return start, min(start + CHECK_BYTES, self.num_bytes)
 
-    def parts(self, start: int, stop: int, address: int) -> list[Part]:
+    def parts(self, start: int, stop: int, address: int) -> list[RegionPart]:
         """Cut these bytes, which lie in memory at this address, into parts for threads."""
         found = []
         while start < stop:
@@ -120,14 +120,14 @@ class Region:
             start = part.stop
         return found
 
-    def _next_part(self, start: int, stop: int, address: int) -> Part:
+    def _next_part(self, start: int, stop: int, address: int) -> RegionPart:
         if start % CHECK_BYTES == 0 and address % ALIGNMENT == 0:
             end = min(start + BLOCK_BYTES, stop)
             if end != self.num_bytes or end % ALIGNMENT:
                 end = end // CHECK_BYTES * CHECK_BYTES
             if end > start:
-                return Part(start, end, is_whole=True)
-        return Part(start, min(stop, self.block_around(start)[1]), is_whole=False)
+                return RegionPart(start, end, is_whole=True)
+        return RegionPart(start, min(stop, self.block_around(start)[1]), is_whole=False)
 
 
 class Blocks:
@@ -140,7 +140,7 @@ class Blocks:
         for _ in range(num_threads):
             self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # no memory before it is used
 
-    def put(self, region: Region, part: Part, memory: memoryview) -> None:
+    def put(self, region: Region, part: RegionPart, memory: memoryview) -> None:
         if part.is_whole:
             self._write(region, part.start, memory)
             return
@@ -159,7 +159,7 @@ class Blocks:
         finally:
             self._bounces.put(bounce)
 
-    def fetch(self, region: Region, part: Part, memory: memoryview) -> None:
+    def fetch(self, region: Region, part: RegionPart, memory: memoryview) -> None:
         if part.is_whole:
             self._read(region, part.start, memory)
             return

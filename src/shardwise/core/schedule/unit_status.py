@@ -87,7 +87,7 @@ class UnitStatus:
     # Questions.
 
     def is_ready(self, pass_: Pass) -> bool:
-        """Whether nothing has to be gathered for a pass: it is there, or in flight."""
+        """Return True if nothing has to be gathered for a pass: the weights are there, or in flight."""
         return (self.weights is Weights.GATHERED or self.weights is Weights.GATHERING) and (
             pass_ == "forward" or not self.rounded
         )
@@ -163,7 +163,7 @@ def statuses_of(schedule: Schedule) -> list[UnitStatus]:
 
 
 def snapshot(statuses: list[UnitStatus]) -> list[tuple[object, ...]]:
-    """What gathered memory holds, to be compared; a gather in flight counts as done."""
+    """The contents of gathered memory, for comparisons; a gather in flight counts as done."""
     return [
         (
             Weights.GATHERED if status.weights is Weights.GATHERING else status.weights,

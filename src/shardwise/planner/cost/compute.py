@@ -1,4 +1,4 @@
-"""What the work of a unit takes on a GPU by itself: a roofline.
+"""Seconds of a unit's work on a GPU by itself: a roofline.
 
 Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth, and
 the three follow each other on one stream, so their times add up. A backward multiplies twice for every product of the
@@ -33,7 +33,7 @@ NORM_PASSES_OF_LEAVING = 5
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """What a unit takes: its forward and backward for one micro-batch and the kernels that the host queues for them,
+    """Seconds of a unit: its forward and backward for one micro-batch and the kernels that the host queues for them,
     its part of the norm and its update, and the cast before its gather. The norm of gradients that leave the device is
     taken on their way."""
 
@@ -49,7 +49,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a GPU does in a second, as far as it is reached; the rest as in `Efficiency`."""
+    """Rates that a GPU reaches; the rest as in `Efficiency`."""
 
     products: float
     attention: float
@@ -145,7 +145,7 @@ def _backward_cost(product: Product, efficiency: Efficiency) -> float:
 
 
 def update_bytes(unit: UnitPlan, num_moments: float) -> float:
-    """What an optimizer's step on the device reads and writes of this rank's part: gradients once, masters and moments
+    """Bytes that an optimizer's step on the device reads and writes: gradients once, masters and moments
     both ways."""
     return sum(
         flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
@@ -161,6 +161,6 @@ def grad_bytes(unit: UnitPlan, leaves: bool) -> int:
 
 
 def cast_bytes(unit: UnitPlan) -> float:
-    """What a gather reads and writes first: this rank's part of the masters, cast to the compute dtype."""
+    """Bytes that a gather reads and writes first, to cast this rank's part of the masters to the compute dtype."""
     flats = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
     return sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in flats)

@@ -1,4 +1,4 @@
-"""What a rank moves beside its computation: collectives, copies between device and host, the host's updates, the disk.
+"""Transfers of a rank during its computation: collectives, copies between device and host, updates on the host, disk.
 
 Everything is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk), begins
 when it is ready, the one before it in its queue is over and the one before it in its chain is over, and takes a wire
@@ -85,7 +85,7 @@ class Lanes:
         return after
 
     def coding_s(self, num_bytes: int) -> float:
-        """What the device takes to read and write so much while it encodes or decodes."""
+        """Seconds that the device takes to read and write these bytes while it encodes or decodes."""
         return num_bytes / (self._wear.coding * self._cluster.gpu.hbm_bytes_per_s)
 
     def start_coding(self, queue: Queue, name: str, num_bytes: int, ready_s: float, after: Op | None) -> Op | None:

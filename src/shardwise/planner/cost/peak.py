@@ -158,7 +158,7 @@ def memory_of(
 
 
 class _Walk:
-    """What is held by class, as the events of a step follow each other."""
+    """Memory by class, while the events of a step follow each other."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, workspace_bytes: int) -> None:
         self.schedule, self.works = schedule, works
@@ -276,7 +276,7 @@ class _Walk:
             self._hold_norm_of(for_host)
 
     def _hold_norm_of(self, flats: Sequence[Flat]) -> None:
-        """Of gradients that leave it is taken piece by piece, from the first of them on."""
+        """Add the memory of the norm of gradients that leave; it is taken piece by piece, from the first of them on."""
         needed = 8 * min(max(flat.num_master for flat in flats), NORM_ELEMS)
         self.held[GRADS] += max(0, needed - self.norm_bytes)
         self.norm_bytes = max(needed, self.norm_bytes)
@@ -344,14 +344,14 @@ def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recom
 
 
 def largest_bytes(schedule: Schedule, memory: Memory) -> int:
-    """Of the blocks of memory that come and go within a step."""
+    """Size of the largest block of memory that comes and goes within a step."""
     whole = [resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
     loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
     return max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
 
 
 def _of_streams(memory: Memory) -> Reserved:
-    """Of FSDP2: what a stream has freed, another cannot use, so that their peaks add up; and the computing one leaves
+    """Under FSDP2 a stream cannot use what another has freed: peaks add up; and the computing one leaves
     holes. Before it gives up, the allocator hands back what is free: little more than it lends out has to fit."""
     active, computing, together = memory.peak.total, memory.pools[0], sum(memory.pools)
     return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)

@@ -49,7 +49,7 @@ class Player:
         self.forget()
 
     def forget(self) -> None:
-        """What was noted of the step before."""
+        """Drop the notes about the step before."""
         self.spans: list[Span] = []
         self.lanes.spans.clear()
         self.lanes.busy_s.clear()

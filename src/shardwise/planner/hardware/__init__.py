@@ -1,1 +1,1 @@
-"""What a plan is made for: GPUs, links, clusters, and how much of them work gets."""
+"""The hardware of a plan: GPUs, links, clusters, and the share of their speed that is reached."""

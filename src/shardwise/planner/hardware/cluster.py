@@ -54,7 +54,7 @@ class Cluster:
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """Of the mesh that its GPUs form: sizes, and the first rank's place."""
+        """Sizes of the mesh that its GPUs form, and the place of the first rank."""
         return {"world": (self.world_size, 0), "node": (self.node_size, 0), "replicate": (self.num_nodes, 0)}
 
     @property

@@ -39,7 +39,7 @@ CODING = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What a real machine adds to the links' own figures.
+    """Costs of a real machine beyond the figures of its links.
 
     `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
     bandwidth and power from it. `hop_us`: latency of a ring for every node beyond the first. The host needs

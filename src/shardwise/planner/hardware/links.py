@@ -45,7 +45,7 @@ _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one wire of a rank does, in each direction."""
+    """Speed and latency of one wire of a rank, in each direction."""
 
     gigabytes_per_s: float
     latency_us: float
@@ -57,7 +57,7 @@ class Link:
             raise ConfigurationError(f"link: a latency of {self.latency_us} us; give 0 or more")
 
     def seconds(self, num_bytes: float) -> float:
-        """What the bytes take, latency not counted."""
+        """Seconds for the bytes, without latency."""
         return num_bytes / (self.gigabytes_per_s * 1e9)
 
 
@@ -99,7 +99,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one operation puts on a rank's wires: bytes and seconds of each, and the latency at the end."""
+    """Load of one operation on a rank's wires: bytes and seconds of each, and the latency at the end."""
 
     moved_bytes: dict[Wire, float]
     occupied_s: dict[Wire, float]
@@ -112,7 +112,7 @@ class Transfer:
 
 
 def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> Transfer:
-    """What an operation over `ranks` puts on the wires of `rank`. `num_bytes`: of the whole buffer."""
+    """The load of an operation over `ranks` on the wires of `rank`. `num_bytes` is the size of the whole buffer."""
     num_ranks, node = len(ranks), rank // fabric.node_size
     by_node = _spread(ranks, fabric.node_size, node)
     crosses, stays = len(by_node) > 1, max(by_node.values()) > 1

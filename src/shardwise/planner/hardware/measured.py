@@ -107,7 +107,7 @@ _SEEN = {"products": 1.0, "attention": 0.5, "memory": 1.0, "prologue": 0.0, "tai
 
 
 def efficiency_in(measured: Measured) -> Efficiency:
-    """What share of `gpu_in(measured)` is reached."""
+    """The share of `gpu_in(measured)` that is reached."""
     known = gpu_of_device(measured.device)
     if known is None:
         return replace(efficiency_of(_NEAREST), **_SEEN, source="measured by doctor")

@@ -228,7 +228,7 @@ _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
-    """Of a config.json, the folder it lies in, or what is in it."""
+    """The shape of a config.json: its path, its folder, or its contents."""
     name, config = read_config(config)
     if why := why_no_shape(config):
         raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
@@ -239,7 +239,7 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
 
 
 def read_config(config: str | Path | Config) -> tuple[str, Config]:
-    """What errors call a model, and what is in its config.json. Weights that cannot be trained are refused."""
+    """The name of a model for errors, and the contents of its config.json. Refuse untrainable weights."""
     if isinstance(config, Mapping):
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     else:

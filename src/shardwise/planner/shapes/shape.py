@@ -200,7 +200,7 @@ def _parts(shape: ModelShape) -> Parts:
 
 
 def _names(shape: ModelShape) -> str:
-    """Whose."""
+    """The naming scheme of its parameters."""
     if shape.code == "in-tree":
         return "in-tree"
     return "gpt" if shape.num_positions else "llama"

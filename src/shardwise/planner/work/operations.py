@@ -38,7 +38,7 @@ class Habits:
         return replace(self, is_fused=False)
 
     def weight(self, num_elems: int) -> Weight:
-        """Of anything but a plain linear layer."""
+        """Register a weight of anything but a plain linear layer."""
         return Weight(num_elems, self.trains_base)
 
 

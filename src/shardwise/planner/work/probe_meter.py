@@ -226,7 +226,7 @@ class Counting(TorchDispatchMode):
 
 
 def _is_accumulation(args: Any) -> bool:
-    """Whether autograd adds a gradient to one that nobody else holds: without a mode around it, it does so in place."""
+    """Return True if autograd adds a gradient to one that nobody else holds: it then does so in place."""
     num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
 
@@ -269,7 +269,7 @@ def measure_call(
     weights: Sequence[Tensor],
     stand_ins: StandIns,
 ) -> Work:
-    """What a call asks for. The first argument that a gradient goes back to, else the first that is no index, is its
+    """Work of a call. The first argument that a gradient goes back to, else the first that is no index, is its
     input; all others are there anyway. `around` is what activation checkpointing puts around the forward."""
     counting = Counting()
     counting.leave_out(weights)

@@ -347,7 +347,7 @@ def measure(
     needs_input_grad: bool = True,
     kind: Literal["activations", "loss"] = "activations",
 ) -> Work:
-    """What a block asks for, with an input of `num_elems`."""
+    """The work of a block, with an input of `num_elems`."""
     tape = Tape(itemsize)
     meter = tape.meter
     x = tape.input(num_elems, input_itemsize, needs_input_grad)
@@ -381,7 +381,7 @@ def measure(
 
 
 def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
-    """What several ask for that run one after the other. `input_bytes` is what the first one's input takes."""
+    """The work of several blocks that run one after the other. `input_bytes` is what the first one's input takes."""
     if len(works) == 1:
         return works[0]
     forward = backward = saved = 0

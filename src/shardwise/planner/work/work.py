@@ -50,7 +50,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of the forward."""
+        """FLOP of the forward."""
         return sum(product.flops for product in self.products) + self.attention_flops
 
 
@@ -78,19 +78,19 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Of the forward, where the kernel leaves out what a causal mask hides: half of two products."""
+        """FLOP of the forward, where the kernel leaves out what a causal mask hides: half of two products."""
         return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
 
     @property
     def kernel(self) -> AttentionKernel:
-        """What torch chooses on a GPU, for causal attention without a mask."""
+        """The kernel that torch chooses on a GPU for causal attention without a mask."""
         if self.itemsize == 2:
             return "flash"
         return "efficient" if self.heads == self.kv_heads else "math"
 
     @property
     def softmax_scratch_bytes(self) -> int:
-        """Of a softmax that is written out: a byte says of each score whether it is hidden."""
+        """Scratch memory of a softmax that is written out: one byte for each score says whether it is hidden."""
         return self.batch * self.heads * self.seq * self.seq
 
     @property
@@ -106,7 +106,7 @@ class AttentionShape:
 
 
 def embedding_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
-    """Of an embedding's backward: tokens are sorted, and sums of at most ten gradients each are made in fp32."""
+    """Scratch memory of an embedding's backward: tokens are sorted, sums of at most ten gradients are made in fp32."""
     if num_tokens <= _FEW_TOKENS:
         return 0
     num_sums = min(num_tokens, num_rows) + num_tokens // 10
