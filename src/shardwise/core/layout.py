@@ -1,14 +1,14 @@
 """The table of strategies: how each way of sharded training differs from the others.
 
 Training state is parameters, gradients and optimizer state (with the master weights). A `Layout` says over which ranks
-each of them is split, in which memory it rests, in which codec it is sent, and until when gathered parameters are kept.
-The engine reads these answers; no other file knows the name of a preset.
+each of them is split, in which memory it is stored, with which codec it is sent, and how long gathered parameters stay
+in memory. The engine reads these fields; no other file knows the name of a preset.
 
 `whole` means every rank holds all of it, `node` that the ranks of a node share one copy among them (and
 the nodes hold equal copies), `world` that all ranks together hold one copy.
 
-A preset's name may be followed by other places, as in `zero3+optimizer=host:0.6+params=disk`: the number is the part
-that goes there, and the rest stays on the device. And by codecs: `hsdp+params_as=int8+grads_as=int4:feedback`.
+A preset's name may be followed by other places, as in `zero3+optimizer=host:0.6+params=disk`: 0.6 is the fraction that
+is offloaded, and the rest stays on the device. Codecs may follow, too: `hsdp+params_as=int8+grads_as=int4:feedback`.
 """
 
 import re
@@ -25,7 +25,7 @@ Until = Literal["forward", "backward", "always"]
 Place = Literal["device", "host", "disk"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-# State that may be off the device.
+# State that may be offloaded.
 MOVABLE = ("params", "grads", "optimizer", "activations")
 # State that may be encoded for collectives.
 ENCODABLE = ("params", "grads")
@@ -33,12 +33,12 @@ ENCODABLE = ("params", "grads")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One row of the table. `gathered_until` is the end of the unit's forward, of the backward, or never.
+    """One row of the table. `gathered_until`: parameters are dropped after the unit's forward, its backward, or never.
 
-    `*_on` is where something rests between its uses; `kept` is the part of the optimizer, whole parameters of a unit,
-    that stays on the device all the same, with all that belongs to it. `activations_on` is where rests what a unit's
-    forward leaves to its backward. `*_as` is the codec that it travels in between ranks; matrices do, the rest of a
-    unit (norms, biases, embeddings) travels as it is.
+    `*_on` is the memory that holds the state between its uses. `kept` is the fraction of an offloaded optimizer that
+    stays on the device: some parameters of each unit, with their gradients and optimizer state. `activations_on` is
+    the memory for what a unit's forward saves for its backward. `*_as` is the codec for collectives. It applies to
+    matrices; the rest of a unit (norms, biases, embeddings) is sent unencoded.
     """
 
     params: Split = "whole"
@@ -82,7 +82,7 @@ class Layout:
 
     def _refuse_wrong_codecs(self) -> None:
         for what in ENCODABLE:
-            # Names of the same codec are one.
+            # Different spellings of one codec become equal.
             object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
         params = parse(self.params_as)
         if params.kind == "int4":
@@ -155,7 +155,7 @@ class Layout:
 
     @property
     def is_exact(self) -> bool:
-        """Everything travels as it is."""
+        """True if no collective is encoded."""
         return self.params_as == self.grads_as == AS_IS
 
     @property
@@ -172,20 +172,20 @@ class Layout:
 
     @property
     def uses_host(self) -> bool:
-        """Something rests on the host, or comes through it."""
+        """True if state is offloaded to the host, or passes through it on the way to disk."""
         return self.places != {"device"}
 
     @property
     def on_device(self) -> "Layout":
-        """The same with parameters, gradients and optimizer on the device."""
+        """The same layout with parameters, gradients and optimizer on the device (activations stay as they are)."""
         return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The mesh axes that splitting goes along, outermost first.
+        """The mesh axes over which state is split, outermost first.
 
-        Where nothing stops at the node, one step over the whole world is enough; unless gradients are encoded: what is
-        summed inside a node first has less to cross its border.
+        If nothing is split over the node only, one split over the world is enough. Encoded gradients are the exception:
+        they are summed inside the node first, so that fewer bytes go between nodes.
         """
         stops_at_node = "node" in (self.params, self.grads, self.optimizer)
         sums_at_node = self.grads_as != AS_IS and self.optimizer == "world"
@@ -264,7 +264,7 @@ FSDP2_HAS = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
 AUTO = "auto"
 # The preset that splits the most: others are compared with it.
 MOST_SPLIT = "zero3"
-# Pairs that are mixed to fill memory: units that fit use the second, the others the first.
+# Pairs of presets that are mixed to fill memory: as many units as fit use the second, the others the first.
 MIXES: tuple[tuple[str, str], ...] = (
     ("zero3", "zero2"),
     ("zero3", "shard_grad_op"),
@@ -277,7 +277,7 @@ MIXES: tuple[tuple[str, str], ...] = (
     ("zero1", "ddp"),
 )
 
-# Strategies that are tried if nothing fits on the device alone, each with as much of the optimizer there as fits.
+# Strategies to try if nothing fits on the device alone, each with as much of the optimizer on the device as fits.
 # Gradients that stay on the device save copies from the second micro-batch on.
 OFFLOADS: tuple[str, ...] = (
     "zero2_offload",
@@ -295,7 +295,7 @@ Strategy = str | Layout | Mapping[str, "str | Layout"]
 
 
 def layout_of(strategy: str | Layout) -> Layout:
-    """A preset's row by its name or alias (hyphens and capitals allowed), with what was moved, or the layout itself."""
+    """Return the layout of a preset's name or alias (hyphens and capitals allowed), with the changes written behind."""
     if isinstance(strategy, Layout):
         return strategy
     if not isinstance(strategy, str):
@@ -316,14 +316,14 @@ def layout_of(strategy: str | Layout) -> Layout:
 
 
 def changed(layout: Layout, changes: Iterable[str]) -> Layout:
-    """The layout with other places and codecs."""
+    """The layout with changed places and codecs."""
     changes = list(changes)
     codecs = [change for change in changes if change.partition("=")[0].removesuffix("_as") != change.partition("=")[0]]
     return encoded(moved(layout, [change for change in changes if change not in codecs]), codecs)
 
 
 def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
-    """The layout with other codecs; each is `params_as=codec` or `grads_as=codec`."""
+    """The layout with changed codecs; each change is `params_as=codec` or `grads_as=codec`."""
     changes: dict[str, Any] = {}
     for change in codecs:
         what, _, codec = change.partition("=")
@@ -337,7 +337,7 @@ def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
 
 
 def moved(layout: Layout, moves: Iterable[str]) -> Layout:
-    """The layout with other places; each is `what=place`, for the optimizer also `optimizer=place:part`."""
+    """The layout with changed places; each change is `what=place`, for the optimizer also `optimizer=place:part`."""
     changes: dict[str, Any] = {}
     for move in moves:
         what, _, where = move.partition("=")
@@ -376,7 +376,7 @@ def layout_of_unit(name: str, layout: Layout) -> Layout:
 
 
 def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
-    """The layout of each unit: one for all, or the first pattern of a mapping that matches its name."""
+    """The layout of each unit: the same for all, or that of the first pattern in a mapping that matches its name."""
     unit_names = [name for name in names if name != ALWAYS_WHOLE]
     layouts = dict(zip(unit_names, _layouts_by_name(strategy, unit_names), strict=True))
     return [layout_of_unit(name, layouts.get(name, Layout())) for name in names]

@@ -1,27 +1,27 @@
-"""Activations that rest on the host between a unit's forward and its backward.
+"""Offload of activations to host memory between a unit's forward and its backward.
 
-While a model runs forward, autograd hands what it saves to hooks. What a unit saves whose activations rest on the host
-is copied there. With full checkpointing that is the unit's inputs alone: inside a checkpointed region the checkpoint's
-own hooks come first, and save nothing.
+While a model runs forward, autograd passes every tensor that it saves to hooks. Those that a unit with offloaded
+activations saves are copied to the host. With full checkpointing these are the unit's inputs alone: inside a
+checkpointed region the checkpoint's own hooks come first, and save nothing.
 
-A stretch is the part of a forward between two unit boundaries: what is saved in it moves together, while the next
-stretch runs. What moves is a storage, whole, because that is what autograd would have held. It moves once however many
-views of it are saved, and they are the same views of it afterwards. Its life:
+A stretch is the part of a forward between two unit boundaries. The tensors saved in it are copied together, while the
+next stretch runs. Whole storages are copied, because autograd would have held whole storages: each once, however many
+views of it are saved. After the copy back, the views share one storage again. The states of a storage:
 
-    here      until the next stretch begins
+    here      on the device, until the next stretch begins
     leaving   its copy to the host is queued on the lane; its device memory is held until the computation has waited for
               the copy, which it does when the stretch after the next begins
     away      on the host only
-    arriving  its copy back is queued, while the backward of the stretch behind it runs; held likewise
-    here      the computation has waited for the copy; it goes with the graph, or with the backward's moving on
+    arriving  its copy back is queued, while the backward of the stretch after it runs; device memory is held likewise
+    here      the computation has waited for the copy; freed with the graph, or when the backward has moved on
 
-The last stretch of a forward never leaves, and the one before it is still here when the backward begins. Everything is
-queued and nothing waits on the host, so what moves does not depend on how fast it does. Both directions and all host
-buffers are on one lane, so a buffer may be lent again as soon as the graph lets go of it.
+The last stretch of a forward is not copied, and the one before it is still here when the backward begins. Copies are
+queued and the host waits for none, so their speed does not change which storages are copied. Both directions and all
+host buffers use one lane, so a buffer may be used again as soon as the graph drops it.
 
-What a unit saves that holds others stays. But where a checkpoint lies around the call of a unit and not inside (as
-Hugging Face does it), the unit's inputs were saved before it began. What was saved last before such a call goes with
-the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
+What a unit saves that holds other units stays on the device. But if a checkpoint surrounds the call of a unit (as in
+Hugging Face models), the unit's inputs were saved before its forward began. The tensors saved last before such a call
+are offloaded with the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
 """
 
 import weakref
@@ -41,12 +41,12 @@ from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
 from ..unit.state import Unit
 from .streams import Lane, Mark, host_waits_for
 
-# Somebody else holds a storage of which autograd saves a smaller part than this, such as a batch of a data set.
+# A storage of which autograd saves a smaller part stays: something else, such as a data set's batch, holds it anyway.
 MIN_PART = 1 / 16
 
 
 class _Memory:
-    """A storage of which autograd saved something. `here` is a tensor in it while it is on the device."""
+    """A storage that saved tensors lie in. `here` is a tensor in it while it is on the device, else None."""
 
     def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
         self._buffers = buffers
@@ -100,7 +100,7 @@ class _Flight:
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """A view of a memory."""
+    """A view of a `_Memory`."""
 
     memory: _Memory
     stretch: _Stretch
@@ -142,7 +142,7 @@ class HostActivations:
         self.buffers = HostBuffers(device.type == "cuda", lambda: host_waits_for(self._lane.mark_for_host()))
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._open: list[_Open] = []
-        # Of the forward under way: the storages that go, and what may go with the unit that begins next.
+        # In this forward: the storages to offload, and tensors that may be offloaded with the unit that begins next.
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
         self._undecided: list[weakref.ref[_Saved]] = []
         self._num_stretches = 0
@@ -159,7 +159,7 @@ class HostActivations:
     # Reports of the engine.
 
     def before(self, index: int) -> None:
-        """A unit's forward begins: its weights are gathered."""
+        """Report that a unit's forward begins; its weights are gathered."""
         if not self._hosted:
             return
         if not self._open:
@@ -174,7 +174,7 @@ class HostActivations:
                     self._take(saved)
 
     def after(self, index: int) -> None:
-        """A unit's forward ended, or failed, perhaps before `before` was called."""
+        """Report that a unit's forward ended, or failed, perhaps before `before` was called."""
         if self._open and self._open[-1].index == index:
             self._open.pop()
             self._pass_boundary()
@@ -182,7 +182,7 @@ class HostActivations:
                 self.abandon_forward()
 
     def abandon_forward(self) -> None:
-        """Forget a forward that was broken off, and stop listening."""
+        """Forget a forward that ended or failed, and remove the hooks."""
         while _top_pack() == self._pack:
             self._hooks.__exit__()
         self._open.clear()
@@ -190,7 +190,7 @@ class HostActivations:
         self._pass_boundary()
 
     def join(self) -> None:
-        """Let the computation wait for everything under way."""
+        """Let the computation wait for every copy in flight."""
         for flight in (*self._leaving, *self._arriving):
             self._lane.compute_waits_for(flight.mark)
         self._here += [flight.stretch for flight in self._leaving]
@@ -201,7 +201,7 @@ class HostActivations:
         self.join()
         self._let_go_of_all_but(self._last)
         self._reached = None
-        # Inside somebody's own hooks, such as a checkpoint around the whole model, theirs decide.
+        # If other hooks are active, such as those of a checkpoint around the whole model, those decide.
         if _top_pack() is None:
             self._hooks.__enter__()
 
@@ -214,7 +214,7 @@ class HostActivations:
     # Forward: to the host.
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        # Held without its history, which holds what is returned here.
+        # Detached: the tensor's graph holds the object that is returned here, which would be a cycle.
         held = tensor if tensor.is_leaf else tensor.detach()
         saved = _Saved(self._units[self._open[-1].index].name, held, tensor._version)
         if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
@@ -241,11 +241,11 @@ class HostActivations:
         return all(address not in unit.weights for unit in self._open)
 
     def _take(self, saved: _Saved) -> None:
-        """Let it go with the stretch that runs, with other parts of the same storage."""
+        """Offload a saved tensor with the stretch that runs, together with other views of the same storage."""
         tensor = saved.found
         assert isinstance(tensor, Tensor)
         if tensor._version != saved.version:
-            return  # overwritten since, as its backward will say
+            return  # overwritten since; its backward will raise
         if self._running is None:
             self._running = self._begin_stretch()
         key = (StorageWeakRef(tensor.untyped_storage()), saved.version)
@@ -261,7 +261,7 @@ class HostActivations:
         saved.found = _Part(memory, self._running, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def _begin_stretch(self) -> _Stretch:
-        """The one before the last is away by now, and the last one leaves."""
+        """Begin a stretch: queue the last one's copy to the host, release the one before it from the device."""
         self.join()
         self._let_go_of_all_but(self._last)
         if self._last is not None and self._last.live():
@@ -306,7 +306,7 @@ class HostActivations:
         return view.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
 
     def _reach(self, stretch: _Stretch) -> None:
-        """The backward has come to a stretch: let go of those it has left, fetch the one before ahead of it."""
+        """Called when the backward reaches a stretch: release others, fetch this one, prefetch the one before it."""
         self._reached = stretch
         self.join()
         ahead = self._last_before(stretch)
@@ -319,7 +319,7 @@ class HostActivations:
             self._start_fetching(ahead)
 
     def _last_before(self, stretch: _Stretch) -> _Stretch | None:
-        """The one before it that has something left."""
+        """The nearest earlier stretch that still has live storages."""
         for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
             found = self._stretches.get(serial)
             if found is not None and found.live():
@@ -338,7 +338,7 @@ class HostActivations:
         away = [memory for memory in stretch.live() if memory.here is None]
         if not away:
             return
-        # Allocated among the computation's own memory, which may still be in use by what was queued before.
+        # Allocated on the compute stream, where work that was queued before may still use this memory.
         here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
         with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
             for memory, tensor in zip(away, here, strict=True):
@@ -349,7 +349,7 @@ class HostActivations:
 
 
 def _top_pack() -> Any:
-    """The hook that tensors are handed to at present."""
+    """The pack hook that autograd calls at present, or None."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -359,12 +359,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def _bytes_in(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
+    """The whole storage of a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:
-    """Raise for a saved tensor that was changed since: autograd does not check where there are hooks."""
+    """Raise if a saved tensor was changed in place: autograd does not check tensors that it passed to hooks."""
     if is_overwritten:
         raise StateError(
             "one of the variables needed for gradient computation has been modified by an inplace operation since unit "

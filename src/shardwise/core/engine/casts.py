@@ -1,12 +1,12 @@
-"""Casts that a model needs to compute in 16 bits: modules that stay in fp32, layers that are given another dtype.
+"""Casts that a model needs to compute in 16 bits: around modules that stay in fp32, and of inputs in another dtype.
 
 Some modules compute in fp32 whatever the precision: those that the precision or the model itself names, those with
 running statistics (which are fp32), and weights that are computed from others (parametrizations). Inputs and outputs
 are cast at their borders.
 
-Many models make fp32 tensors as they run: tables of positions, masks, coordinates. Where one meets a layer of torch
-that refuses to mix dtypes, it is cast to the dtype of the layer's weights. Language models do not need that, so a layer
-that has seen nothing to cast in its first calls is left alone afterwards.
+Many models make fp32 tensors as they run: tables of positions, masks, coordinates. If one is the input of a torch layer
+that refuses to mix dtypes, it is cast to the dtype of the layer's weights. Language models do not need that, so the
+hook of a layer is removed if its first calls had nothing to cast.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,8 @@ from ..schedule.model import matches
 from ..unit.state import Unit
 from .nested_tensors import map_tensors
 
-# Layers of torch that take no other dtype than their weights'; what is not here promotes, and is left to do so. They
-# are known by their forward: a subclass with one of its own may want what it is given.
+# Layers of torch that take no other dtype than that of their weights. Others promote dtypes, and get no casts. Layers
+# are recognised by their forward: a subclass with a forward of its own may want its inputs unchanged.
 _STRICT = {
     kind.forward
     for kind in (
@@ -50,8 +50,8 @@ _STRICT = {
         nn.PReLU,
     )
 }
-# Modules of Hugging Face that 16 bits break inside: Fourier transforms, products with fp32 buffers, and routers that
-# cast their own weights to fp32.
+# Modules of Hugging Face that fail in 16 bits: Fourier transforms, products with fp32 buffers, and routers that cast
+# their own weights to fp32.
 _HF = "transformers.models"
 _BROKEN_BY_16_BITS = {
     f"{_HF}.fnet.modeling_fnet.FNetBasicFourierTransform",
@@ -59,12 +59,12 @@ _BROKEN_BY_16_BITS = {
     f"{_HF}.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
     f"{_HF}.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
 }
-# Calls of a layer without anything to cast, after which nothing is expected.
+# After this many calls without anything to cast, a layer's hook is removed.
 _CALLS_TO_TRUST = 3
 
 
 def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
-    """Patterns of modules that compute in fp32: those of the precision, and those that this model has anyway."""
+    """Patterns of modules that compute in fp32: those that the precision names, and those that this model needs."""
     if precision.compute == FP32:
         return precision.keep_fp32
     names: set[str] = set()
@@ -119,10 +119,10 @@ def _outermost(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[s
 
 
 def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
-    """Modules kept in fp32: inputs in the compute dtype come in as fp32, outputs go out in the compute dtype.
+    """Cast the inputs of modules that stay in fp32 to fp32, and their outputs to the compute dtype.
 
-    A single number, such as a loss that is computed inside, stays as exact as it is. Torch's batch norm takes 16 bits
-    beside fp32 weights, and needs no casts.
+    A single number, such as a loss that is computed inside, stays in fp32. Torch's batch norm takes 16-bit inputs with
+    fp32 weights, and needs no casts.
     """
 
     def enter(tensor: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _cast_at_layers(
     modules: dict[str, nn.Module], units: Iterable[Unit], precision: Precision, kept: Sequence[str], device: str
 ) -> None:
     sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
-    # A weight that is computed from others is the layer's around them.
+    # A weight with a parametrization belongs to the layer that the parametrization is registered on.
     for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
         if _is_strict(modules[path]):
             dtype = torch.float32 if matches(path, kept) else precision.compute.torch
@@ -161,7 +161,7 @@ def _is_strict(module: nn.Module) -> bool:
 
 
 class _InputCast:
-    """Casts the inputs of a layer to the dtype of its weights, until it has been called a few times for nothing."""
+    """Casts the inputs of a layer to the dtype of its weights; removed if the first calls had nothing to cast."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str) -> None:
         self._dtype = dtype
@@ -174,7 +174,7 @@ class _InputCast:
         if torch.is_autocast_enabled(self._device):
             return None
         changed = map_tensors(args, self._enter), map_tensors(kwargs, self._enter)
-        # A compiler has the casts in its graph, or none.
+        # A compiled graph contains the casts or does not; its calls are not counted.
         if torch.compiler.is_compiling() or self._is_needed:
             return changed
         self._is_needed = changed[0] is not args or changed[1] is not kwargs

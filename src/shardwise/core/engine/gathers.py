@@ -1,11 +1,11 @@
 """Gathers of units' weights, and the memory that they are gathered into.
 
-A gather is started ahead of the computation that needs it, and finished by it. Before it starts, the host must have
-finished the unit's update, another unit may have to leave the slot, and weights on disk are read into staging memory
-that the copies to the device are made from. Gathers start in the same order on every rank.
+A gather starts ahead of the computation that needs it, and that computation waits for it. Before it starts, the host
+must have finished the unit's update, another unit may have to leave the slot, and weights on disk are read into staging
+memory, from which they are copied to the device. Gathers start in the same order on every rank.
 
-Every transition of a unit's weights (see [Note: states of a unit] in `schedule/unit_status.py`) is made here, with what
-it means for memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `_leave_slot`, `follow`.
+Every transition of a unit's weights (see [Note: states of a unit] in `schedule/unit_status.py`) is made here, together
+with its effect on memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `_leave_slot`, `follow`.
 """
 
 from collections import deque
@@ -28,15 +28,15 @@ from ..wire.collectives import Journey
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
 
-# The version of compute parameters whose memory does not hold their weights; else it is even.
+# Version counter of compute parameters whose memory does not hold their weights. Otherwise the version is even.
 LOST = 1
 GATHERING = Weights.GATHERING
 
 
 @dataclass(slots=True)
 class GatherInFlight:
-    """The handles of a gather: `staged` is host memory that the copies to the device read, `row_slot` is memory for
-    encoded parameters."""
+    """A gather in flight. `staged` is the host memory from which weights are copied to the device, `row_slot` the
+    memory for encoded parameters."""
 
     journeys: list[Journey]
     queued: Mark
@@ -63,14 +63,14 @@ class Gathers:
         self._host_jobs = host_jobs
         self.memory = GatherMemory(schedule, statuses, units, device)
         self.lane = Lane(device)
-        # Where waiting costs the caller time, only the first hop of a gather overlaps with the computation: the
-        # one between nodes. The others follow when it is needed. Not where some ranks may gather later than others.
+        # On a CPU waiting blocks the caller: only the first hop of a gather, the one between nodes, overlaps with the
+        # computation, and the others run when the unit is needed. Not with host updates, which delay ranks differently.
         self._defers = not self.lane.queues and not any(
             state.flat.host_updates for unit in units for state in unit.states
         )
         self.num_updates = 0
         self.is_captured = False
-        # Of units that are GATHERING, in the order in which they began.
+        # The gathers of units that are GATHERING, in the order in which they started.
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: they were postponed while the host updated them.
         self._owed: deque[int] = deque()
@@ -83,7 +83,7 @@ class Gathers:
             unit.stamp(LOST)
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = ()) -> None:
-        """Gather a unit, start the gathers of a forward to run behind its computation, show its compute parameters."""
+        """Gather a unit, start the gathers of the units `ahead`, and register the unit's compute parameters."""
         self.start(index, pass_, needed_now=True)
         self._start_ahead(ahead)
         self.show(index)
@@ -98,13 +98,13 @@ class Gathers:
         self.arrive(index)
 
     def pass_by(self, index: int, ahead: Sequence[int]) -> None:
-        """The collectives of `make_ready` in a forward, for a unit that this rank leaves out."""
+        """Run the collectives of `make_ready` for a unit that this rank's forward does not run."""
         self.start(index, "forward", needed_now=True)
         self._start_ahead(ahead)
         self.arrive(index)
 
     def show(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight, and show its compute parameters."""
+        """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
         if self.statuses[index].weights is GATHERING:
             self._finish(index)
         self._units[index].show_compute()
@@ -115,8 +115,8 @@ class Gathers:
             self._finish(index)
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
-        """Start gathers up to the first unit that the host still updates: nobody waits for the host here. On another
-        rank that update may be done, so postponed gathers come before every other, and before a wait for all."""
+        """Start gathers up to the first unit that the host still updates, and postpone the rest. On another rank that
+        update may be done already, so postponed gathers start before any other, and before `settle` waits."""
         for position, other in enumerate(ahead):
             if not self._host_jobs.is_updated(self._units[other]):
                 self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
@@ -124,9 +124,9 @@ class Gathers:
             self.start(other, "forward", needed_now=False)
 
     def start_first(self) -> None:
-        """Start the first gathers of the next step. Units that the host updates are left to the next forward: their
-        update may be done on one rank and not on another, and there may be no next step. A captured step leaves out
-        units whose memory lies elsewhere each time."""
+        """Start the first gathers of the next step, up to the first unit that the host updates: its update may be done
+        on one rank and not on another, and there may be no next step. A step captured in a CUDA graph leaves out units
+        whose memory has another address each time."""
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
@@ -134,8 +134,8 @@ class Gathers:
                 self.start(index, "forward", needed_now=False)
 
     def start_holders(self) -> None:
-        """At the beginning of a backward, gather units that hold others and that the forward had rounded. Every rank
-        does so now, whichever of them its backward comes to."""
+        """At the start of a backward, gather the units that hold others and that the forward gathered encoded. Every
+        rank does this now, because the ranks' backwards may not come to the same units."""
         for index in self.schedule.read_holders:
             if self.statuses[index].rounded:
                 self.start(index, "backward", needed_now=False)
@@ -145,7 +145,7 @@ class Gathers:
         if status.is_ready(pass_):
             return
         if self._owed:
-            # To a forward. Where nothing was put off, a unit may have been gathered for both passes.
+            # Postponed gathers are for a forward. One of them may be this unit's, and serve a backward as well.
             self._start_owed(before=index if pass_ == "forward" else None)
             if status.is_ready(pass_):
                 return
@@ -191,14 +191,14 @@ class Gathers:
                 state, flat = unit.states[at], unit.states[at].flat
                 if not flat.master_is_whole:
                     under_way = rows[at] if is_encoded else None
-                    # A flat has many fields to hash.
+                    # Hashing a flat takes time: it has many fields.
                     read = staged.get(flat) if staged else None
                     journeys.append(state.start_gather(is_stale, read, under_way, self._channels))
             if not self._defers:
                 for journey in journeys:
                     journey.go_to_last()
             if row_slot is not None and self.lane.queues:
-                # Decoding belongs to the lane, not to the computation that waits for it; and the next comes behind it.
+                # Decode on the lane, not in the computation that waits for it. The row slot's next use queues behind.
                 for journey in journeys:
                     journey.finish()
                 self._row_slots.append(row_slot)
@@ -251,7 +251,7 @@ class Gathers:
                 return
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
-        """Parts of a unit to read from disk. A copy at rest that the gather renews is not among them."""
+        """The state of a unit to read from disk. A resting copy that the gather is about to renew is not read."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
         return [state.away for state in at_rest if state.away is not None and state.flat.is_staged]
@@ -259,13 +259,13 @@ class Gathers:
     # Giving memory back.
 
     def drop(self, status: UnitStatus) -> None:
-        """The computation has finished with a unit: its own memory is given back, unless it is to stay."""
+        """After a unit's computation, release its own memory if its layout says so and the weights are not lent."""
         if status.plan.gives_back and not status.is_lent:
             self.lose(status)
             self.memory.give_back(status.index)
 
     def lose(self, status: UnitStatus) -> None:
-        """Become SHARDED: the gathered memory is about to be another unit's, or nobody's."""
+        """Make a unit SHARDED: its gathered memory is about to be used by another unit, or released."""
         if status.weights is GATHERING:
             self._finish(status.index)
         status.lose()
@@ -273,7 +273,7 @@ class Gathers:
         self._units[status.index].stamp(LOST)
 
     def _leave_slot(self, status: UnitStatus, why: str) -> None:
-        """Give a unit memory of its own: the model does not run in the order of its modules."""
+        """Move a unit from its slot to memory of its own. `why` is for the error, if that is not possible now."""
         if status.live_forwards():
             raise StateError(
                 f"unit {status.plan.name!r} must be gathered ({why}), and a backward still needs its old place. "
@@ -284,7 +284,7 @@ class Gathers:
         self.memory.give_own(status)
 
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
-        """Refuse a unit that returns its own weights: another unit takes their memory next."""
+        """Refuse a unit that returns its own weights: another unit uses their memory next."""
         slot = self.statuses[index].slot
         if slot is None:
             return
@@ -298,7 +298,7 @@ class Gathers:
     # Between steps.
 
     def was_updated(self, units: Iterable[int]) -> None:
-        """An update has changed the master weights of these units, those that are trained."""
+        """Make these units STALE, after an update of their trained master weights."""
         self.settle()
         self.count_update(units)
         self._masters_version = self._version_of_masters()
@@ -312,14 +312,14 @@ class Gathers:
             self.statuses[index].version += 2
 
     def was_rewritten(self) -> None:
-        """Weights were set from outside, frozen ones too."""
+        """Make all units SHARDED, after weights were set from outside, frozen ones too."""
         self.was_updated(range(len(self._units)))
         for status in self.statuses:
             if status.weights is not Weights.SHARDED:
                 self.lose(status)
 
     def follow_changed_masters(self) -> None:
-        """Whole masters may have been changed in place, through tensors that parameters gave out."""
+        """Call `was_rewritten` if masters were changed in place, through tensors that the user got from parameters."""
         if self._masters_version != self._version_of_masters():
             self.was_rewritten()
 
@@ -327,7 +327,7 @@ class Gathers:
         return sum([state.master._version for unit in self._units for state in unit.states])
 
     def follow(self, schedule: Schedule) -> None:
-        """Take over another order of units."""
+        """Switch to a schedule with another order of units."""
         self.settle()
         self.schedule = schedule
         for status, plan, slot in zip(self.statuses, schedule.units, schedule.slot_of, strict=True):
@@ -341,8 +341,8 @@ class Gathers:
 class GatherMemory:
     """Memory for gathered units: slots that units share, and memory of a unit's own.
 
-    Units gathered until the end of the backward give their own memory back when they are dropped, by resizing its
-    storage to nothing: autograd's aliases keep the storage, and find the weights again once it is refilled.
+    Units gathered until the end of the backward release their own memory when they are dropped, by resizing its storage
+    to zero: tensors that autograd saved still refer to that storage, and see the weights again once it is refilled.
     """
 
     def __init__(self, schedule: Schedule, statuses: list[UnitStatus], units: list[Unit], device: torch.device) -> None:
@@ -362,7 +362,7 @@ class GatherMemory:
                 self.give_back(status.index)
 
     def _bytes(self, num_bytes: int) -> Tensor:
-        # Also when it is asked for inside inference mode: training goes on with it afterwards.
+        # A normal tensor even inside inference mode: training uses this memory afterwards.
         with torch.inference_mode(False):
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
@@ -371,8 +371,8 @@ class GatherMemory:
         self._bind(status, self.own[status.index])
 
     def rearrange(self, schedule: Schedule) -> None:
-        """Take over another order of units; nothing may be gathered or in flight."""
-        # There may be fewer than before: units that are always gathered need none.
+        """Give units the slots of another schedule. No unit may be gathered or in flight."""
+        # There may be fewer slots than before: units that are always gathered need none.
         self.slots = [
             old if old.numel() >= size else self._bytes(size)
             for old, size in zip(self.slots, schedule.slot_bytes, strict=False)
@@ -394,7 +394,7 @@ class GatherMemory:
         return found
 
     def fetch(self, index: int) -> None:
-        """Make sure that a unit's memory is there before it is gathered into."""
+        """Allocate a unit's own memory again before a gather, if it was released."""
         own = self.own.get(index)
         if own is not None and own.untyped_storage().nbytes() != own.numel():
             own.untyped_storage().resize_(own.numel())

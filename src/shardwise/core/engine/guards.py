@@ -28,7 +28,7 @@ _REFUSALS = {
     "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
 
-# Of torch and DeepSpeed: what splits, gathers or reduces by itself, by the names of its classes.
+# Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -128,7 +128,7 @@ def find_engine(module: nn.Module) -> Engine | None:
 
 
 def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
-    """The model's state dict with what its modules show at this moment."""
+    """The model's state dict, with the tensors that its modules have at this moment."""
     engine.whole_modules = {id(module) for module in model.modules()}
     try:
         return model.state_dict(keep_vars=True)
@@ -156,7 +156,7 @@ def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 def _changes(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    # Four dimensions: a memory format is a change, too.
+    # Four dimensions, so that a change of the memory format is noticed, too.
     probe = torch.ones((2, 2, 2, 2), dtype=torch.float32, device=device).to(dtype)
     try:
         same = fn(probe) is probe

@@ -1,11 +1,11 @@
 """How the engine learns where the model is: hooks on the units' modules and on the tensors they return.
 
-A unit's forward is seen by module hooks. Its backward begins when the gradient of one of its outputs arrives. It has
-ended when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
+Module hooks report a unit's forward. Its backward begins when the gradient of one of its outputs arrives. It has ended
+when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
 everything the unit recorded has run. Units with nothing recorded before them end with the backward.
 
-While a unit's forward runs, autocast keeps no casts of weights: such a cast would serve later forwards too, with a
-gradient that comes home when the unit is done, or with weights that are old.
+While a unit's forward runs, autocast's cache of weight casts is off: later forwards would use a cached cast, too, with
+old weights, or with a gradient that arrives after the unit's backward has ended.
 """
 
 import sys
@@ -25,7 +25,7 @@ from .runtime import Engine
 
 # The attributes of a module that are torch's own.
 _OF_TORCH = frozenset(vars(nn.Module()))
-# Forwards of a unit in which its modules are searched for tensors that they keep.
+# The number of forwards in which a unit's modules are searched for tensors that they store as attributes.
 NUM_LOOKS = 2
 
 
@@ -37,11 +37,11 @@ class _UnitHooks:
         is_leaf = not engine.schedule.units[index].holds_units
         self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
         self._is_trained = bool(unit.trainable_states)
-        # The inputs of this forward, and where they came from: what is handed through is no output of the unit.
+        # The inputs of this forward, with their grad_fn: an input that is returned unchanged is no output of the unit.
         self._given: dict[Tensor, Any] = {}
         self._watched: set[nn.Module] = set()
         self._num_looks = NUM_LOOKS
-        # Tensors of this forward that leave the unit by another way than its output: hooks see them, modules keep them.
+        # Tensors that leave this forward other than as its output: through the user's hooks, or as module attributes.
         self._seen_by_hooks: list[Tensor] = []
         self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         # The setting of autocast's cache before each call that has not returned.
@@ -62,7 +62,7 @@ class _UnitHooks:
             self._engine.activations.before(self._index)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note the output of a module with a hook of the user's, which may use it in a loss."""
+        """Record the output of a module that has a hook of the user's, which may use it in a loss."""
         if not _is_recompute():
             self._seen_by_hooks.extend(tensors_in(output))
 
@@ -114,13 +114,13 @@ class _UnitHooks:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The model's output in fp32; its gradient comes back multiplied by the loss scale, in fp32, then cast."""
+    """Cast the model's output to fp32. The backward multiplies the gradient by the loss scale, then casts it back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
         ctx.dtype = tensor.dtype
         ctx.engine = engine
-        # Never the same memory: a loss that is fp32 already may be changed in place by who gets it.
+        # Always a copy: the caller may change the output in place.
         return tensor.to(torch.float32, copy=True)
 
     @staticmethod
@@ -130,7 +130,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _UnscaleGradient(torch.autograd.Function):
-    """An input of the model; the gradient that leaves through it is no longer scaled."""
+    """Return an input of the model unchanged. The backward divides its gradient by the loss scale."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
@@ -144,7 +144,7 @@ class _UnscaleGradient(torch.autograd.Function):
 
 
 def install_root_hooks(engine: Engine, model: nn.Module) -> None:
-    """Install what happens once per forward of the model: a clean start, casts of inputs, loss scaling for fp16."""
+    """Install the hooks of the whole model: they begin and end a forward, cast inputs, and scale the loss for fp16."""
     compute = engine.precision.compute.torch
     is_scaled = engine.scale.loss_scale is not None
 
@@ -219,7 +219,7 @@ def register_forward(module: nn.Module, method: str) -> None:
 
 
 def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It asks
+    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It checks
     whether they are plain tensors, and skips padding if they are; it does not read their values."""
     for encoder in modules.values():
         if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
@@ -236,5 +236,5 @@ def _is_recompute() -> bool:
 
 
 def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep compilers from tracing a hook; they call it."""
+    """Keep torch.compile from tracing a hook; compiled code calls it."""
     return torch.compiler.disable(hook)

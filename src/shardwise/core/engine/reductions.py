@@ -1,10 +1,10 @@
 """Reductions of gradients: from where a backward writes them to where the optimizer reads them.
 
-A reduction is opened (its gradients get a place), written, started and finished. It is opened before the unit's
-backward, if layers of it write there themselves, else when it is started. Starting and finishing run on a lane each,
-so that starting one never waits for the last. On a GPU finishing is queued at once; on a CPU it would make the caller
-wait: there the last hop, the one between nodes, runs on until the slot is needed again or the backward ends. Gradients
-that the host reads leave on a third lane, and free their slot when they have left.
+A reduction is opened (its gradients get memory), written, started and finished. It is opened before the unit's backward
+if layers of the unit write their gradients there directly, else when it is started. Starting and finishing have a lane
+each, so that the start of a reduction never waits for the one before. On a GPU the finish is queued at once. On a CPU
+it would block the caller: there the last hop, the one between nodes, runs on until the slot is needed again or the
+backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The gradients of a unit's flats under way, and the point at which they began."""
+    """The reductions of a unit's flats that were started; `mark` is the point on the lane behind their start."""
 
     states: list[FlatState]
     reductions: list[ReductionInFlight]
@@ -44,7 +44,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Autograd's own gradients, held until the mark says that they have been read."""
+    """The tensors in which autograd left gradients, held until the point at which they have been read."""
 
     taken: list[list[Tensor | None]]
     read: Mark
@@ -62,12 +62,12 @@ class Reductions:
     ) -> None:
         self._units = units
         self._channels = channels
-        # A gradient on the host must have been read before the next one arrives.
+        # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
         self.await_update = await_update
         self._scale = scale
         self.memory = ReductionMemory(schedule, device)
         self.lane, self._finish_lane, self._leave_lane = Lane(device), Lane(device), Lane(device)
-        # When gradients are on the host; and those whose memory on the device is not needed any more.
+        # Points at which gradients are on the host; and flats whose device memory can be released after these points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
@@ -77,7 +77,7 @@ class Reductions:
         self._fill: Fill | None = None
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._finished: dict[FlatState, Mark] = {}
-        # Called with flats whose gradient is final, where updates are early.
+        # With early updates: called with flats whose gradient is final.
         self.on_final: Callable[[list[FlatState]], None] | None = None
 
     @property
@@ -85,9 +85,9 @@ class Reductions:
         return self.lane, self._finish_lane, self._leave_lane
 
     def open_for_compute(self, index: int) -> None:
-        """Give a unit's gradients their place before its backward, which writes there.
+        """Give a unit's gradients memory before its backward, which writes them there.
 
-        Only for the next unit to be reduced: another one could hold the slot that the next one needs.
+        Call this only for the next unit to be reduced: any other could take the slot that the next one needs.
         """
         if index not in self._opened:
             opened = self._opened[index] = self._open(index)
@@ -105,7 +105,7 @@ class Reductions:
         rooms = self.memory.rooms(unit, slot)
         for state, room in zip(unit.trainable_states, rooms, strict=True):
             if state.flat.host_updates and state.gradient.stage == "final":
-                # It becomes a partial sum again, where it is.
+                # The final gradient becomes a partial sum again, in the same memory.
                 self.await_update(state)
                 host_waits_for(self.arrived.get(state))
             elif state.flat.grads_on_host:
@@ -117,7 +117,7 @@ class Reductions:
         unit = self._units[index]
         opened = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_fill()
-        self._release_left(NUM_LEAVING - 2)  # the others are written and reduced
+        self._release_left(NUM_LEAVING - 2)  # two more are being written and reduced
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
@@ -140,7 +140,7 @@ class Reductions:
                 reduction.journey.go_to_last()
 
     def _release_fill(self) -> None:
-        """Let go of autograd's gradients. Their memory is the compute stream's, which may reuse it after the fill."""
+        """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they were read."""
         if self._fill is not None:
             self.lane.compute_waits_for(self._fill.read)
             self._fill = None
@@ -162,7 +162,7 @@ class Reductions:
             self.on_final(states)
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
-        """Copy gradients to the host where they belong there; returns the points at which the device is done."""
+        """Copy gradients to the host if the host reads them. Return the points after which their slot is free."""
         mark = self._finish_lane.mark()
         leaving = [state for state in states if state.gradient.leaving is not None]
         if not leaving:
@@ -173,7 +173,7 @@ class Reductions:
             for state in leaving:
                 state.gradient.leave()
         left = self._leave_lane.mark_for_host()
-        # Not before the copy: a computation that fills the device lets these small kernels through one by one.
+        # Queued after the copy: when the computation fills the device, these small kernels wait for a long time.
         with self._finish_lane:
             for state in leaving:
                 state.gradient.take_square()
@@ -185,7 +185,7 @@ class Reductions:
         return marks
 
     def sync(self, state: FlatState) -> None:
-        """Bring the sums of micro-batches to the optimizer's layout, outside a backward."""
+        """Reduce the sums of micro-batches to the optimizer's layout, outside a backward."""
         with self._finish_lane.after_compute().after(self.arrived.get(state)):
             num_bytes = state.flat.exchanged_bytes
             rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
@@ -195,7 +195,7 @@ class Reductions:
         self._finish_lane.after(self.arrived.get(state))
 
     def _release_left(self, num_kept: int) -> None:
-        """Give back gradients that are on the host now. The compute stream may reuse their memory after the copy."""
+        """Release all but `num_kept` gradients that go to the host. The compute stream waits for their copies first."""
         while len(self._left) > num_kept:
             state, marks = self._left.popleft()
             for mark in marks:
@@ -203,13 +203,13 @@ class Reductions:
             state.gradient.give_back()
 
     def finish_all(self) -> None:
-        """Queue all that is left of the reductions under way."""
+        """Finish every started reduction; on a GPU this only queues the work."""
         self._release_fill()
         while self._started:
             self._finish_oldest()
 
     def wait(self) -> None:
-        """Let the computation wait for every reduction, then give their memory back."""
+        """Let the computation wait for every reduction, then release their memory."""
         if self._finished:
             self._finish_lane.join()
             self._leave_lane.join()
@@ -222,7 +222,7 @@ class Reductions:
         return self._finished.get(state)
 
     def abandon(self) -> None:
-        """Finish the reductions of a backward that was broken off, and forget the gradients being written."""
+        """Finish the reductions of a backward that failed, and forget the gradients being written."""
         self.finish_all()
         self.wait()
         self._opened.clear()
@@ -230,10 +230,10 @@ class Reductions:
 
 
 class ReductionMemory:
-    """The slots in which gradients travel, there from the first reduction of a backward to its end.
+    """The slots in which gradients are reduced, allocated at the first reduction of a backward.
 
-    A GPU's allocator keeps what it is given back and lends it to the activations of the next forward. A CPU's gives
-    large blocks back to the system, and fresh pages cost more than the gradient that is written there: it keeps them.
+    On a GPU they are released at its end, and the caching allocator reuses them for activations of the next forward. On
+    a CPU they stay: freed blocks of this size go back to the system, and fresh pages cost more than writing a gradient.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
@@ -242,13 +242,13 @@ class ReductionMemory:
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
         self._views: dict[tuple[int, int | None], list[Room]] = {}
-        # When a slot may be written by the computation again.
+        # The points after which a slot may be written again.
         self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
         self._scratch: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
     def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
-        """The room in a slot for every flat of a unit."""
+        """The memory in a slot for every trainable flat of a unit."""
         memory = None if slot is None else self._fetch(slot)
         key = (unit.index, slot)
         if key not in self._views:
@@ -263,7 +263,7 @@ class ReductionMemory:
 
             for state in unit.trainable_states:
                 flat = state.flat
-                in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has none
+                in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has no slot
                 grads = take(flat.num_elems * flat.reduce.itemsize) if in_slot else None
                 rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
                 found.append(Room(None if grads is None else grads.view(flat.reduce.torch), rows))
@@ -280,7 +280,7 @@ class ReductionMemory:
 
     @property
     def lent(self) -> list[Tensor]:
-        """All memory that was ever allocated here."""
+        """The slots and the scratch memory that have been allocated so far."""
         return [memory for memory in (*self.slots, self._scratch) if memory is not None]
 
     @property
@@ -288,13 +288,13 @@ class ReductionMemory:
         return self._scratch is not None
 
     def scratch(self, num_bytes: int) -> Tensor:
-        """Memory for sums that come back from the host, one after the other."""
+        """Memory for sums of earlier micro-batches, which come back from the host one after the other."""
         if self._scratch is None:
             self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
         return self._scratch[:num_bytes]
 
     def give_back(self) -> None:
-        """Give the slots back, once the computation has waited for all reductions. Their views find the next memory."""
+        """Release the slots, once the computation has waited for all reductions. Their views see the next memory."""
         if self.gives_back:
             self.freed = [()] * NUM_REDUCTIONS
             for memory in self.slots:
@@ -303,7 +303,7 @@ class ReductionMemory:
 
 
 class Gradients:
-    """Gradients between the backward and the optimizer: complete, agreed on by the ranks, and forgotten again."""
+    """Gradients between backward and optimizer: completes them, agrees with other ranks on their use, clears them."""
 
     def __init__(self, states: list[FlatState], reductions: Reductions, channel: Channel, device: torch.device) -> None:
         self._states = states
@@ -311,7 +311,7 @@ class Gradients:
         self._channel = channel
         self._device = device
         self.all_used: Tensor | None = None
-        # A small number that stands for the optimizers' settings; and the last sum of the ranks' numbers, to be read.
+        # A small number computed from the optimizers' settings; and the last sum of all ranks' numbers, not yet read.
         self.settings: Callable[[], int] = lambda: 0
         self._sum: tuple[Later, int] | None = None
 
@@ -330,10 +330,10 @@ class Gradients:
                 )
 
     def agree_on_use(self) -> None:
-        """A parameter that no rank used gets no gradient at all, as with one process.
+        """Exchange which parameters were used: one that no rank used gets no gradient, as with one process.
 
-        Every rank joins; only one that left something out itself has to read, and wait for, the answer. With it goes
-        a number for the optimizers' settings, whose sum a GPU's rank reads when it has long arrived.
+        Every rank takes part, but only a rank with unused parameters has to wait for the result. The same all-reduce
+        sums a number for the optimizers' settings. On a GPU that sum is read at the next call, so nothing waits for it.
         """
         used = [flag for state in self._states for flag in state.gradient.used]
         if self.all_used is None:
@@ -361,7 +361,7 @@ class Gradients:
         if self._sum is not None:
             later, own = self._sum
             self._sum = None
-            # It is this rank's own where no other rank is there: on an emulated fabric. All numbers are above zero.
+            # On an emulated fabric no other rank exists, and the sum is this rank's number. All numbers are positive.
             if later.read()[0] not in (own, self._channel.num_ranks * own):
                 raise StateError(
                     "the ranks' optimizers have different settings, so their weights would drift apart: give every "
@@ -385,7 +385,7 @@ class Gradients:
         host_waits_for(self._reductions.arrived.get(state))
 
     def forget(self, states: Iterable[FlatState], set_to_none: bool) -> None:
-        """Start anew; without `set_to_none` with gradients of zero, which still move momenta."""
+        """Clear gradients. Without `set_to_none` they become zeros, with which momenta still change."""
         for state in states:
             state.take_gradients()
             if not set_to_none and state.gradient.stage != "empty" and state.gradient.grads is not None:

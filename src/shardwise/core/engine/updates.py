@@ -21,7 +21,7 @@ class Updates:
     def __init__(self, reductions: Reductions, device: torch.device) -> None:
         self._reductions = reductions
         self.lane = Lane(device)
-        # With early updates: the point where this step's forward began, and that weights have changed since.
+        # With early updates: the point where this step's forward began; True if weights have changed since.
         self._forward_began: Mark = None
         self._awaits_step = False
 
@@ -64,10 +64,10 @@ class Updates:
 
 
 class HostJobs:
-    """Updates that the host makes next to the computation.
+    """Updates that a thread of the host runs while the device computes.
 
-    Three wait for one: the next gather of the flat, whoever reads its masters, and the next gradient, which takes
-    the place of the last.
+    Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
+    overwrites the last one.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -79,8 +79,8 @@ class HostJobs:
         self._clips: dict[Tensor, Later] = {}
 
     def give(self, updates: Iterable[FlatUpdate], order: Sequence[int], arrived: Mapping[FlatState, Mark]) -> None:
-        """Update flats when their gradients have `arrived`, those first that the next forward needs first, by the
-        `order` of their units. Gradients count as clipped as they are now."""
+        """Queue updates, each to run when its gradient has `arrived`. Units that come first in `order`, the forward's,
+        are updated first. Later changes of the clipping factors have no effect."""
         position_of = {unit: position for position, unit in enumerate(order)}
         urgency = {state: position_of[unit.index] for unit in self._units for state in unit.trainable_states}
         for update in sorted(updates, key=lambda update: urgency[update.state]):
