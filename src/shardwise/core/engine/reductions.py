@@ -191,7 +191,7 @@ class Reductions:
             rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
             state.gradient.sync(rows, self._channels, self._scale)
         self._finished[state] = self._leave([state])[-1]
-        # What was fetched is let go of here.
+        # The device copy that `sync` made is freed now: this lane may reuse its memory after the copy to the host.
         self._finish_lane.after(self.arrived.get(state))
 
     def _release_left(self, num_kept: int) -> None:

@@ -1,8 +1,8 @@
 """Lanes: queues of work that overlaps with the computation. Streams and events are used here only.
 
-On a GPU a lane is a stream. Work on it begins after what the compute stream had been given before, and the
-compute stream waits for it only where it is told to. On a CPU a lane is nothing: copies happen at once,
-and collectives run in the process group's own threads.
+On a GPU a lane is a stream. Its work begins after what was queued on the compute stream before (`after_compute`), and
+the compute stream waits for it only at `compute_waits_for` and `join`. On a CPU a lane does nothing: copies happen at
+once, and collectives run in the process group's own threads.
 """
 
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ Mark = torch.cuda.Event | None
 
 
 class Lane:
-    """A queue; entered as a context, work goes to it."""
+    """A queue. Inside `with lane:`, work goes to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -34,7 +34,7 @@ class Lane:
 
     def named(self, name: str) -> "Lane":
         """Work inside shows up under this name in profiler traces; it costs nothing while no profiler runs."""
-        if profiler._is_profiler_enabled:  # also where it looks at all threads, which this one is not told
+        if profiler._is_profiler_enabled:  # also if it was started by another thread for all threads
             self._range = record_function(f"shardwise::{name}")
         return self
 
@@ -54,24 +54,24 @@ class Lane:
             self._range = None
 
     def after_compute(self) -> "Lane":
-        """Work inside comes behind everything the compute stream has been given so far."""
+        """Let work inside run after everything that is queued on the compute stream so far."""
         if self._stream is not None and self._begin is not None:
             self._begin.record(_current_stream(self._stream.device_index))
             self._stream.wait_event(self._begin)
         return self
 
     def after(self, mark: Mark) -> "Lane":
-        """Work inside comes behind a point of another lane, and this lane's own work."""
+        """Let work inside run after a point of another lane, and after this lane's own work."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
         return self
 
     def mark(self) -> Mark:
-        """A point on the lane that `compute_waits_for` can name."""
+        """A point on the lane, for `compute_waits_for`."""
         return None if self._stream is None else self._stream.record_event()
 
     def mark_for_host(self) -> Mark:
-        """A point on the lane that the host can wait for, asleep."""
+        """A point on the lane that the host can wait for without using a processor."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event(blocking=True)
@@ -85,8 +85,8 @@ class Lane:
             self._has_work = False
 
     def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        """Inside, what would run on the lane, and on lanes that wait for it, is recorded instead."""
-        # Other threads, such as a communicator's watchdog, may go on asking for events.
+        """Record, instead of running, what is queued inside on this lane and on lanes that wait for it."""
+        # Other threads, such as a communicator's watchdog, may still query events.
         return torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
 
     def mark_compute(self) -> Mark:
@@ -113,9 +113,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Later:
-    """The numbers of a small tensor on their way to the host, to be read when they have long arrived.
+    """A small tensor that is copied to the host, to be read later.
 
-    Reading waits for the copy alone, not for what the GPU was given since.
+    Reading waits for the copy alone, not for work that was queued on the GPU since.
     """
 
     def __init__(self, tensor: Tensor) -> None:

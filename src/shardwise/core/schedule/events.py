@@ -33,8 +33,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`host_elems` are parameters that the host updates. `encode_bytes` and `decode_bytes` are what the device reads
-    and writes of its own memory before the first of `calls` and after it, where they carry something encoded."""
+    """`host_elems` is the number of elements that the host updates. With encoded collectives, `encode_bytes` is what
+    the device reads and writes of its own memory before the first of `calls`, and `decode_bytes` what after it."""
 
     verb: Verb
     unit: str
@@ -53,7 +53,7 @@ def step_events(
     clips: bool = False,
     num_moments: float = 2,
 ) -> list[Event]:
-    """A whole training step. Later steps begin with the gathers started right after the update before."""
+    """The events of a training step. A later step begins with the gathers that start right after the last update."""
     statuses = statuses_of(schedule)
     events_of = _EventMaker(schedule)
     events: list[Event] = []
@@ -112,7 +112,7 @@ def _agreement(schedule: Schedule) -> Event:
 
 
 def _norm_calls(schedule: Schedule) -> Iterator[Call]:
-    """One number for each way of splitting, summed along the axes of each."""
+    """The all-reduces of a gradient norm: one number for each set of axes that masters are split over."""
     sizes = {
         flat.layout.chain[: flat.depth_of_master]: flat.axis_sizes[: flat.depth_of_master]
         for flat in schedule.trainable_flats
@@ -265,8 +265,8 @@ def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
 
 def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
     """Bytes that a reduction's encodings and decodings read and write, one after the other: for every hop the rows that
-    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last loss
-    is added first and the new one computed: the rows once more, three times the gradient, six times the loss."""
+    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last
+    error is added first and the new one computed: the rows once more, three times the gradient, six times the error."""
     codec = flat.grads_codec
     if codec is None:
         return

@@ -1,20 +1,20 @@
-"""One flat buffer of a unit as a pure value: what lies in it, and every hop that gathers or reduces it.
+"""One flat buffer of a unit as a pure value: the parameters in it, and every hop that gathers or reduces it.
 
-Parameters of one unit with the same dtypes, trainability and optimizer share a flat. The layout's chain of axes
-splits it again and again; `spans[d]` is what this rank holds after d splits. Parameters, gradients and
-optimizer each stop at a depth of the chain, so every layout is three numbers:
+Parameters of one unit with the same dtypes, trainability and optimizer share a flat. The layout's chain of axes splits
+it again and again; `spans[d]` is the part that this rank holds after d splits. Parameters, gradients and optimizer are
+each split down to a depth of the chain, so every layout is three numbers (P, G, O):
 
     gather   master at depth O -> copy at rest at depth P -> whole at depth 0
     reduce   whole at depth 0 -> gradient at depth G, each micro-batch -> depth O, once a step
 
-and what the optimizer does not split (the axes behind O) is summed by an all-reduce, once a step.
-Frozen parameters have no optimizer: they stop at P.
+Over the axes behind O, which do not split the optimizer, an all-reduce sums gradients once a step. Frozen parameters
+have no optimizer: their master is at depth P. The words are explained in `unit/__init__.py`.
 
 Encoded parameters have a flat of their own: matrices are encoded, the rest of a unit is exact. While they are sent, the
 parts of the ranks are rows of bytes (`wire/encoded_collectives.py`), and so is a copy at rest made of several masters.
 
-Each of them also has a place. If the optimizer is not on the device, the host updates: it reads the gradient on the
-host, and leaves the new weights there in the compute dtype.
+Parameters, gradients and optimizer also have a place each. If the optimizer is not on the device, the host updates: it
+reads the gradient in host memory, and writes the new weights there in the compute dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from .model import FoundUnit, Param, matches
 
 # The pass that parameters are gathered for.
 Pass = Literal["forward", "backward"]
-# Memory that a gather copies from or to. In the whole: this rank's part (`own`) and the part that the copy at rest
+# Memory that a gather copies from or to. In `whole`: this rank's part (`own`) and the part that the copy at rest
 # covers (`at_rest`; rows of it, if the copy is encoded). Elsewhere: this rank's newest weights (`updated`), the copy at
 # rest (`rest`), this rank's part of that (`own_in_rest`), what was read from disk (`staged`), and the disk itself.
 Buffer = Literal["updated", "rest", "own_in_rest", "staged", "own", "at_rest", "disk"]
@@ -123,7 +123,7 @@ class Flat:
     def _placed(self) -> tuple[tuple[Interval, ...], int]:
         sizes = [param.num_elems for param in self.params]
         codecs = [codec for codec in (self.params_codec, self.grads_codec) if codec is not None]
-        # A sum that all ranks want is made by all of them, each its part.
+        # An encoded all-reduce is computed by all ranks, each its part: so the flat is divided by all axes.
         depth = self.depth_of_master if self.grads_codec is None else len(self.axis_sizes)
         return place(sizes, prod(self.axis_sizes[:depth]), max([BLOCK_ELEMS, *(codec.block for codec in codecs)]))
 
@@ -166,8 +166,8 @@ class Flat:
 
     @cached_property
     def rest_on(self) -> Place | None:
-        """The place of a copy in the compute dtype between master and whole. There is one, where the parameters should
-        be, if the master is split further, is in another place, or has more bits than are sent to the device."""
+        """The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
+        in another place, lies on disk among the moments, or is off the device in another dtype than is computed in."""
         place = self.layout.params_on
         if self.depth_of_params == 0:
             return None
@@ -178,7 +178,7 @@ class Flat:
 
     @cached_property
     def rest_is_own(self) -> bool:
-        """The copy at rest is exactly what the update of this rank writes."""
+        """The copy at rest has exactly the elements that this rank updates."""
         return self.rest_on is not None and self.depth_of_params == self.depth_of_master
 
     @cached_property
@@ -191,7 +191,7 @@ class Flat:
 
     @cached_property
     def is_staged(self) -> bool:
-        """Weights come to the device from disk. Weights that were just updated are on the host, if they stay there."""
+        """Weights are read from disk, through staging memory. Updated weights that stay on the host need no disk."""
         return self.rest_on == "disk" or (self.rest_on is None and self.master_on == "disk" and not self.has_out)
 
     @cached_property
@@ -245,7 +245,7 @@ class Flat:
 
     @property
     def num_lost(self) -> int:
-        """Elements, over all hops, whose encoding loss is kept for feedback."""
+        """Elements, over all hops, whose encoding error is saved for feedback."""
         if self.grads_codec is None or not self.grads_codec.has_feedback:
             return 0
         return sum(num_elems for _, _, num_elems in self.moving((*self.reduce_hops, *self.sync_hops)))
@@ -319,7 +319,7 @@ def flats_of(
         master = (FP32 if kept else precision.master) if param.trainable else param.dtype
         own = layout.on_device if param.name in on_device else layout
         own = own if is_encodable(param) and not kept else own.exact
-        # Given dtypes are kept apart too, so that whole weights come back as they were given in one piece.
+        # Original dtypes get flats of their own, too, so that whole weights are returned in theirs in one piece.
         groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
     return tuple(
         Flat(

@@ -34,8 +34,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter by its first name. `sites` are all places it is used under, tied weights have several. `is_table`:
-    one of them looks rows up in it. `optimizer`: the number of the one that updates it."""
+    """A parameter by its first name. `sites` are all places where it is registered: tied weights have several.
+    `is_table`: one of them is an embedding. `optimizer`: the number of the optimizer that updates it."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,13 +71,13 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def least_outside(block_elems: int) -> float:
-    """The elements from which on a module outside the blocks is a unit: those of a large part, or of half a block."""
+    """The least number of elements with which a module outside the blocks is a unit: a large part, or half a block."""
     return min(LARGE_PART, block_elems / 2)
 
 
 def parts_of(block: str, size: Callable[[str], int], children: Callable[[str], Iterable[str]]) -> list[str]:
-    """The paths of a block's parts that are units in its place; empty where it is one itself: if it is not too large,
-    or if so much would be left in it that it had better come and go as a whole.
+    """The paths of a block's parts that become units instead of the block. Empty if the block is a unit itself: it is
+    not too large, or too much of it lies outside its large parts.
 
     `children` are the modules that a module calls."""
     if size(block) <= LARGE_BLOCK:

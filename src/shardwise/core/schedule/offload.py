@@ -31,7 +31,7 @@ class OffDevice:
 
 
 def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
-    """Add up the pieces of all units. The optimizer keeps `num_rows` rows of the master's length beside it."""
+    """Add up the pieces of all units. The optimizer's state has `num_rows` rows of the master's length."""
     flats = [flat for unit in units for flat in unit]
     windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
     staged = NUM_STAGED * max((staged_bytes(unit) for unit in units), default=0)
@@ -41,7 +41,7 @@ def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
 
 
 def padded_bytes(sizes: Iterable[int]) -> int:
-    """Room for pieces of these sizes in a row, each where O_DIRECT can reach it."""
+    """Bytes for pieces of these sizes in a row, each aligned for O_DIRECT."""
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
@@ -49,7 +49,7 @@ def host_tensors(flat: Flat) -> dict[str, tuple[int, DType]]:
     """Elements and dtype of a flat's tensors on the host, apart from its master and the optimizer's rows.
 
     out     updated weights in the compute dtype, on their way to the device
-    rest    the copy of parameters that rests on the host (`Flat.rest_on`)
+    rest    the copy at rest, if it is on the host (`Flat.rest_on`)
     grads   gradients until the update reads them
     """
     found: dict[str, tuple[int, DType]] = {}

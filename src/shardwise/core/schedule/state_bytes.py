@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from ...base.dtypes import BF16
 from .flat import Flat
 
-# The dtype of encoding losses that are kept for feedback.
+# The dtype of encoding errors that are saved for feedback.
 LOST = BF16
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """`params` are copies that stay between steps, in the compute dtype or encoded, `optimizer` is master and moments.
-    `grads` has what encoding lost of them, too, where that is kept for the next."""
+    """`params` are copies that stay between steps, in the compute dtype or encoded. `optimizer` is master and moments.
+    `grads` includes encoding errors that are saved for feedback."""
 
     params: int
     grads: int
@@ -63,5 +63,5 @@ def resting_grads(flats: Iterable[Flat]) -> int:
 
 
 def kept_losses(flats: Iterable[Flat]) -> int:
-    """Bytes of the encoding losses of gradients, on the device from the first reduction on."""
+    """Bytes of the saved encoding errors of gradients, on the device from the first reduction on."""
     return sum(flat.num_lost * LOST.itemsize for flat in flats)

@@ -57,7 +57,7 @@ class UnitPlan:
 
     @property
     def trained_bytes(self) -> int:
-        """Gradients as autograd makes them: in the compute dtype."""
+        """Bytes of gradients as autograd makes them: in the compute dtype."""
         return sum(flat.num_elems * flat.compute.itemsize for flat in self.flats if flat.trainable)
 
     @property
@@ -66,7 +66,7 @@ class UnitPlan:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of a reduction's slot: for gradients that do not rest whole on the device, and for encoded rows."""
+        """Bytes of a reduction's slot: for gradients that are split or offloaded, and for encoded rows."""
         slots = sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
         return slots + sum(aligned(flat.exchanged_bytes) for flat in self.flats)
 
@@ -77,7 +77,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`order` is the forward's; slot numbers index `slot_bytes`; None is memory of the unit's own."""
+    """`order` is the forward's. `slot_of` has indices of `slot_bytes`; None is memory of the unit's own."""
 
     units: tuple[UnitPlan, ...]
     order: tuple[int, ...]
@@ -102,7 +102,7 @@ class Schedule:
 
     @property
     def read_holders(self) -> tuple[int, ...]:
-        """The units that others lie inside, if the backward reads them: theirs begins before those others' do."""
+        """Units that hold others and whose weights the backward reads. Their backward begins before the others'."""
         units = self.units
         return tuple(unit for unit in self.order if units[unit].holds_units and units[unit].backward_reads)
 
@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def row_slot_bytes(self) -> int:
-        """Bytes of a slot for rows of encoded parameters under way."""
+        """Bytes of a slot for the encoded rows of a gather in flight."""
         return max((unit.gathered_row_bytes for unit in self.units), default=0)
 
     @property
@@ -132,7 +132,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
-    """`budget_bytes` bounds the ring of gather slots; without it one unit is prefetched ahead."""
+    """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
     ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
     num_slots = _ring_size(units, ring, budget_bytes)
     slot_of: list[int | None] = [None] * len(units)
@@ -146,7 +146,7 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     for index, plan in enumerate(units):
         position = position_of[index]
         before_forward.append((index, *_ahead(units, order, range(position + 1, len(order)), num_slots - 1)))
-        # The backward of what holds others begins before theirs: what comes after them is not its to gather.
+        # The backward of a unit that holds others begins before theirs: too early to prefetch what comes after it.
         others = () if plan.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
         before_backward.append(tuple(other for other in (index, *others) if units[other].backward_reads))
     return Schedule(

@@ -134,7 +134,7 @@ class UnitStatus:
         self.weights = Weights.GATHERED
 
     def invalidate(self) -> None:
-        """The master weights that are trained have changed; frozen ones have not."""
+        """Note that the trained master weights have changed; frozen ones have not."""
         self.copy_is_old = True
         if self.weights is not Weights.SHARDED:
             self.weights = Weights.STALE
@@ -142,7 +142,7 @@ class UnitStatus:
             self.rounded = {at for at in self.rounded if not self.plan.flats[at].trainable}
 
     def lose(self) -> None:
-        """The memory no longer holds the weights."""
+        """Note that the memory no longer holds the weights."""
         self.weights = Weights.SHARDED
         if self.slot is not None and self.slots.get(self.slot) is self:
             del self.slots[self.slot]

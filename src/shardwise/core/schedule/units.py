@@ -1,10 +1,10 @@
-"""Finding the units of a model: the sets of parameters that travel together.
+"""Finding the units of a model: the sets of parameters that are gathered and reduced together.
 
 A unit is a module with the parameters below it that belong to no unit deeper down; the root takes what
 is left. A parameter used in several units belongs to the nearest unit above all its uses.
 
-Units are the blocks that a model repeats. A very large block (a layer of many experts) gives way to its large parts,
-and keeps the rest, such as norms and a router. Large modules outside the blocks, such as embeddings, are units, too.
+Units are the blocks that a model repeats. The large parts of a very large block (a layer of many experts) are units of
+their own; the block keeps the rest, such as norms and a router. Large modules outside the blocks are units, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -221,7 +221,7 @@ def _num_elems(module: nn.Module) -> int:
 
 
 def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
-    """Deepest modules first: each that gathers at least the threshold of parameters not yet in a unit."""
+    """Every module, deepest first, that has at least the threshold of parameters that are in no unit yet."""
     found: list[str] = []
     callables = dict(_callables(model))
     taken: set[nn.Parameter] = set()

@@ -96,7 +96,7 @@ class Carrier:
             part.add_(self.lost[hop])
 
     def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
-        """Keep the error of encoding for the next gradient. Values that are not finite have arrived as such."""
+        """Save the encoding error for the next gradient. Values that are not finite are sent as such: no error."""
         if hop not in self.lost:
             self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
         lost = self.lost[hop]

@@ -31,9 +31,9 @@ from .carrier import Carrier, Channels
 class GradScale:
     """Factors of gradients before and after their sum, which make it the mean over ranks.
 
-    The communicator takes the mean, where it can; else gradients are scaled while they are filled in, where that is one
-    pass (the dtypes agree) or their sum could overflow; else the final part is scaled after the sum. The loss scale is
-    taken out at the same time, so a final gradient is never scaled.
+    If the communicator can average, it takes the mean. If not, gradients are scaled as they are copied into the buffer,
+    where that costs no extra pass (equal dtypes) or their sum could overflow; else the final part is scaled after the
+    sum. The final part is also divided by the loss scale, so a final gradient is never scaled.
     """
 
     before: float
@@ -72,7 +72,7 @@ class GradScale:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A flat's part of a reduction slot: for its gradient, if that is split at rest, and for encoded rows."""
+    """A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows."""
 
     grads: Tensor | None
     rows: Tensor | None
@@ -80,7 +80,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class ReductionInFlight:
-    """The collectives of one gradient, and the part that they leave the result in."""
+    """The collectives of one gradient, and the part of its buffer in which they leave the result."""
 
     gradient: "Gradient"
     journey: Journey
@@ -90,7 +90,7 @@ class ReductionInFlight:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """A gradient buffer, cut into parameters and padding."""
+    """Views of a gradient buffer: one for each parameter, and those of the padding."""
 
     params: tuple[Tensor, ...]
     paddings: tuple[Tensor, ...]
@@ -102,7 +102,7 @@ def _cut(buffer: Tensor, flat: Flat) -> _Places:
     return _Places(params, tuple(part for part in parts[::2] if part.numel()))
 
 
-# A processor's pieces stay in its cache.
+# The size of pieces on a CPU: they stay in its cache.
 CACHED_ELEMS = 1 << 17
 
 
@@ -129,22 +129,22 @@ class Gradient:
         self._on_host = on_host
         self.stage: Literal["empty", "local", "final"] = "empty"
         self.used = [False] * len(flat.params)
-        # On the device, or on the host if that is where they rest; then `final` is there, too.
+        # On the device, or on the host if gradients are offloaded (`Flat.grads_on_host`); then `final` is there, too.
         self.grads: Tensor | None = None
         self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
         self._final_views: dict[int, Tensor] = {}
-        # Of a final gradient on its way to the host: the sum of its squares, and what it was clipped by since.
+        # For a final gradient that goes to the host: its sum of squares, and a clipping factor that is not applied yet.
         self.square: Tensor | None = None
         self._unsquared: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
-        # During a backward: where each parameter's gradient belongs, and whether something lies there already.
+        # During a backward: the memory for each parameter's gradient, and whether it holds something to add to.
         self.places: tuple[Tensor, ...] | None = None
         self.written: list[bool] = []
-        # The places in each buffer that gradients are brought together in: a reduction slot, or (None) `grads`.
+        # The views of each buffer that a backward may write: of a reduction slot, by its number, or (None) of `grads`.
         self._places_in: dict[int | None, _Places] = {}
         self._open: _Places = _Places((), ())
-        # Where this rank's parts lie in the buffers of lesser depth.
+        # Where this rank's part lies in the whole buffer, and `final` in `grads`.
         span = flat.spans[min(flat.depth_of_grads, flat.depth_of_master)]
         self.in_whole = slice(span.start, span.stop)
         self._final_in_grads = flat.spans[flat.depth_of_master].within(span)
@@ -160,7 +160,7 @@ class Gradient:
     # Memory.
 
     def fetch(self) -> None:
-        """Make sure that there is memory for `grads`; what is in it means nothing yet."""
+        """Allocate `grads`, if needed. New memory is not initialised."""
         num_elems = self.flat.num_grads
         if self.flat.grads_on_host:
             return
@@ -170,17 +170,17 @@ class Gradient:
             self.grads.untyped_storage().resize_(num_elems * self.flat.reduce.itemsize)
 
     def give_back(self) -> None:
-        """Give the memory back. The tensor and its views stay, and find the next memory by themselves."""
+        """Release the memory of `grads`. The tensor and its views stay, and see the memory of the next `fetch`."""
         if self.grads is not None and not self.flat.grads_on_host:
             self.grads.untyped_storage().resize_(0)
 
     # A backward writes.
 
     def open(self, number: int | None, slot: Tensor | None, scale: GradScale) -> None:
-        """Say where the gradients of a backward go: where the collective reads them.
+        """Choose the memory for the gradients of a backward, which the collective reads.
 
-        That is `grads` itself where gradients rest whole, on top of what is there already, else `slot`, whose old
-        contents mean nothing.
+        That is `grads` itself if it holds whole gradients on the device: new ones are added to those in it. Else it is
+        `slot`, whose old contents are ignored.
         """
         if self.stage == "final":
             self.apply_clip()
@@ -216,7 +216,7 @@ class Gradient:
         self.written[index] = self.used[index] = True
 
     def close(self, taken: Sequence[Tensor | None], scale: GradScale) -> None:
-        """Add what autograd left on the compute parameters to what was put; then no place is open any more."""
+        """Add the gradients that autograd left on the compute parameters to those that were put. Close the places."""
         assert self.places is not None
         # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
         empty = list(self._open.paddings)
@@ -264,8 +264,8 @@ class Gradient:
     ) -> ReductionInFlight:
         """Close the open places with the gradients that autograd left, and start to reduce.
 
-        The gradient is reduced in its room, or where it rests; `scratch` is memory for sums of earlier micro-batches
-        that come back from the host. Only a first hop is started here. `taken` must be held until the fill has run.
+        The gradient is reduced in its room, or in `grads`; `scratch` is memory for sums of earlier micro-batches that
+        come back from the host. Only a first hop is started here. `taken` must be held until it has been copied.
         """
         flat, carrier, journey = self.flat, self.carrier, Journey()
         buffer = self.grads if room.grads is None else room.grads
@@ -275,7 +275,7 @@ class Gradient:
         hops, is_first = flat.reduce_hops, self.stage == "empty"
         self.stage = "local"
         if is_first and len(hops) == 1 and not flat.grads_on_host and channels[hops[0].axis].num_ranks > 1:
-            # Nothing to add to: the sum goes straight to where it rests.
+            # Nothing to add to: the collective writes the sum directly to `grads`.
             journey.go([carrier.step_to(self.grads, buffer, hops[0], channels, room.rows)])
             journey.begin()
         elif hops:
@@ -313,7 +313,7 @@ class Gradient:
             self.leaving = (self.grads, reduction.part)
 
     def sync(self, rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
-        """Bring the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
+        """Reduce the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
         part = self.grads
         if self.flat.grads_on_host:
@@ -323,7 +323,7 @@ class Gradient:
         self._become_final(part, scale)
 
     def _become_final(self, part: Tensor, scale: GradScale) -> None:
-        """`part` holds the sum that `grads` hold, or would if they were on the device."""
+        """Make the gradient final. `part` has the sum: it is `grads`, or on the device if `grads` is on the host."""
         final = self.final if part is self.grads else part[self._final_in_grads]
         scale.apply(final)
         self.stage = "final"
@@ -332,7 +332,7 @@ class Gradient:
             self._unsquared = final
 
     def _make_local(self, scale: GradScale) -> None:
-        """Turn a finished gradient back into a partial sum, such that the next sync gives it again plus the new."""
+        """Turn a final gradient back into a partial sum, so that the next sync returns it plus the new gradients."""
         flat = self.flat
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
@@ -361,13 +361,13 @@ class Gradient:
             self.leaving = None
 
     def take_square(self) -> None:
-        """Take the sum of squares of a leaving gradient, while its copy is in flight."""
+        """Compute the sum of squares of a gradient, while its copy to the host is in flight."""
         if self._unsquared is not None:
             self.square = sum_of_squares(self._unsquared)
             self._unsquared = None
 
     def forget(self, zeros: bool, gives_back: bool) -> None:
-        """Start anew. With `zeros`, a gradient that exists becomes zero, which still moves momenta."""
+        """Clear the gradient. With `zeros`, a gradient that exists becomes zero, with which momenta still change."""
         is_zero = zeros and self.stage != "empty"
         self.square = self.clipped_by = None
         if is_zero and self.grads is not None:

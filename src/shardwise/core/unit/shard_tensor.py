@@ -30,7 +30,7 @@ class Lender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of a user's parameter in its flat. `shown` stands for it inside `sw.whole`."""
+    """The place of a user's parameter in its flat. `shown` is used in its place inside `sw.whole`."""
 
     state: FlatState
     index: int
@@ -70,7 +70,7 @@ class Place:
         return self.state.master[interval.start : interval.stop].view(self.shape)
 
     def part(self) -> Tensor:
-        """This rank's part of the weight: memory of the master."""
+        """This rank's part of the weight, in the memory of the master."""
         if isinstance(self.state.master, OnDisk):
             refuse(self.name, self.whereabouts)
         if self.lender is not None:
@@ -111,7 +111,7 @@ class ShardTensor(Tensor):
     """This rank's part of a tensor that is shaped like a parameter.
 
     Elementwise operations work on it, with tensors that are cut alike, with numbers, and with whole tensors of its
-    shape, of which each rank takes its part. `is_master`: its memory is the weight's.
+    shape, of which each rank takes its part. `is_master`: it shares memory with the weight.
     """
 
     place: Place
@@ -188,7 +188,7 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         return None if lists else targets[0]
     if lists:
         return [_as_part(result, its, is_master=False) for result, its in zip(results, places, strict=True)]
-    # What returns its input as it is (`detach`, `.to` that changes nothing) is the same memory.
+    # Functions that return their input (`detach`, `.to` that changes nothing) return the same memory.
     is_same = any(isinstance(v, ShardTensor) and v.is_master and v.data_ptr() == results.data_ptr() for v in args)
     return _as_part(results, place, is_master=is_same)
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from ...base.errors import StateError
 
-# Functions that describe a tensor without reading it: attributes, and the questions of memory tools.
+# Functions that describe a tensor without reading it: attributes, and functions that memory tools call.
 _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
-# The same for a parameter, which has hooks and gets gradients; and the one attribute that can be read from.
+# The same for a parameter, whose attributes can be set, and which has hooks.
 _TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
 
 
 class Elsewhere(Tensor):
-    """Stands for the gradient of a resting parameter, which lies in a flat shard; using it raises."""
+    """Stand-in for the gradient of a user's parameter, which lies in a flat shard; using it raises."""
 
     why = (
         "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
@@ -37,13 +37,13 @@ class Elsewhere(Tensor):
 
 
 class NotShown(Elsewhere):
-    """Stands for a gradient inside `sw.whole`, which shows weights."""
+    """Stand-in for a gradient inside `sw.whole`, which shows weights."""
 
     why = "sw.whole(model) shows weights: for gradients write `with sw.whole(model, grads=True):`"
 
 
 class OnDisk(Elsewhere):
-    """Stands for the master weights of a resting parameter, or for its optimizer state."""
+    """Stand-in for master weights or optimizer state on disk."""
 
     why = (
         "this tensor rests on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "

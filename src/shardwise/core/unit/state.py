@@ -1,4 +1,4 @@
-"""The weights of a unit on this rank: the tensors of each flat, and the parameters that modules show of them."""
+"""The weights of a unit on this rank: the tensors of each flat, and the Parameters that modules have for them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,10 +40,10 @@ class FlatState:
             for _ in flat.params
         ]
         own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
-        # Where this rank's part lies in what is at rest, and that in the whole.
+        # The place of this rank's master in `rest`, and the place of `rest` in `whole`.
         self._master_in_rest = own.within(at_rest)
         self._rest_in_whole = slice(at_rest.start, at_rest.stop)
-        # Which parameters this rank's part of the master touches, and where in it they lie.
+        # The parameters that lie in this rank's part of the master, all or partly, and their places in it.
         self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
         self.gradient = Gradient(
             flat, self.device, self.carrier, self.held, None if self.away is None else self.away.grads
@@ -52,9 +52,9 @@ class FlatState:
             self._resting_param(self.held.get(index, slice(0, 0)), param.shape)
             for index, param in enumerate(flat.params)
         ]
-        # The objects that the user had before: what modules and optimizers show between steps.
+        # The user's own Parameter objects: modules and optimizers have these between steps.
         self.user_params: list[nn.Parameter] = []
-        # One number, which they stand on.
+        # A single number. They are expanded views of it, and so need no memory.
         self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
 
     @property
@@ -92,7 +92,7 @@ class FlatState:
 
     @contextmanager
     def writing(self) -> Iterator[Tensor]:
-        """Give the master to be changed from outside; its copies on the host or on disk follow in the end."""
+        """Yield the master to be changed from outside; at the end, its copies on the host or on disk are renewed."""
         rows = None if self.away is None else self.away.rows
         self._draft = master = self.read_master()
         try:
@@ -104,7 +104,7 @@ class FlatState:
             self._draft = None
 
     def write(self, index: int, value: Tensor) -> None:
-        """Inside `writing`, set the master of one parameter from its whole value: this rank keeps its own part."""
+        """Inside `writing`, set this rank's part of the master of one parameter from the parameter's whole value."""
         assert self._draft is not None
         if index in self.held:
             self._draft[self.held[index]].copy_(self.part_of(index, value))
@@ -117,12 +117,12 @@ class FlatState:
         return value.detach().reshape(-1)[common.within(flat.intervals[index])]
 
     def publish(self, moves: Moves | None = None) -> None:
-        """Renew the copies of a changed master on the host or on disk. Bytes that a step moves so are counted."""
+        """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
         if self.away is not None:
             self.away.publish(self.read_master(), moves or Moves())
 
     def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
-        """Fill this rank's part of one parameter, in place where that can be; `publish` once all are filled."""
+        """Fill this rank's part of one parameter, if possible in place; call `publish` once all are filled."""
         rows, held = None if self.away is None else self.away.rows, self.held[index]
         if rows is None or not rows.on_disk:
             read(self.master[held])
@@ -142,7 +142,7 @@ class FlatState:
         return taken
 
     def bind(self, whole: Tensor) -> None:
-        """Let the compute parameters be views into `whole`."""
+        """Make the compute parameters views into `whole`."""
         self.whole = whole
         own = self.flat.spans[self.flat.depth_of_master]
         self._own_part = whole[own.start : own.stop]
@@ -182,7 +182,7 @@ class FlatState:
                 self.carrier.copy(self._buffer(target, staged, at_rest), values)
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
-        """The tensor that a route calls so."""
+        """The tensor for a buffer's name in a route."""
         if name == "own":
             return self._own_part
         if name == "updated":
@@ -194,8 +194,8 @@ class FlatState:
     def _go_encoded(
         self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
     ) -> None:
-        """Gather encoded rows: encoded once and decoded once, whatever the hops. Every rank computes with the decoded
-        values, of its own part too."""
+        """Gather encoded rows. They are encoded and decoded once, whatever the number of hops. Every rank computes with
+        the decoded values, of its own part too."""
         flat, codec = self.flat, self.flat.params_codec
         assert codec is not None
         own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
@@ -217,7 +217,7 @@ class FlatState:
         return self.master if out is None else out
 
     def _write_to_disk(self, at_rest: Tensor) -> None:
-        """Let the copy on disk follow the gathered one: here the optimizer is split further than the parameters."""
+        """Write a renewed copy at rest to disk. Only used if the optimizer is split further than the parameters."""
         assert self.away is not None
         memory = self.away.memory
         assert self.away.region is not None
@@ -239,10 +239,10 @@ class Unit:
         self.module = module
         self.states = states
         self.trainable_states = [state for state in states if state.flat.trainable]
-        # Whether some of its modules put their gradients into open places themselves.
+        # True if some of its modules write their gradients directly into the memory that is reduced.
         self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
-        # Where each parameter is registered, and the two objects that the place may show: when it computes, and else.
+        # Where each parameter is registered, and the two objects that may be there: the compute and the user parameter.
         self._sites: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         for state in states:
             for spec, compute, user in zip(state.flat.params, state.compute_params, state.user_params, strict=True):
@@ -252,7 +252,7 @@ class Unit:
                     self._sites.append((registered, site.attribute, compute, user))
 
     def show_compute(self) -> None:
-        """Register the compute parameters. Tensors that somebody put there (`torch.func.functional_call`) stay."""
+        """Register the compute parameters. Other tensors that were put there (`torch.func.functional_call`) stay."""
         for registered, attribute, compute, user in self._sites:
             if registered[attribute] is user:
                 registered[attribute] = compute
@@ -263,7 +263,7 @@ class Unit:
                 registered[attribute] = user
 
     def replaced(self) -> str | None:
-        """The name of a parameter in whose place another one is registered, or none."""
+        """The name of a parameter that was replaced in its module by another object, or None."""
         for registered, attribute, compute, user in self._sites:
             current = registered.get(attribute)
             if current is not user and current is not compute:
@@ -273,12 +273,12 @@ class Unit:
     def stamp(self, version: int) -> None:
         """Set the version of the compute parameters; autograd refuses to use those of another version than it saved.
 
-        So a backward that comes to a unit whose memory has another unit's weights, or newer ones, cannot go wrong.
+        So a backward that would read another unit's weights, or newer ones, in this memory raises an error.
         """
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def was_written(self, version: int) -> bool:
-        """True if a forward changed its own compute parameters, where that is lost or unknown to other ranks."""
+        """True if a forward changed its own compute parameters, and the change would be lost or stay on this rank."""
         changed = [state for state in self.states for param in state.compute_params if param._version != version]
         return bool([state for state in changed if not state.flat.master_is_whole or state.flat.num_ranks > 1])
 
@@ -293,7 +293,7 @@ class Unit:
                 registered[attribute] = instead[user]
 
     def take_back(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
-        """Show the user's parameters again; gives what was registered in the place of each."""
+        """Register the user's parameters again; yields each with the object that was registered in its place."""
         for registered, attribute, _, user in self._sites:
             yield user, registered.get(attribute)
             registered[attribute] = user

@@ -11,7 +11,7 @@ passes `UserParameter.__torch_function__`, which has four answers:
                averages and weight clipping run on every layout.
     refused    everything else, with the line to write instead.
 
-Compute parameters are plain tensors: a training step passes none of this.
+Compute parameters are plain tensors, so a training step does not go through any of this.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def _move_hooks(original: nn.Parameter, compute: nn.Parameter) -> None:
 
 
 _VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-# They ask the second tensor for its shape alone.
+# They read only the shape of the second tensor.
 _SHAPED_LIKE = frozenset({"view_as", "expand_as", "reshape_as"})
 _NEVER = frozenset({"resize_", "resize_as_", "share_memory_", "apply_", "map_", "__setstate__"})
 
@@ -150,7 +150,7 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
     return place.part()
 
 
-# Answers of their own.
+# Operations with an implementation of their own.
 
 
 def _grad(param: Any) -> Tensor | None:
