@@ -76,7 +76,7 @@ def explain(entry: Assessment) -> list[Row]:
             "reserve",
             entry.reserved.expected - entry.memory.peak.total,
             _reserve_words(entry),
-            "plan/cost/reserve.py, measured on one H200",
+            "planner/cost/peak.py, measured on one H200",
         ),
         (
             "traffic",
@@ -91,7 +91,9 @@ def explain(entry: Assessment) -> list[Row]:
         ("disk", entry.disk_bytes, _disk_words(entry)),
     ):
         if size:
-            rows.append({"term": term, "bytes": size, "formula": formula, "source": "plan/offload.py; of a node"})
+            rows.append(
+                {"term": term, "bytes": size, "formula": formula, "source": "core/schedule/offload.py; per node"}
+            )
     return rows
 
 
@@ -148,15 +150,15 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
         f"saved for the backward of {training.num_tokens} tokens, checkpointing {training.checkpointing}"
         f"{', of two units at a time' if layout.activations_on == 'host' else ''}; what the running unit needs; 64 MiB "
         "of libraries' workspaces",
-        "plan/work/tape.py, equal to torch's own on the meta device",
+        "planner/work/tape.py, equal to torch's own on the meta device",
     )
     yield (
         "gathered",
         f"{len(entry.schedule.slot_bytes)} slots of the largest unit; units kept until the backward"
         + (f"; {NUM_ROW_SLOTS} of its parameters encoded" if entry.schedule.row_slot_bytes else ""),
-        "plan/schedule.py",
+        "core/schedule/step_schedule.py",
     )
-    yield "reduce", _slot_words(entry), "plan/schedule.py"
+    yield "reduce", _slot_words(entry), "core/schedule/step_schedule.py"
     yield (
         "loss",
         {
@@ -164,7 +166,7 @@ def _terms(entry: Assessment) -> Iterator[tuple[str, str, str]]:
             "plain": "14 B x tokens x vocabulary",
             "fused": "no logits",
         }[training.loss],
-        "train/loss.py" if training.loss == "chunked" else "torch's cross-entropy",
+        "trainer/loss.py" if training.loss == "chunked" else "torch's cross-entropy",
     )
 
 

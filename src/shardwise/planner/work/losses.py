@@ -1,6 +1,6 @@
 """The end of a language model as a tape: the last norm, the output projection and the loss.
 
-chunked  train/loss.py: gradients are computed in the forward, a chunk of tokens at a time, and held in fp32
+chunked  trainer/loss.py: gradients are computed in the forward, a chunk of tokens at a time, and held in fp32
 plain    logits in the compute dtype, in fp32, their log-softmax, and in the backward two gradients of that size
 fused    Liger's: as chunked, with gradients in the compute dtype and chunks no larger than the hidden states
 """
@@ -12,7 +12,7 @@ from .operations import Habits, Setting, cast, layer_norm, linear, llama_norm, r
 from .tape import Buffers, Gradients, Tape, Tensor
 from .work import Product
 
-# As in train/loss.py, which imports torch.
+# As in trainer/loss.py, which imports torch.
 CHUNK_LOGITS_BYTES = 256 * 2**20
 CHUNK_MULTIPLE = 64
 
