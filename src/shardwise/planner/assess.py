@@ -1,7 +1,7 @@
 """One strategy, costed: memory at every instant, traffic, seconds, and whether it fits.
 
-Everything is read from the schedule that the engine would execute. Blocks that are alike share their flats here, since
-nothing that is costed depends on names.
+Everything is derived from the schedule that the engine would execute. Blocks that are alike share their flats here,
+because no cost depends on names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +34,15 @@ class Subject:
     units: tuple[FoundUnit, ...]
     works: Works
     flops_per_token: float  # forward and backward, at the training's sequence length
-    facts: Mapping[str, object]  # for the plan's readers
+    facts: Mapping[str, object]  # shown with the plan
     head_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster, and how much of it work gets. `free_bytes`: of a GPU, where somebody has looked, after the
-    driver took its context and before the collectives have buffers. `has_reserve`: an allocator that keeps what it
-    is given back, and libraries that have workspaces from it; a CPU has neither, and its device is the host."""
+    """A cluster, and the share of its speed that is reached. `free_bytes`: free memory of a GPU if it was measured:
+    after the driver took its context and before the collectives have buffers. `has_reserve`: the device has a caching
+    allocator and library workspaces; a CPU has neither, and its memory is the host's."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def context_bytes(self) -> int:
-        """Outside of the allocator: the driver's, and the buffers of the collectives."""
+        """Memory outside of the allocator: the driver's context, and the buffers of the collectives."""
         driver = self.cluster.gpu.context_bytes if self.free_bytes is None else 0
         return driver + (NCCL_BYTES if self.cluster.world_size > 1 and self.has_reserve else 0)
 
@@ -77,19 +77,19 @@ class Machine:
         return ""
 
 
-# Of the host's memory; the rest is the system's, the processes' own and their data's.
+# Usable fraction of host memory; the system, the processes themselves and their data need the rest.
 HOST_SHARE = 0.9
-# What its communicators take on a GPU, from logs of others (1 to 2 GiB with a handful of groups).
+# Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
 
 
-# Micro-batches that are played through; more of them are like the last but one.
+# Maximum number of micro-batches that are simulated; each further one is like the last but one.
 MOST_PLAYED = 3
 
 
 @dataclass(frozen=True, repr=False)
 class Assessment:
-    """A strategy on a machine. Host and disk are a node's."""
+    """Predicted memory, traffic and time of a strategy on a machine. Bytes of host and disk are per node."""
 
     name: str
     layouts: tuple[Layout, ...]
@@ -108,7 +108,7 @@ class Assessment:
         return memory_of(self.schedule, self._told(self.events), self.works, self.training, workspace_bytes)
 
     def _told(self, events: Sequence[Event]) -> Sequence[Event]:
-        """With activations that go to the host and come back."""
+        """Add the events of activations that are copied to the host and back."""
         return with_stowing(events, stowed_bytes(self.schedule, self.works))
 
     @cached_property
@@ -142,7 +142,7 @@ class Assessment:
 
     @property
     def num_left_out(self) -> int:
-        """Micro-batches in the middle of the step that are like the one before."""
+        """Micro-batches that are not simulated, because they are like the one before."""
         return max(0, self.training.num_micro_batches - MOST_PLAYED)
 
     def _timing_of(self, events: Sequence[Event]) -> Timing:
@@ -153,12 +153,12 @@ class Assessment:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory that a GPU must have; where the device is the host, offloaded state is added."""
+        """Memory that a GPU must have; on a CPU, offloaded state is included."""
         return self.reserved.expected + self._beside_bytes
 
     @property
     def high_bytes(self) -> int:
-        """The same, if the allocator wastes more than is expected."""
+        """Upper estimate of `needed_bytes`: the allocator wastes more than expected."""
         return self.reserved.high + self._beside_bytes
 
     @property
@@ -172,7 +172,7 @@ class Assessment:
 
     @property
     def is_on_device(self) -> bool:
-        """All of it, and nothing ever leaves."""
+        """Return True if nothing is offloaded."""
         return not any(layout.uses_host for layout in self.layouts)
 
     @property
@@ -196,7 +196,7 @@ class Assessment:
 
     @cached_property
     def why_not(self) -> str:
-        """Empty: it fits."""
+        """The reason why the plan does not fit; empty if it fits."""
         return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
 
     @property
@@ -209,7 +209,7 @@ class Assessment:
 
     @property
     def is_exact(self) -> bool:
-        """Everything travels as it is: training gives the numbers that one process would."""
+        """Return True if no collective is quantised: training then gives the numbers of a single process."""
         return all(layout.is_exact for layout in self.layouts)
 
     @property
@@ -219,7 +219,7 @@ class Assessment:
 
 
 class Assessor:
-    """Costs strategies for one model on one machine; what they have in common is made once."""
+    """Assesses strategies for one model on one machine; shared intermediate results are computed once."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Assessor:
         self._axes = machine.cluster.axes
 
     def on(self, machine: Machine) -> "Assessor":
-        """The same on another machine."""
+        """Return an assessor for the same model on another machine."""
         return Assessor(
             self.subject, machine, clips=self._clips, budget_bytes=self._budget_bytes, keep_fp32=self._keep_fp32
         )

@@ -1,11 +1,11 @@
 """`strategy="auto"`: the planner's search, with the memory that is free and the links as they are.
 
-What activations take is probed on the meta device, for the micro-batch that the caller names. Without one, or for a
-model that cannot be probed so, a quarter of the memory is left to them, and what is compared is traffic and updates.
+The memory of activations is probed on the meta device, for the micro-batch that the caller gives. Without one, or for a
+model that cannot be probed, a quarter of the memory is left to them, and only traffic and updates are compared.
 
-Where nothing fits on the device alone, the search lets state rest on the host, and on disk too if a folder was named
-for it. `auto+optimizer=host` says what rests where, and `auto+grads_as=int8` what travels as something else: then every
-preset is changed so, and the fastest that fits is taken. What travels is never rounded unless that was asked for.
+If nothing fits on the device alone, the search offloads state to the host, and to disk too if a folder is given for it.
+`auto+optimizer=host` fixes the offload and `auto+grads_as=int8` the format of a collective: every preset then gets this
+change, and the fastest one that fits is taken. Quantised collectives are used only on request.
 """
 
 import logging
@@ -36,34 +36,34 @@ from .search import TIE, choices, moved_presets
 from .training import Training
 from .work.work import Work
 
-# Left to activations where nobody knows them.
+# Fraction of the memory that is left to activations if their size is unknown.
 UNKNOWN_SHARE = 0.25
-# What is gathered to see how fast the links are.
+# Size of the all-gather that measures the links.
 PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
 NUM_PROBES = 5
-# Of a collective among others on the device, whose host is ahead.
+# Latency of a collective on a device while the host has already queued further work.
 LATENCY_US = 20.0
 # The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
 # at 3 % and decoded at 5 to 8 % of what it copies at.
 PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4, coding=0.05)
-# What was measured differs by this much from one start to the next.
+# Measurements differ by this fraction from one start to the next.
 PROCESSOR_TIE = 0.1
-# Rates of a processor are measured, so all of them is reached.
+# The rates of a CPU are measured, so they are reached in full.
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
 MEMORY = Path("/proc/meminfo")
-# What is free where a file system does not tell.
+# Assumed free bytes if a file system does not report them.
 UNTOLD = 1 << 50
 
 logger = logging.getLogger("shardwise")
 
-# Sequences of a micro-batch, tokens of each; and micro-batches of a step.
+# Sequences per micro-batch, tokens per sequence; optionally micro-batches per step.
 Batch = tuple[int, int] | tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of `sw.shard` that a choice depends on."""
+    """The arguments of `sw.shard` that the choice of a strategy depends on."""
 
     training: Training
     batch: Batch | None
@@ -75,7 +75,7 @@ class Asked:
 
 
 def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
-    """The fastest that fits and is exact, or travels as asked; the layouts are those of the plan's `recommended`."""
+    """Plan with the fastest strategy that fits and is exact, or quantised as requested, in its `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
             f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it:"
@@ -133,8 +133,8 @@ def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
 
 
 def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
-    """The device of this rank and its equals, with `free_bytes` each, and links as fast as they are. Host and disk have
-    what is free on the machine that has least. All ranks call it and get the same."""
+    """Describe the devices of all ranks, with `free_bytes` each, and the measured links. Host and disk have the free
+    bytes of the machine that has least. All ranks must call this function, and all get the same value."""
     gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
     on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
@@ -165,7 +165,7 @@ def host_bytes_here() -> int:
     free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     if MEMORY.is_file():
         told = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        free = int(told["MemAvailable"].split()[0]) * 1024  # with caches that give way
+        free = int(told["MemAvailable"].split()[0]) * 1024  # includes caches that the system can drop
     limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
     return min(free, total if limit is None else limit)
 
@@ -179,8 +179,8 @@ def free_bytes_on(folder: Path) -> int:
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
-    """From gathers over all ranks, inside the node if there is but one, else between nodes. Of two sizes: what a gather
-    takes beyond its bytes is in both."""
+    """Measure the links with all-gathers over all ranks: inside the node if there is only one, else between nodes.
+    Two sizes are gathered, because both contain the same fixed cost."""
     if world.num_ranks == 1:
         return {}
     (less, less_s), (more, more_s) = (_gathered(world, PROBE_BYTES[device().type] // part) for part in (8, 1))
@@ -192,7 +192,7 @@ def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
 
 
 def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
-    """Bytes that pass through a rank of the ring, and the seconds that the slowest rank saw."""
+    """Return the bytes that pass through a rank of the ring, and the seconds on the slowest rank."""
     num_bytes -= num_bytes % world.num_ranks
     seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()), NUM_PROBES)
     return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
@@ -203,7 +203,7 @@ def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
     if where.type == "cuda":
         name = torch.cuda.get_device_name(where)
         known = gpu_of_device(name)
-        # One that is in no table is taken for an A100: what is compared runs on the same.
+        # An unknown GPU is treated as an A100: all compared strategies run on the same one.
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
     flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
@@ -221,7 +221,7 @@ def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
 
 
 def _processor_rates() -> tuple[float, float]:
-    """FLOP/s of a product and bytes/s of a copy, while the other ranks of this machine do the same."""
+    """Measure the FLOP/s of a product and the bytes/s of a copy while the other ranks of this machine do the same."""
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     long, into = torch.ones(4 << 20), torch.ones(4 << 20)
     product_s = min(_seconds(lambda: torch.mm(a, b)) for _ in range(5))

@@ -20,12 +20,12 @@ from .work.work import Work
 
 
 class NotRunError(ConfigurationError):
-    """A model does not run on token ids alone, so what its activations take is not known."""
+    """The model does not run on token ids alone, so the memory of its activations is unknown."""
 
 
 def subject_of_module(model: nn.Module, training: Training, units: Units = "auto", built_from: str = "") -> Subject:
-    """For language models that take token ids; `training` says how many. `built_from`: what the module was made of for
-    the plan alone, so that blocks can be checkpointed as the plan likes."""
+    """Probe a language model that takes token ids; `training` gives their number. `built_from`: the source of a module
+    that was built for the plan only; the plan then chooses the activation checkpointing of its blocks."""
     checkpointings = ("none", "full") if built_from else ("none",)
     if training.lora is not None or training.checkpointing not in checkpointings or training.compile:
         if built_from:
@@ -62,7 +62,7 @@ def subject_of_module(model: nn.Module, training: Training, units: Units = "auto
             f"this {type(model).__name__} could not be run on ({training.micro_batch}, {training.seq}) token ids, as "
             f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
-    # As `flops_per_token` counts them: attention in full, of which a causal kernel computes half.
+    # Counted like `flops_per_token`: attention in full, although a causal kernel computes only half of it.
     flops = sum(work.flops + work.attention_flops for work in works(training).values())
     facts: dict[str, object] = {"name": built_from or type(model).__name__, "num_params": num_elems_of(found)}
     if built_from:
@@ -86,7 +86,7 @@ def subject_of_built(name: str, model: nn.Module, training: Training) -> Subject
         return StatesOnly(num_elems_of(find_units(model)), name, str(error))
 
 
-# Tokens of two short sequences, to see whether the number of operations grows with them.
+# Lengths of two short sequences: the probe checks whether the number of operations grows with the length.
 _SHORT = (4, 32)
 
 
@@ -103,7 +103,7 @@ def _checkpointed(forward: Forward) -> Forward:
 
 
 def _idle(found: list[FoundUnit], works: Mapping[str, Work]) -> str:
-    """Says what token ids alone do not reach, such as a model's eyes."""
+    """Name the units that token ids alone do not reach, such as a vision encoder."""
     idle = [unit for unit in found if works[unit.name] is _NOTHING and not unit.holds_units]
     if not idle:
         return ""

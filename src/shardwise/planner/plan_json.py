@@ -1,6 +1,6 @@
 """A plan as JSON, with the formula behind every term and its source.
 
-`shardwise plan --json` prints it, run folders keep it, and pages are made from it.
+`shardwise plan --json` prints it, run folders contain it, and HTML reports are made from it.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def peak_text(entry: Assessment) -> str:
-    """In one line: where the peak is, and what lies there, the largest first."""
+    """Describe the peak in one line: its instant, and the memory classes there, the largest first."""
     peak = entry.memory.peak
     parts = sorted(peak.by_class().items(), key=lambda part: -part[1])
     named = ", ".join(f"{_WORDS[name]} {size / 1e9:,.1f}" for name, size in parts if size >= 5e7)
@@ -43,7 +43,7 @@ def peak_text(entry: Assessment) -> str:
 
 
 def at(name: str) -> str:
-    """An instant in words."""
+    """Describe an instant in words."""
     verb, _, unit = name.partition(" ")
     if name.startswith("the "):
         return name
@@ -207,7 +207,7 @@ Json = dict[str, Any]
 
 
 def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
-    """`num_tokens`: those of a whole training, for how many days it takes."""
+    """Convert a plan. `num_tokens`: length of the whole training, for the number of days it takes."""
     if isinstance(plan, States):
         return _states(plan)
     best = plan.recommended
@@ -227,7 +227,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
 
 
 def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool) -> Json:
-    """`in_full`: with memory at every instant, and everything that happens when."""
+    """Convert one strategy. `in_full`: with the memory at every instant and the timeline of the step."""
     timing, reserved, peak = entry.timing, entry.reserved, entry.memory.peak
     found: Json = {
         "name": entry.name,
@@ -274,7 +274,7 @@ def assessment_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, 
 
 
 def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
-    """Instants with their times: each begins with the next computation of its name, or where the one before it ends."""
+    """Pair instants with start times: the next computation of that name, or the end of the instant before."""
     spans: dict[str, list[Span]] = {}
     for span in reversed(entry.timing.spans):
         if span.lane == "compute":
@@ -338,7 +338,7 @@ def _training(training: Training) -> Json:
 
 
 def _asked(plan: Plan) -> Json:
-    """The request; choices that were left open are marked."""
+    """Return the request; settings that the user left open are marked."""
     found = _training(plan.training)
     if any(len(trainings) > 1 for trainings in plan.choice.trainings):
         found["checkpointing"] = "auto"

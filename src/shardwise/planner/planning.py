@@ -31,13 +31,13 @@ from .subject import Built, Planned, model_of, subject_of
 from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"
-# Of a micro-batch that is searched.
+# Maximum number of sequences per micro-batch in the search.
 MOST_SEQUENCES = 64
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """`found` are all strategies, the presets first. `recommended` is None where nothing fits."""
+    """All assessed strategies (`found`, presets first) and the recommended one; None if nothing fits."""
 
     subject: Subject
     machine: Machine
@@ -83,16 +83,16 @@ def plan(
 ) -> "Plan | States":
     """Cost every strategy for a model on a cluster, and recommend one.
 
-    model: a name ("llama-3-8b"), a config.json, its folder or what is in it, a shape, or a module (on the meta device).
-        A config of a family whose sizes are not known here is planned as the module that transformers makes of it.
+    model: a name ("llama-3-8b"), a config.json (path, folder or contents), a shape, or a module (on the meta device).
+        A config of an unknown family is planned as the module that transformers builds from it.
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
-    training: what a step does; or give its fields here: seq=4096, micro_batch=2, optimizer="adamw8bit".
-    strategy: cost this one alone; "auto+params_as=int8" is every preset with that change.
-    checkpointing: "auto" takes the least that fits, and is what happens unless this or a training says otherwise. A
-        module has the one that it has.
-    global_batch: sequences of a step over all GPUs; the micro-batch that suits each strategy best is searched, unless
-        it is given.
-    search: mix layouts unit by unit, and parts of the optimizer between device and host.
+    training: settings of a step; or pass its fields as keywords: seq=4096, micro_batch=2, optimizer="adamw8bit".
+    strategy: assess only this one; "auto+params_as=int8" is every preset with that change.
+    checkpointing: "auto" takes the least that fits; it is the default if no `training` is given. A module keeps the
+        checkpointing that it has.
+    global_batch: sequences per step over all GPUs; each strategy gets the micro-batch that suits it best, unless one is
+        given.
+    search: also try mixed layouts, and an optimizer that is split between device and host.
     """
     if checkpointing not in (None, OPEN, *MODES):
         raise ConfigurationError(f"checkpointing {checkpointing!r}; {did_you_mean(str(checkpointing), [*MODES, OPEN])}")
@@ -106,7 +106,7 @@ def plan(
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = training_of(training, sizes)
     if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
-        # What a name stands for has no files: frozen weights are taken to be in the dtype that is computed in.
+        # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
         found = replace(found, dtype=training.formats.compute)
     machine = machine_of(cluster)
     subject = _subject_of(found, training)
@@ -181,7 +181,7 @@ def training_of(training: Training | None, sizes: dict[str, Any]) -> Training:
 def batches_of(
     training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
 ) -> Sequence[tuple[int, int]]:
-    """Micro-batches, and how many of them make a step; several where only the product is given."""
+    """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
     if global_batch is None:
         return [(training.micro_batch, training.num_micro_batches)]
     share, rest = divmod(global_batch, world_size)
@@ -235,7 +235,7 @@ def _why_moved(moves: Sequence[str], best: Assessment) -> str:
 
 
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
-    """Explain which state is offloaded, and why so much of it."""
+    """Explain which state is offloaded, and why this much of it."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
     text = (
         f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is the "
@@ -252,7 +252,7 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
 
 
 def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
-    """With what would help: the smallest change to what needs least."""
+    """Explain it, and add the smallest change that makes the strategy with the least need fit."""
     exact = [entry for entry in entries if entry.is_exact] or list(entries)
     least = min(exact, key=lambda entry: entry.needed_bytes)
     change = nearest_change(assess, least)

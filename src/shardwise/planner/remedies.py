@@ -10,7 +10,7 @@ from .assess import Assessment, Assessor, Machine
 from .training import Training
 
 MOST_NODES = 1024
-# What `shardwise plan` calls the fields of a training.
+# Flags of `shardwise plan` by field of `Training`.
 FLAGS = {
     "checkpointing": "--checkpointing",
     "micro_batch": "--micro-batch",
@@ -22,12 +22,12 @@ NODES = "--nodes"
 
 
 def strategy_flag(layout: Layout) -> str:
-    """How `shardwise plan` is told what rests elsewhere: all of it is in the strategy's name."""
+    """Return the flag of `shardwise plan` for a layout with offload: the strategy's name contains all of it."""
     return f"--strategy {layout.name}"
 
 
 def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
-    """The flags that lead from one training to the other."""
+    """Return the flags that change one training into the other."""
     changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
     return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
 
@@ -39,7 +39,7 @@ def nearest_change(
     nodes: str = NODES,
     moving: Callable[[Layout], str] = strategy_flag,
 ) -> str:
-    """The first change that makes it fit, as flags of a verb; empty where none of these does."""
+    """Return the first change that makes the strategy fit, as command-line flags; empty if none does."""
     training = entry.training
     for smaller in _smaller(training):
         if _fits(assess, entry, smaller):
@@ -60,7 +60,7 @@ def nearest_change(
 
 
 def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assessment]]:
-    """The same with more and more on the host, and what that is in words; nothing where something is there already."""
+    """Yield plans with more and more state on the host, each with a description; none if some is offloaded already."""
     if not entry.is_on_device or len(set(entry.layouts)) > 1 or entry.training.engine != "shardwise":
         return
     words = ("the optimizer on the host", "optimizer and parameters on the host")
@@ -69,7 +69,7 @@ def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assess
 
 
 def on_host(layout: Layout) -> Iterator[Layout]:
-    """The same with gradients and optimizer on the host; and with the parameters, too, where that makes sense."""
+    """Yield the layout with gradients and optimizer on the host, then with the parameters, too, where possible."""
     moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
     yield moved
     try:
@@ -86,7 +86,7 @@ def _cost(words: str, before: Assessment, after: Assessment) -> str:
 
 
 def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
-    """Return True if the plan fits; a change that cannot be planned (checkpointing without blocks) does not."""
+    """Return True if the plan fits; False also for a change that cannot be planned (checkpointing without blocks)."""
     try:
         return assess(entry.name, entry.layouts, training).fits
     except ConfigurationError:
@@ -94,7 +94,7 @@ def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
 
 
 def _smaller(training: Training) -> Iterator[Training]:
-    """Each with the changes of those before it."""
+    """Yield smaller trainings; each one includes the changes of those before it."""
     if training.checkpointing != "full":
         training = replace(training, checkpointing="full")
         yield training

@@ -1,15 +1,15 @@
 """The search for a strategy: every preset, mixed layouts, and state or activations that are offloaded.
 
-A unit that is split but kept gathered costs memory and saves a gather, so the fastest plan keeps as many units gathered
-as fit. Units that repeat are alike, so what is searched is their number: the largest that fits is found by halving.
-Where the sizes of a step are open (activation checkpointing, micro-batch), every preset takes the ones that suit it
-best. `auto+params_as=int8` asks for every preset with that change, where it makes sense.
+A unit that is split but stays gathered costs memory and saves a gather, so the fastest plan keeps as many units
+gathered as fit. Repeated units are alike, so only their number is searched: bisection finds the largest one that fits.
+Where settings of a step are open (activation checkpointing, micro-batch), every preset uses the ones that suit it
+best. `auto+params_as=int8` requests every preset with that change, where it makes sense.
 
-Where nothing fits on the device alone, host and disk are tried. The host updates more slowly than the device, so as
-much of the optimizer as fits stays. It is whole parameters, the same part of every unit; memory grows with the part,
-and the largest is found by halving. The part that stays does not burden the host: where that is short, too, a part may
-fit though nothing and everything would not. Activations are a last resort, unless their copies take less time than
-computing them again.
+If nothing fits on the device alone, the search tries host and disk. The host updates more slowly than the device, so as
+much of the optimizer as fits stays on the device: whole parameters, the same fraction of every unit. Memory grows with
+this fraction, and bisection finds the largest one. The part on the device needs no host memory: if that is short, too,
+a fraction may fit although none and all of it do not. Activations are offloaded last, unless their copies take less
+time than recomputing them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,18 +35,18 @@ from ..core.schedule.model import FoundUnit
 from .assess import Assessment, Assessor
 from .training import Checkpointing, EngineName, Training
 
-# Checkpointing costs time, so the first that fits is taken.
+# Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# What may be tight has to be this much faster than what has room, and what needs the host than what does not.
+# A tight plan must be this much faster than one with room, and a plan that needs the host than one that does not.
 TIGHT_GAIN = 0.05
 HOST_GAIN = 0.05
-# Who is this close to the fastest is as fast: then the simpler one is better.
+# A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The trainings to try: each preset takes the first one of a list that fits."""
+    """The trainings to try, in lists: from each list, a preset takes the first training that fits."""
 
     trainings: tuple[tuple[Training, ...], ...]
 
@@ -56,7 +56,7 @@ class Choice:
 
 
 def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequence[tuple[int, int]]) -> Choice:
-    """`batches` are micro-batches and how many make a step. For each of them, the first mode that fits is tried."""
+    """Combine every batch (micro-batch size, micro-batches per step) with the list of modes."""
     return Choice(
         tuple(
             tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
@@ -66,7 +66,7 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
 
 
 def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
-    """The fastest that fits; if none does, the one that needs least. Of modes, the first with room is the fastest."""
+    """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest."""
     fitting: list[Assessment] = []
     others: list[Assessment] = []
     before = 0
@@ -76,7 +76,7 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
             (fitting if found.fits else others).append(found)
             if has_room(found):
                 break
-        # The last mode needs least. Once it does not fit and needs more than for smaller micro-batches, none will.
+        # The last mode needs least. If it does not fit and needs more than with the batch before, no later one fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
@@ -94,8 +94,8 @@ def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk
 
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
-    """Mixed layouts that fit and are faster than what they split, where the other of the pair does not fit for all
-    units. `found` are the presets."""
+    """Yield mixed layouts that fit and are faster than the preset that splits all units, if the other preset of the
+    pair does not fit for all units. `found`: the presets."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     for split, kept in MIXES:
         stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
@@ -114,7 +114,7 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
 
 
 def same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
-    """Those that differ in checkpointing alone."""
+    """Return the trainings that differ from this one in checkpointing only."""
     return next(trainings for trainings in choice.trainings if training in trainings)
 
 
@@ -123,7 +123,7 @@ def has_room(entry: Assessment) -> bool:
 
 
 def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
-    """As many units as fit, of those that hold no others, the last ones first: they are needed again the soonest."""
+    """Keep as many leaf units gathered as fit, the last ones first: the backward needs them first."""
     candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
     base = [PRESETS[split]] * len(assess.unit_names)
 
@@ -138,7 +138,7 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
 
 
 def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
-    """With the largest number from 1 on that fits with room; memory grows with it."""
+    """Return the plan with the largest number (1 to `most`) that fits with room; memory grows with the number."""
     low, high, best = 1, most, None
     while low <= high:
         middle = (low + high) // 2
@@ -159,7 +159,7 @@ def replace_name(found: Assessment, name: str) -> Assessment:
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """The fastest plan that fits with room, otherwise that fits; the first of those that are about as fast."""
+    """Return the fastest plan that fits with room, else the fastest that fits; among equals, the first."""
     fitting = [entry for entry in found if entry.fits]
     roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
     fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
@@ -183,7 +183,7 @@ def strategy_of(found: Assessment) -> Strategy:
 
 
 def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
-    """One that a user names."""
+    """Assess the strategy that the user named."""
     layouts = layouts_for(strategy, assess.unit_names)
     if choice.engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
         raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
@@ -192,13 +192,13 @@ def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
 
 
 def changed_presets(assess: Assessor, moves: Sequence[str], choice: Choice) -> list[Assessment]:
-    """Every preset with the same things in other places, or travelling so."""
+    """Assess every preset with the same offload and codec changes."""
     return [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
 
 
 def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
-    """The changes behind `auto` (offload, codecs) that hold for every choice; None where nothing is to be
-    chosen."""
+    """Return the changes that follow `auto+` (offload, codecs) and apply to every preset; None if the strategy is
+    not `auto`."""
     if not isinstance(strategy, str):
         return None
     name, *moves = strategy.lower().split("+")
@@ -206,7 +206,7 @@ def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
 
 
 def moved_presets(moves: Sequence[str]) -> list[Layout]:
-    """The presets without offload and codecs of their own, with these changes, as far as they make sense."""
+    """Apply these changes to the presets that have no offload or codecs themselves, where they make sense."""
     found: list[Layout] = []
     refused: list[ConfigurationError] = []
     for layout in PRESETS.values():
@@ -223,7 +223,7 @@ def moved_presets(moves: Sequence[str]) -> list[Layout]:
 def offloads(
     assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool = True
 ) -> Iterator[Assessment]:
-    """Offloaded plans that are better than all of `found`, or that fit where none of those does."""
+    """Yield offloaded plans that are better than all of `found`, or that fit if none of those does."""
     best = fastest(found)
     for entry in _tried(assess, found, choice, has_disk):
         if best is None or fastest([best, entry]) is entry:
@@ -247,8 +247,8 @@ def _tried(assess: Assessor, found: Sequence[Assessment], choice: Choice, has_di
 
 
 def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
-    """For each layout, the fastest plan with as much of the optimizer on the device as fits. A disk is looked
-    at where the host is short."""
+    """Yield the fastest plan of each layout, with as much of the optimizer on the device as fits. A disk is
+    considered only if host memory is too small."""
     parts = _parts(assess.subject.units)
     fits_host = False
     for name, layout in layouts.items():
@@ -268,7 +268,7 @@ def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> It
 
 
 def _least_on_disk(assess: Assessor, entry: Assessment) -> Assessment:
-    """Move as many units from disk to the host as fit, those first whose weights are needed first."""
+    """Move as many units from disk to the host as fit, in the order in which their weights are needed."""
 
     def with_host(num: int) -> Assessment:
         layouts = [on_host(layout) if index < num else layout for index, layout in enumerate(entry.layouts)]
@@ -279,13 +279,13 @@ def _least_on_disk(assess: Assessor, entry: Assessment) -> Assessment:
 
 
 def on_host(layout: Layout) -> Layout:
-    """The same without a disk."""
+    """Return the layout with everything from disk on the host instead."""
     params_on = "host" if layout.params_on == "disk" else layout.params_on
     return replace(layout, params_on=params_on, optimizer_on="host")
 
 
 def _parts(units: Sequence[FoundUnit]) -> list[float]:
-    """Those that differ in what stays on the device, the smallest of all that are the same."""
+    """Return the fractions that keep different parameters on the device, the smallest one of each choice."""
     kinds = {tuple((param.shape, param.trainable) for param in unit.params): unit for unit in units}
     found: dict[tuple[frozenset[str], ...], float] = {}
     for percent in range(100):
@@ -307,7 +307,7 @@ def _most_kept(
 
     for beyond in (_beyond_room, _beyond_memory):
         index = bisect_right(parts, 0, key=lambda part: beyond(with_kept(part)))
-        # Where the host is short, a little less room on the device may help.
+        # If host memory is too small, the second pass accepts a tight plan: more state stays on the device.
         if index and with_kept(parts[index - 1]).fits:
             return with_kept(parts[index - 1])
     return None
@@ -322,14 +322,14 @@ def _beyond_memory(entry: Assessment) -> int:
 
 
 def _name(name: str, layout: Layout) -> str:
-    """The value for `--strategy`, short where a preset says the rest."""
+    """Return the value for `--strategy`, shortened to a preset's name and the differences from it."""
     if not layout.kept or name not in PRESETS:
         return layout.name
     return f"{name}+optimizer={layout.optimizer_on}:{round(1 - layout.kept, 4):g}"
 
 
 def _stowed(assess: Assessor, found: Sequence[Assessment], choice: Choice) -> Iterator[Assessment]:
-    """Activations on the host and all else on the device, where the same without fits only with more checkpointing."""
+    """Offload activations only, where the plan without that needs checkpointing or has no room."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     by_name = {entry.name: entry for entry in found}
     for name in STOWS:

@@ -2,8 +2,8 @@
 
 Mixed precision is 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, and fp32 masters with Adam's two
 moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two places,
-which a plan of a real model counts: under zero3 it keeps no second 16-bit shard beside the masters, and gradients are
-fp32 unless asked otherwise. Traffic is that of one matrix of this size, gradients in 16 bits.
+which a plan of a real model counts: under zero3 it keeps no 16-bit shard in addition to the masters, and gradients are
+fp32 by default. Traffic is that of one matrix of this size, with gradients in 16 bits.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class StatesRow:
     params: int
     grads: int
     optimizer: int
-    host_bytes: int  # of a node, as the disk's
+    host_bytes: int  # per node, like `disk_bytes`
     disk_bytes: int
     moved: Moved
 
@@ -44,8 +44,8 @@ class StatesRow:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The least split row that leaves a quarter of the memory to activations is recommended, else the least split. What
-    needs the host comes after all that does not."""
+    """Memory of the training state for each strategy. Recommended is the least split row that leaves a quarter of the
+    GPU to activations, else the least split row that fits. Rows that need the host come after those that do not."""
 
     shape: StatesOnly
     machine: Machine
@@ -65,7 +65,7 @@ class States:
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
-    """The states of every preset, with the changes behind `auto`, or of the one that was requested."""
+    """Return the states of every preset, with the changes that follow `auto+`, or of the one requested strategy."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
     moves = moves_behind_auto(strategy)
@@ -111,7 +111,7 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
 
 
 def _unit(layout: Layout, num_params: int, machine: Machine, training: Training) -> UnitPlan:
-    """A unit of one matrix."""
+    """Return a unit that consists of one matrix with all parameters."""
     formats = training.formats
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)

@@ -23,7 +23,7 @@ Planned = Union[str, Mapping[str, Any], ModelShape, StatesOnly, "nn.Module"]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A module that was made of a config.json. `num_positions`: tokens that it takes at most; 0: it does not say."""
+    """A module built from a config.json. `num_positions`: its maximum sequence length; 0: the config gives none."""
 
     name: str
     module: "nn.Module"

@@ -12,18 +12,18 @@ Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 
 USUAL_SEQ = 2048
-# More than anybody trains with, and few enough to be counted.
+# Upper limits: larger than any real training, and small enough to enumerate.
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
 
-# Tensors of the master's size and dtype that an optimizer keeps (SGD with momentum). 8 bits come with a scale for 256
-# elements.
+# Tensors of the master's size and dtype that an optimizer stores (SGD with momentum). 8-bit moments have one fp32 scale
+# per 256 elements.
 MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters of rank `r` beside the linear layers named so; no targets: peft's choice for the family."""
+    """Adapters of rank `r` on the linear layers named in `targets`; none named: peft's choice for the family."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
@@ -35,10 +35,9 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Sizes are of one rank. `loss`: chunked is the trainer's own, plain what most models do, fused Liger's.
-
-    `engine` is whose habits are costed: another than ours only to compare with what others have published.
-    """
+    """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
+    cross-entropy on full logits, "fused" is Liger's. `engine`: the engine whose memory is predicted; another one than
+    ours serves only to compare with published measurements."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
@@ -51,7 +50,7 @@ class Training:
     compile: bool = False
     loss: Loss = "chunked"
     engine: EngineName = "shardwise"
-    moments: float | None = None  # of an optimizer that is none of these
+    moments: float | None = None  # for an optimizer that is not in `MOMENTS`
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -82,7 +81,7 @@ class Training:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """Tokens per micro-batch."""
         return self.seq * self.micro_batch
 
     @property

@@ -1,8 +1,8 @@
 """SVG charts as text: memory bars, plain bars, and the loss curve, with everything escaped.
 
-A chart has no fixed width. Shapes lie in an inner drawing of 1000 x 1000 that is stretched to its place; words lie in
-the outer one, placed in percent, so that they are as large on a phone as on a desk. A bar is a drawing of its own, so
-that names and numbers stay text of the page and wrap like it.
+A chart has no fixed width. Shapes are in an inner drawing of 1000 x 1000 that is stretched to the available size; text
+is in the outer one, positioned in percent, so that its size is the same on a phone and on a desk. Each bar is a drawing
+of its own, so that names and numbers are text of the page and wrap like it.
 """
 
 import math
@@ -36,7 +36,7 @@ def text(words: str, **attributes: object) -> str:
 
 
 def stretched(shapes: Iterable[str], **attributes: object) -> str:
-    """Shapes in a drawing of 1000 x 1000 that fills its place."""
+    """Put shapes into a drawing of 1000 x 1000 that is stretched to the available size."""
     box = f"0 0 {STRETCHED} {STRETCHED}"
     return element("svg", "".join(shapes), viewBox=box, preserveAspectRatio="none", **attributes)
 
@@ -46,7 +46,7 @@ def rect(left: float, top: float, width: float, height: float, **attributes: obj
 
 
 def rect_about(about: str, left: float, top: float, width: float, height: float, **attributes: object) -> str:
-    """A rectangle that tells what it is."""
+    """Draw a rectangle with a tooltip."""
     return element("rect", title(about), x=left, y=top, width=width, height=height, **attributes)
 
 
@@ -56,7 +56,7 @@ def path(points: Iterable[tuple[float, float]], is_closed: bool = False, **attri
 
 
 def unit_for(num_bytes: float) -> tuple[str, float]:
-    """In which unit an axis up to there is labelled."""
+    """Return the unit for the labels of an axis up to `num_bytes`, and its size."""
     return next(
         ((unit, factor) for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if num_bytes >= factor),
         ("kB", 1e3),
@@ -64,7 +64,7 @@ def unit_for(num_bytes: float) -> tuple[str, float]:
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
-    """0 and further round numbers up to `most`, about as many as asked for."""
+    """Return 0 and further round numbers up to `most`, approximately `about` of them."""
     if not most > 0:
         return [0.0]
     exact = most / about
@@ -80,7 +80,7 @@ FAR = 4
 
 
 class Scale(NamedTuple):
-    """Bytes from the left to the right edge, and where the GPU ends."""
+    """Bytes from the left to the right edge, and the memory of the GPU."""
 
     full: float
     limit: float | None
@@ -114,7 +114,7 @@ def memory_bar(strategy: Json, scale: Scale) -> str:
         edge = scale.at(scale.limit)
         shapes.append(element("path", title(f"GPU: {size(scale.limit)}"), class_="limit", d=f"M{edge:.1f} -180V1180"))
     if needed(strategy) > scale.full:
-        # Torn off: the bar goes on.
+        # A torn edge shows that the bar continues.
         shapes.append(element("path", class_="torn", d="M984 -10L994 250L984 500L994 750L984 1010H1001V-10Z"))
     parts = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in at_peak(strategy).items())
     label = f"{text_of(strategy.get('name'))}: {size(needed(strategy))}: {parts}"
@@ -133,7 +133,7 @@ def _segments(strategy: Json, scale: Scale) -> Iterator[str]:
 
 
 def memory_axis(scale: Scale) -> str:
-    """Ticks under the bars; the GPU's size has its own word above them."""
+    """Draw ticks under the bars; the GPU's size has a label of its own above them."""
     marks = []
     unit, factor = unit_for(scale.full)
     for value in ticks(scale.full / factor, 4):
@@ -144,7 +144,7 @@ def memory_axis(scale: Scale) -> str:
 
 
 def limit_word(scale: Scale, words: str) -> str:
-    """Where the GPU ends; at the edge, with an arrow, if that is further to the right."""
+    """Label the GPU's size; at the edge, with an arrow, if it is further to the right."""
     share = min(scale.at(scale.limit or 0) / 10, 100.0)
     words += " \u2192" if share == 100 else ""
     return element(
@@ -156,7 +156,7 @@ def limit_word(scale: Scale, words: str) -> str:
 
 
 def plain_bar(value: float, most: float, class_: str, about: str) -> str:
-    """One number: as long as its share of the largest one."""
+    """Draw a bar for one number; its length is relative to the largest one."""
     width = STRETCHED * value / most if most > 0 else 0.0
     shapes = [rect(0, 0, STRETCHED, STRETCHED, class_="track"), rect(0, 0, width, STRETCHED, class_=class_)]
     return stretched(shapes, class_="bar thin", role="img", aria_label=about)
@@ -177,11 +177,11 @@ class Point(NamedTuple):
 class Curve(NamedTuple):
     train: Sequence[Point]
     evaluation: Sequence[Point]
-    left: Sequence[Sequence[Point]]  # each: what was trained and given up when the run went on from before it
+    left: Sequence[Sequence[Point]]  # abandoned branches: the run continued from an earlier step
 
 
 def draw(curve: Curve) -> dict[str, object]:
-    """The drawing, and where its horizontal lines are."""
+    """Return the drawing, and the positions of its horizontal lines."""
     points = [*curve.train, *curve.evaluation, *(point for given_up in curve.left for point in given_up)]
     most_steps = max([point.step for point in points], default=0) or 1
     low, high = min(point.loss for point in points), max(point.loss for point in points)
@@ -220,7 +220,7 @@ def draw(curve: Curve) -> dict[str, object]:
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Means of neighbours where there are more points than can be told apart."""
+    """Average neighbours if there are more points than can be distinguished."""
     if len(points) <= MOST_POINTS:
         return points
     found = []

@@ -15,7 +15,7 @@ TIMES = {"step_s": "step", "tokens_per_s": "tokens/s, all ranks", "mfu": "MFU"}
 
 
 class Pair(NamedTuple):
-    """One quantity: as numbers and as words; None: not known."""
+    """One predicted and measured quantity, as numbers and as text; None: unknown."""
 
     name: str
     planned: float | None
@@ -63,7 +63,7 @@ def _first(loss: Json) -> str:
 
 
 def about(run: Json) -> str:
-    """The run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
+    """Describe the run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
     asked, runs = text_of(run["strategy"]), run["runs"]
     strategy = f"{runs} ({asked})" if runs and asked and asked != runs else runs or asked
     where = f" on {run['device']}" if run["device"] else ""
@@ -125,7 +125,7 @@ def _cells(pairs: list[Pair]) -> list[tuple[str, str, str, str]]:
 
 
 def _with_bars(pairs: list[Pair]) -> list[dict[str, Any]]:
-    """A whole process is no part of the same scale."""
+    """Return rows with bars; the memory of a whole process is not on the same scale, and gets none."""
     most = max((value or 0.0 for pair in pairs if pair.name != PROCESS for value in pair[1:3]), default=0.0)
     return [
         {
@@ -143,7 +143,7 @@ def _with_bars(pairs: list[Pair]) -> list[dict[str, Any]]:
 
 
 def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
-    """Name, figure, and a word below it."""
+    """Return the tiles of the page: name, figure, and a note below it."""
     of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
     yield "trained", f"{plural(run['step'], 'step')}{of}", f"{count(run['tokens'])} tokens"
     if loss := mapping(run["loss"]):

@@ -28,7 +28,7 @@ from .plan_facts import (
 
 
 def reason(plan: Json) -> str:
-    """Why the recommended one is; its name is said before."""
+    """Return why the strategy is recommended; the text before it gives its name."""
     why, name = text_of(plan.get("why")), text_of(plan.get("recommended"))
     return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
 
@@ -44,7 +44,7 @@ def cluster_words(plan: Json) -> str:
 
 
 def machine_words(plan: Json) -> str:
-    """The GPU's memory and the links."""
+    """Describe the GPU's memory and the links."""
     cluster, limit = mapping(plan.get("cluster")), gpu_bytes(plan)
     inside, between = (amount(cluster, name, "gigabytes_per_s") for name in ("intra", "inter"))
     network = text_of(cluster.get("network"))
@@ -64,7 +64,7 @@ def machine_words(plan: Json) -> str:
 
 
 def away_words(strategy: Json) -> str:
-    """Memory that a strategy needs on host and disk."""
+    """Describe the memory that a strategy needs on host and disk."""
     found = {place: amount(strategy, f"{place}_bytes") for place in PLACES}
     return ", ".join(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes)
 
@@ -91,7 +91,7 @@ def training_words(plan: Json) -> str:
 
 
 def batch_words(strategy: Json) -> str:
-    """The batch of one strategy: it may have its own micro-batch and checkpointing."""
+    """Describe the batch of one strategy: each may have its own micro-batch and checkpointing."""
     words = []
     if amount(strategy, "micro_batch"):
         words.append(f"micro-batch {int(amount(strategy, 'micro_batch'))}")
@@ -103,7 +103,7 @@ def batch_words(strategy: Json) -> str:
 
 
 def differences(shown: list[Json]) -> list[str]:
-    """The settings in which strategies differ, short: mb 4 x 2, full. Empty where all have the same."""
+    """Return the settings in which strategies differ, in short: mb 4 x 2, full. Empty if all have the same."""
     batches = [_micro(strategy) for strategy in shown]
     kept = [text_of(strategy.get("checkpointing")).replace("none", "") for strategy in shown]
     parts = [column for column in (batches, kept) if len({*column}) > 1]
@@ -116,7 +116,7 @@ def _micro(strategy: Json) -> str:
 
 
 def layout_words(strategy: Json) -> str:
-    """The value for `--strategy`: a name, or a mapping from patterns to layouts, runs of numbers as one."""
+    """Return the value for `--strategy`: a name, or a mapping from patterns to layouts with ranges of numbers."""
     layout = strategy.get("strategy", strategy.get("layout"))
     if not isinstance(layout, dict):
         return text_of(layout)
@@ -127,7 +127,7 @@ def layout_words(strategy: Json) -> str:
 
 
 def _ranges(names: list[str]) -> list[str]:
-    """blocks.2, blocks.3, blocks.4, head: blocks.2-4, head."""
+    """Shorten blocks.2, blocks.3, blocks.4, head to blocks.2-4, head."""
     found: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, last = name.rpartition(".")
@@ -147,7 +147,7 @@ def days_words(strategy: Json) -> str:
 
 
 def peak_words(strategy: Json) -> str:
-    """The peak, its instant and what lies there, the largest first; what is small is left out."""
+    """Describe the peak: its instant and the memory classes there, the largest first, without small ones."""
     peak = mapping(strategy.get("peak"))
     held = stacked(mapping(peak.get("bytes")))
     total = sum(held.values())
@@ -156,7 +156,7 @@ def peak_words(strategy: Json) -> str:
     return f"peak {size(total)} at {at(text_of(peak.get('instant')))}: {named}" if held else text_of(peak.get("text"))
 
 
-OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # each has its own
+OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # may differ between strategies
 
 
 def conditions(plan: Json) -> dict[str, list[tuple[str, str]]]:
@@ -171,7 +171,7 @@ def conditions(plan: Json) -> dict[str, list[tuple[str, str]]]:
 
 
 def _pairs(values: object) -> list[tuple[str, str]]:
-    """Names and values of a flat or a nested mapping, as words."""
+    """Return names and values of a flat or a nested mapping as text."""
     return [
         (name.replace("_", " "), _worded(name, value))
         for name, value in mapping(values).items()
@@ -200,7 +200,7 @@ def _worded(name: str, value: object) -> str:
 
 
 def grouped(plan: Json, shown: list[Json]) -> list[tuple[Json, str]]:
-    """Strategies with what they are called: those that come to the same as an earlier one stand behind its name."""
+    """Pair strategies with titles: a strategy with the numbers of an earlier one is listed after its name."""
     found: dict[object, list[Json]] = {}
     for row in shown:
         found.setdefault(_numbers(plan, row), []).append(row)
@@ -213,7 +213,7 @@ def _called(first: Json, others: list[Json]) -> str:
 
 
 def _numbers(plan: Json, row: Json) -> object:
-    """All that is shown of a strategy, but for its name."""
+    """Return everything that is shown of a strategy except its name."""
     figures = [
         *(at_peak(row).get(name, 0.0) for name in CLASSES),
         *(interval(row) or (0, 0)),
@@ -224,12 +224,12 @@ def _numbers(plan: Json, row: Json) -> object:
     return (*(f"{figure:.4g}" for figure in [*figures, needed(row)]), *words, is_tight(plan, row), batch_words(row))
 
 
-# "needs 98.1 GB on each H100-80GB, which has 84.9 GB", with its number apart.
+# "needs 98.1 GB on each H100-80GB, which has 84.9 GB"; the number is a group of its own.
 _NEEDS = re.compile(r"(needs )([\d,.]+)( GB .*)")
 
 
 def refusals(shown: list[Json]) -> list[tuple[str, str, str]]:
-    """Names, why not, and the nearest change; those whose sentence differs in its number alone, together."""
+    """Return names, reason and nearest change; strategies whose reasons differ only in the number share a row."""
     found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for row in shown:
         if not row.get("fits"):
@@ -244,6 +244,6 @@ def refusals(shown: list[Json]) -> list[tuple[str, str, str]]:
 
 
 def _span(each: list[tuple[str, str]]) -> str:
-    """They are in the order of what they need."""
+    """Return the range of the numbers; `each` is sorted by need."""
     first, last = each[0][1], each[-1][1]
     return first if first == last else f"{first} to {last}"

@@ -33,7 +33,7 @@ DAY_S = 86_400
 
 
 def render(plan: Json | None, run: Json | None = None) -> str:
-    """The page as text: write it into one file."""
+    """Return the page as the text of one file."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -106,7 +106,7 @@ def _legend() -> list[tuple[str, str]]:
 
 
 def _tiles(plan: Json, chosen: Json) -> list[tuple[str, str, str]]:
-    """Name, figure, and a word below it."""
+    """Return the tiles of the page: name, figure, and a note below it."""
     limit, between, device = plan_facts.gpu_bytes(plan), plan_facts.interval(chosen), plan_facts.device_word(plan)
     speed, world, mfu = (
         number(chosen.get("tokens_per_second_per_gpu")),
@@ -166,7 +166,7 @@ def _step(chosen: Json, limit: float | None, device: str) -> dict[str, Any] | No
     lanes = step.lanes_of(chosen, full_s) if full_s else []
     if not full_s or not (instants or lanes):
         return None
-    # Instants are of the allocator: what the context takes is not theirs.
+    # Instants describe the allocator, without the context.
     context = amount(chosen, "per_gpu_bytes", plan_facts.CONTEXT)
     room = max(limit - context, 0.0) if limit else None
     memory = step.memory_over_time(instants, full_s, room) if instants else None

@@ -1,6 +1,6 @@
 """Values of a plan, read with care: plans come from files, which may be old, partial or written by other programs.
 
-`CLASSES` is the order in which memory is stacked: state at the bottom, then what travels, then what is computed.
+`CLASSES` is the order in which memory is stacked: state at the bottom, then communication buffers, then activations.
 """
 
 import math
@@ -19,8 +19,8 @@ CLASSES = {
     "loss": "loss",
     CONTEXT: "CUDA and NCCL",
 }
-LARGEST = 1e24  # what is larger is no amount of anything
-RESERVE = "reserve"  # what the allocator holds beyond what is in use
+LARGEST = 1e24  # larger values are not valid amounts
+RESERVE = "reserve"  # memory that the allocator holds beyond the memory in use
 LANES = {
     "compute": "compute",
     "gather": "gather",
@@ -29,19 +29,19 @@ LANES = {
     "host": "host",
     "disk": "disk",
 }
-PLACES = {"host": "on the host", "disk": "on disk"}  # of a node
+PLACES = {"host": "on the host", "disk": "on disk"}  # per node
 WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "over PCIe", "disk": "to and from disk"}
 
 
 def number(value: object) -> float | None:
-    """A number that can be drawn, or None."""
+    """Return a number that can be drawn, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return None
     return value
 
 
 def amount(values: object, *names: str) -> float:
-    """A number deep inside of mappings; 0 where there is none, or no amount of anything."""
+    """Return a number from nested mappings; 0 if it is missing or no valid amount."""
     for name in names:
         values = values.get(name) if isinstance(values, dict) else None
     return max(number(values) or 0, 0)
@@ -56,12 +56,12 @@ def rows(values: object) -> list[Json]:
 
 
 def text_of(value: object) -> str:
-    """As it may be printed: without what would move a cursor."""
+    """Return text that is safe to print: without control characters."""
     return "".join(char if char.isprintable() else "?" for char in str("" if value is None else value).strip())
 
 
 def strategies(plan: Json) -> list[Json]:
-    """The recommended one first, then what fits, the fastest first, then what comes nearest to fitting."""
+    """Return strategies: the recommended one, then those that fit (fastest first), then those that nearly fit."""
 
     def rank(strategy: Json) -> tuple[bool, bool, float]:
         fits = bool(strategy.get("fits"))
@@ -83,7 +83,7 @@ def gpu_bytes(plan: Json) -> float | None:
 
 
 def device_word(plan: Json) -> str:
-    """The device of a rank: a GPU, or a share of the host."""
+    """Return the word for the device of a rank: a GPU, or a share of the host."""
     name = text_of(mapping(mapping(plan.get("cluster")).get("gpu")).get("name"))
     return "rank" if name.lower().startswith("cpu") else "GPU"
 
@@ -95,7 +95,7 @@ def stacked(num_bytes: Json) -> dict[str, float]:
 
 
 def at_peak(strategy: Json) -> dict[str, float]:
-    """By class, at the instant that holds the most; the context beside it. Without one, each class at its largest."""
+    """Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each class."""
     held = mapping(strategy.get("per_gpu_bytes"))
     return stacked({**(mapping(mapping(strategy.get("peak")).get("bytes")) or held), CONTEXT: held.get(CONTEXT)})
 
@@ -112,7 +112,7 @@ def needed(strategy: Json) -> float:
 
 
 def interval(strategy: Json) -> tuple[float, float] | None:
-    """Between what and what `needed` is, because the allocator's reserve is."""
+    """Lower and upper estimate of `needed`; they differ by the allocator's reserve."""
     held = mapping(strategy.get("per_gpu_bytes"))
     low, high = number(held.get("peak_reserved_low")), number(held.get("peak_reserved_high"))
     if low is None or high is None or high <= low:
@@ -121,7 +121,7 @@ def interval(strategy: Json) -> tuple[float, float] | None:
 
 
 def is_tight(plan: Json, strategy: Json) -> bool:
-    """It fits as expected, but not if the allocator's reserve comes out at the upper end."""
+    """Return True if the strategy fits as expected, but not with the upper estimate of the reserve."""
     if isinstance(strategy.get("tight"), bool):
         return bool(strategy["tight"])
     limit, between = gpu_bytes(plan), interval(strategy)
@@ -129,17 +129,17 @@ def is_tight(plan: Json, strategy: Json) -> bool:
 
 
 def is_exact(strategy: Json) -> bool:
-    """Everything travels as it is."""
+    """Return True if no collective is quantised."""
     return strategy.get("exact") is not False
 
 
 def mfu(plan: Json, strategy: Json) -> float | None:
-    """Nobody has said what a CPU could reach."""
+    """Model FLOP utilisation; None for a CPU, whose peak is unknown."""
     return None if device_word(plan) == "rank" else number(strategy.get("mfu"))
 
 
 def uses(plan: Json, *names: str) -> bool:
-    """Return True if any strategy has something there."""
+    """Return True if any strategy has a value above 0 there."""
     return any(amount(strategy, *names) > 0 for strategy in rows(plan.get("strategies")))
 
 

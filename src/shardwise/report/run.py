@@ -1,8 +1,7 @@
 """A run compared with its plan, from the files in its folder alone; the run may still be going on.
 
-`metrics.jsonl` has what was measured, `plan.json` what was predicted, `traffic.json` both for the bytes of a step. What
-is missing is said in a sentence of `notes`. The allocator of a CPU counts nothing: there the memory of the whole
-process is shown instead.
+`metrics.jsonl` has the measurements, `plan.json` the prediction, `traffic.json` both for the bytes of a step. `notes`
+lists what is missing. There are no allocator statistics on a CPU: the memory of the whole process is shown instead.
 """
 
 import math
@@ -32,7 +31,8 @@ SEEN = {
 
 
 def _planned(strategy: Json) -> dict[str, float | None]:
-    """As a row counts: state and buffers at rest, and activations are all that the peak has besides."""
+    """Predicted memory in the classes of a metrics row: persistent state and buffers; activations are the rest of the
+    peak."""
     held, rests = mapping(strategy.get("per_gpu_bytes")), mapping(strategy.get("rests"))
     state = {name: number(rests.get(name, held.get(name))) for name in ("params", "grads", "optimizer")}
     buffers = number(rests.get("buffers", amount(held, "gathered") + amount(held, "reduce"))) if held else None
@@ -56,7 +56,7 @@ def memory_beside(steps: list[Json], plan: Json | None) -> list[Json]:
         if seen is not None or (planned is not None and name != "reserved"):
             found.append({"class": name, "planned_bytes": planned, "seen_bytes": seen})
     if steps and not on_gpu:
-        # There the peak is of all that the process holds, Python and the data too: nothing that was planned.
+        # On a CPU the peak includes the whole process, with Python and the data, which the plan does not predict.
         peak = next((row for row in found if row["class"] == "peak"), {})
         if number(peak.get("seen_bytes")) is not None:
             found.append({"class": PROCESS, "planned_bytes": None, "seen_bytes": peak["seen_bytes"]})
@@ -66,11 +66,11 @@ def memory_beside(steps: list[Json], plan: Json | None) -> list[Json]:
 
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
-_MOST_ROWS_BYTES = 512 << 20  # of metrics: a million rows
+_MOST_ROWS_BYTES = 512 << 20  # maximum size of the metrics: a million rows
 
 
 def read_run(folder: Path) -> tuple[Json, Json | None]:
-    """The run, and its plan if there is one."""
+    """Return the run, and its plan if there is one."""
     _require_run(folder)
     notes: list[str] = []
     config = mapping(_json_in(folder / CONFIG, notes))
@@ -128,13 +128,13 @@ class _Start(NamedTuple):
 
     name: str
     num_ranks: int
-    first: int  # step
-    last: float  # infinite for the newest
+    first: int  # first step
+    last: float  # last step; infinite for the newest start
     rows: list[Json]
 
 
 def _starts(steps: list[Json], plan: Json | None) -> list[_Start]:
-    """In their order, the one that the plan is of last. Where the plan does not tell, all steps are one."""
+    """Return the starts in order; the plan belongs to the last one. If the plan lacks this, all steps are one start."""
     known = rows(plan.get("starts")) if plan else []
     firsts = [int(amount(start, "first_step")) for start in known] or [0]
     return [
@@ -212,13 +212,13 @@ def _plan_in(file: Path, notes: list[str]) -> Json | None:
 
 
 def _by_step(found: Any) -> list[Json]:
-    """Each step once, the last word counts, in order."""
+    """Return one row per step, the last one written, in order."""
     steps = {row["step"]: row for row in found}
     return [steps[step] for step in sorted(steps)]
 
 
 def _given_up(left: list[Json]) -> list[list[list[float]]]:
-    """Rows that were put aside, cut where the steps begin again."""
+    """Split the rows of abandoned branches where the step number falls back."""
     parts: list[list[list[float]]] = []
     last = math.inf
     for row in left:
@@ -232,7 +232,7 @@ def _given_up(left: list[Json]) -> list[list[list[float]]]:
 
 
 def _loss(steps: list[Json]) -> Json:
-    """`first_step`: what `first` is the loss of. Rows hold the mean since the row before; the first knows better."""
+    """Summarise the loss. `first_step`: the step of `first`. Other rows hold the mean since the row before."""
     if not steps:
         return {}
     known, begin = number(steps[0].get("first_loss")), int(steps[0]["step"])
@@ -284,7 +284,7 @@ def _time(timed: list[Json], steps: list[Json], plan: Json | None, world: int) -
 
 
 def _tokens_per_step(steps: list[Json]) -> float | None:
-    """From the last two rows that count them: batches may have been of another size before."""
+    """Return tokens per step from the last two rows with a count: earlier batches may have had another size."""
     known = [row for row in steps if number(row.get("tokens")) is not None]
     if len(known) < 2:
         return known[0]["tokens"] / known[0]["step"] if known and known[0]["step"] else None

@@ -1,7 +1,7 @@
 """One step over time: memory at every instant, and below it, on the same time axis, what each lane does.
 
-Both are stretched to the width there is, or to a multiple of it: the page lets its reader look closer. What would be
-narrower than a line is drawn together, so that steps of many micro-batches stay small files.
+Both are stretched to the available width, or to a multiple of it: the page has a zoom. Spans that would be narrower
+than a line are merged, so that the files stay small for steps of many micro-batches.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from .charts import STRETCHED, element, is_far, path, rect_about, stretched, tex
 from .plan_facts import CLASSES, CONTEXT, LANES, Json, amount, mapping, rows, seconds, stacked, text_of
 
 MOST_INSTANTS = 600
-FINEST = 1 / 2500  # of the step: spans of a lane that lie closer than this are one
-WHOLE = 0.9  # of the step: what is shorter has micro-batches left out
+FINEST = 1 / 2500  # fraction of the step: spans of a lane that are closer than this are merged
+WHOLE = 0.9  # fraction of the step: a shorter drawing leaves out micro-batches
 ZOOMS = (1, 4, 16)
 HEADROOM = 1.1
-FILLED = 0.95  # of a span's width: what is left tells it from the next
+FILLED = 0.95  # fraction of a span's width; the gap separates it from the next
 PASSES = ("forward", "backward")
 
 
@@ -45,7 +45,7 @@ class Lane(NamedTuple):
 
 
 def instants_of(strategy: Json) -> list[Instant]:
-    """In their order."""
+    """Return the instants in their order."""
     found: list[Instant] = []
     at_s = 0.0
     for row in rows(strategy.get("instants")):
@@ -63,7 +63,7 @@ def duration_of(strategy: Json) -> float:
 
 
 def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | None) -> dict[str, Any]:
-    """The drawing, where its horizontal lines are, and the instant of the peak."""
+    """Return the drawing, the positions of its horizontal lines, and the instant of the peak."""
     peak = max(instants, key=lambda instant: instant.total)
     shown = _thinned(instants, full_s)
     if limit and is_far(limit, peak.total):
@@ -112,7 +112,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _thinned(instants: Sequence[Instant], full_s: float) -> list[Instant]:
-    """Keep the fullest of the instants that would share a column."""
+    """Keep the instant with the most memory of those that share a column."""
     if len(instants) <= MOST_INSTANTS:
         return list(instants)
     fullest: dict[int, Instant] = {}
@@ -152,7 +152,7 @@ def _lane(name: str, spans: list[Span], full_s: float) -> Lane:
 
 
 def _merged(spans: list[Span], full_s: float) -> list[Span]:
-    """Neighbours that are both finer than can be seen become one."""
+    """Merge neighbours that are too narrow to be seen."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -165,7 +165,7 @@ def _merged(spans: list[Span], full_s: float) -> list[Span]:
 
 
 def time_axis(full_s: float) -> str:
-    """Marks for every zoom; the page shows those of one."""
+    """Return the marks for every zoom level; the page shows those of one."""
     marks = []
     for zoom in ZOOMS:
         for value in ticks(full_s, 5 * zoom):
@@ -176,5 +176,5 @@ def time_axis(full_s: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Seconds, or milliseconds below one."""
+    """Format as seconds, or as milliseconds below one second."""
     return "0" if value == 0 else f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"

@@ -1,7 +1,7 @@
 """A plan for a terminal: one table that is read in five seconds, and where its numbers come from.
 
-The first line says what to take and why. Plain ASCII, so that a log file reads like the terminal; on a terminal the
-recommended line is bold and what does not fit is dim.
+The first line names the recommended strategy and the reason. The text is plain ASCII, so that it looks the same in a
+log file; on a terminal the recommended line is bold and strategies that do not fit are dim.
 """
 
 import shutil
@@ -46,16 +46,16 @@ from .plan_facts import (
     whole,
 )
 
-WIDTH = 100  # of sentences, at most
+WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
-SHORTEST = 12  # of names that are cut
-PLAIN = 120  # of rows, where there is no terminal to ask
-BAR = 12  # characters that stand for the whole GPU
-ROUNDS = "*"  # behind a name
+SHORTEST = 12  # minimum length of names that are cut
+PLAIN = 120  # width of rows without a terminal
+BAR = 12  # characters for the whole GPU
+ROUNDS = "*"  # after the name of a strategy that is not exact
 INTERVALS = " ("
 LEFT = ("strategy", "with", "fits", "of ")
-# Where a row is too wide, columns go in this order; in the middle, the intervals of memory. Host and disk go first,
-# unless what is recommended needs them.
+# If a row is too wide, columns are dropped in this order, and in between the intervals of memory. Host and disk are
+# dropped first, unless the recommended strategy needs them.
 AWAY = ("disk GB", "host GB")
 LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
 
@@ -109,7 +109,7 @@ def verdict(plan: Json) -> str:
     nearest = next(iter(strategies(plan)), None)
     if nearest is None:
         return "Nothing was planned."
-    # A plan that one strategy was asked of recommends none, but it may fit.
+    # A plan of a single strategy may recommend none although it fits.
     says = "fits" if nearest.get("fits") else "does not fit"
     return why or (f"{text_of(nearest.get('name'))} {says}." if _is_alone(plan) else "Nothing fits.")
 
@@ -161,7 +161,7 @@ def _least(plan: Json) -> tuple[str, ...]:
 
 
 def _narrowed(columns: dict[str, list[str]], width: int, order: tuple[str, ...]) -> dict[str, list[str]]:
-    """Without the columns that matter least, as far as they must go; then names are cut."""
+    """Drop the least important columns until the row fits; then cut names."""
     for least in order:
         if _over(columns, width) <= 0:
             return columns
@@ -228,7 +228,7 @@ def _gigabytes_needed(strategy: Json) -> str:
 
 
 def _bar(share: float) -> str:
-    """The whole GPU is BAR characters; what is beyond it is marked."""
+    """Draw a bar: the whole GPU is BAR characters, and an excess is marked."""
     if share > 1:
         return "#" * BAR + "!"
     num = max(1, int(share * BAR))

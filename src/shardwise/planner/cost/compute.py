@@ -2,9 +2,8 @@
 
 Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth, and
 the three follow each other on one stream, so their times add up. A backward multiplies twice for every product of the
-forward, once where the weight is frozen, and reads and writes twice as much; attention's backward takes 2.5 times its
-forward, because it computes the scores again. What is computed again (activation checkpointing) is added to the
-backward.
+forward, once if the weight is frozen, and reads and writes twice as much; attention's backward takes 2.5 times its
+forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to the backward.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,14 @@ from ..work.work import Product, Work
 
 ATTENTION_BACKWARD = 2.5
 MOVED_BACKWARD = 2.0
-# Of a loss: a plain one's backward moves as much as its forward; one in chunks has moved everything in its forward.
+# Memory traffic of a loss's backward, relative to its forward. A chunked loss does everything in its forward.
 LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
-# Queueing a kernel of a checkpointed block, against one of another: hooks on every tensor, a mode on every operation.
+# Host time to queue a kernel of a checkpointed block, relative to others: hooks on tensors, a mode on operations.
 HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
 # A loss in chunks adds each chunk's part to the gradient of the weight: read and written, in fp32 and in 16 bits.
 LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
-# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient. What
-# leaves the device is clipped by the host, on the way.
+# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient.
+# Offloaded gradients are clipped by the host.
 NORM_PASSES = 7
 NORM_PASSES_OF_LEAVING = 5
 
@@ -34,8 +33,8 @@ NORM_PASSES_OF_LEAVING = 5
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
     """Seconds of a unit: its forward and backward for one micro-batch and the kernels that the host queues for them,
-    its part of the norm and its update, and the cast before its gather. The norm of gradients that leave the device is
-    taken on their way."""
+    its part of the norm and its update, and the cast before its gather. `norm_of_leaving`: the norm of offloaded
+    gradients, which is computed during the backward."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -49,7 +48,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates that a GPU reaches; the rest as in `Efficiency`."""
+    """Rates that a GPU reaches; `efficiency` has the other constants."""
 
     products: float
     attention: float
@@ -58,7 +57,7 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
-    """In 32 bits there is no attention kernel that is better than products."""
+    """Compute the rates of a GPU. Attention is never faster than products; in 32 bits there is no such kernel."""
     products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
     attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
@@ -68,7 +67,7 @@ def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int
 def seconds_of(
     schedule: Schedule, works: Mapping[str, Work], speed: Speed, training: Training
 ) -> dict[str, UnitSeconds]:
-    """By name of the unit. Work of no unit (a loss behind a tied head) is the last one's, which it follows."""
+    """Seconds by unit name. Work outside of units (a loss after a tied head) is added to the last unit."""
     known: dict[int, UnitSeconds] = {}
     for work in works.values():
         if id(work) not in known:
@@ -100,7 +99,7 @@ def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
             forward, backward_s(work, speed, times), forward_kernels=num_kernels, backward_kernels=times * num_kernels
         )
     num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
-    # Elementwise operations are all run again, also where results of products are kept.
+    # All elementwise operations are recomputed, also where the results of products are saved.
     moved = (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s) if work.recomputed else 0.0
     return UnitSeconds(
         forward,
@@ -125,7 +124,7 @@ def forward_s(work: Work, speed: Speed) -> float:
 
 
 def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float:
-    """Without what is computed again. `moved`: reads and writes, as a multiple of the forward's."""
+    """Seconds of a backward without recomputation. `moved`: its reads and writes, as a multiple of the forward's."""
     flop = sum(product.count * _backward_cost(product, speed.efficiency) for product in work.products)
     return (
         flop / speed.products
@@ -135,7 +134,7 @@ def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float
 
 
 def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
-    """FLOP of a product, with what its pipelines and its last wave waste."""
+    """FLOP of a product, including the waste of its pipelines and its last wave."""
     return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)
 
 
@@ -145,8 +144,8 @@ def _backward_cost(product: Product, efficiency: Efficiency) -> float:
 
 
 def update_bytes(unit: UnitPlan, num_moments: float) -> float:
-    """Bytes that an optimizer's step on the device reads and writes: gradients once, masters and moments
-    both ways."""
+    """Bytes that an optimizer's step on the device reads and writes: gradients are read, masters and moments
+    are read and written."""
     return sum(
         flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
         for flat in unit.flats
@@ -155,7 +154,7 @@ def update_bytes(unit: UnitPlan, num_moments: float) -> float:
 
 
 def grad_bytes(unit: UnitPlan, leaves: bool) -> int:
-    """This rank's part of the gradients, as the optimizer reads them: those that leave the device, or the others."""
+    """Bytes of this rank's gradients as the optimizer reads them: the offloaded ones (`leaves`), or the others."""
     flats = [flat for flat in unit.flats if flat.trainable and flat.host_updates == leaves]
     return sum(flat.num_master * flat.reduce.itemsize for flat in flats)
 

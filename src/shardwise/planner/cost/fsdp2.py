@@ -1,12 +1,12 @@
 """Memory of a rank under torch's FSDP2 (`fully_shard`) at every instant of a step, to compare with ours.
 
-Units are gathered twice over: into the collective's output, which is kept until the next unit's is there (in the
-backward, until it is copied), and from it into the parameters. The backward gathers one unit ahead. Gradients of a unit
-are autograd's until its backward ends, then copied into the input of the reduction, which is kept until the next one
-begins; its result is the gradient of the shard. The root is gathered from the first forward to the end of the backward.
-Gradients are dropped before the next forward.
+A gathered unit exists twice: in the collective's output, which lives until the next unit's output exists (in the
+backward, until it is copied), and in the parameters copied from it. The backward gathers one unit ahead. Gradients of
+a unit belong to autograd until its backward ends. They are then copied into the input of the reduction, which lives
+until the next one begins; its result is the gradient of the shard. The root stays gathered from the first forward to
+the end of the backward. Gradients are dropped before the next forward.
 
-Three streams allocate, and none reuses memory that another has freed: `pools` are the most that each holds.
+Three streams allocate, and none reuses memory that another has freed: `pools` has the peak of each.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,14 +33,14 @@ from .peak import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapping:
-    """How `fully_shard` is called, as far as memory depends on it; torchtitan's ways since the middle of 2025.
+    """How `fully_shard` is called, as far as memory depends on it. Defaults: torchtitan since the middle of 2025.
 
-    `ends_apart`: the embedding is a unit, and so is the head with the last norm; else they are the root's, as in
-    torchtitan before and with accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
-    `root_stays`: the root does so, too, unless it is told otherwise. `kept_logit_bytes`: of each logit, where the loop
-    has a name for them and so holds those of the last step until it has new ones: 2, or 4 where they are in fp32.
+    `ends_apart`: the embedding is a unit, and so is the head with the last norm; otherwise they belong to the root, as
+    in older torchtitan and in accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
+    `root_stays`: so does the root. `kept_logit_bytes`: bytes per logit (2, or 4 in fp32) if a variable of the training
+    loop keeps the logits of the last step alive until there are new ones.
     `compiles_loss`: cast, log-softmax and cross-entropy are one kernel, and the gradient of the logits another.
-    `is_foreach`: the optimizer makes a temporary of everything that it updates; fused, it makes none.
+    `is_foreach`: the optimizer makes a temporary of everything that it updates; a fused one makes none.
     """
 
     ends_apart: bool = True
@@ -53,22 +53,22 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together: what the collective makes, and what is copied out of it. `part_bytes` is
-    this rank's, cast for the collective. One rank alone casts and copies."""
+    """Parameters that are gathered together. `collected_bytes`: output of the collective; `gathered_bytes`: the
+    parameters copied out of it; `part_bytes`: this rank's input. With a single rank there is only cast and copy."""
 
     gathered_bytes: int
     collected_bytes: int
     part_bytes: int
-    rest_bytes: int  # stays after the forward, where the backward gathers within a node
-    summed_bytes: int  # what goes into the reduction
-    grad_bytes: int  # what comes out of it
-    stays: bool  # gathered, from its forward to its backward
+    rest_bytes: int  # stays after the forward if the backward gathers within a node
+    summed_bytes: int  # input of the reduction
+    grad_bytes: int  # output of the reduction
+    stays: bool  # stays gathered from its forward to its backward
 
 
 def grouped(
     schedule: Schedule, works: Mapping[str, Work], wrapping: Wrapping
 ) -> tuple[str, list[str], dict[str, Group]]:
-    """The root's name, the names of what runs after it in this order, and the group of each."""
+    """Return the root's name, the names of the units that run after it in order, and the group of each."""
     units = {unit.name: unit for unit in schedule.units}
     root = next((unit.name for unit in schedule.units if unit.holds_units), schedule.units[0].name)
     names = [name for name in works if name != root]
@@ -124,7 +124,7 @@ def fsdp2_memory_of(
 
 
 class _Step:
-    """The walk: what is held by class and by stream, as the calls of torch's hooks follow each other."""
+    """Tracks memory by class and by stream through the calls of torch's hooks in a step."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
         self.wrapping = wrapping
@@ -133,13 +133,13 @@ class _Step:
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
         self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
-        # In the order of their forwards.
+        # Groups in the order of their forwards.
         self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
         self.gathered: set[int] = set()
-        self.on_its_way: Group | None = None  # gathered ahead, for the backward
-        self.kept_output = 0  # of the last gather of a forward
-        self.kept_input = 0  # of the last reduction
-        self.grads_of: dict[int, int] = {}  # of autograd, waiting to be reduced
+        self.on_its_way: Group | None = None  # prefetched for the backward
+        self.kept_output = 0  # output bytes of the last gather of a forward
+        self.kept_input = 0  # input bytes of the last reduction
+        self.grads_of: dict[int, int] = {}  # autograd's gradients that wait for their reduction
         last = self.names[-1]
         self.num_logits = _num_logits(works[last]) if training.loss == "plain" else 0
         self.itemsize = training.formats.compute.itemsize
@@ -181,7 +181,7 @@ class _Step:
             if group is not self.root:
                 self._gather_for_forward(name, input_bytes)
             if name == self.names[-1]:
-                # The root's forward ends before the loss; of the head's only the logits are left then.
+                # The root's forward ends before the loss; only the head's logits are left then.
                 self._leave_forward(group)
                 if not self.wrapping.root_stays:
                     self._let_go(self.root)
@@ -208,7 +208,7 @@ class _Step:
         self.gathered.add(id(group))
 
     def _collect(self, group: Group) -> None:
-        """The output of the collective, with this rank's part beside it for as long as that is copied in."""
+        """Allocate the output of the collective, and this rank's input until it is copied in."""
         self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
 
     def _leave_forward(self, group: Group) -> None:
@@ -241,7 +241,7 @@ class _Step:
             self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
             self._wait_with(group, work.grad_bytes)
             before = self.works[self.names[position - 1]].output_bytes if position else 0
-            # Token ids have no gradient, so what takes them is reduced when all else is done.
+            # Token ids have no gradient, so the unit that reads them is reduced at the end.
             if group is not self.root and position:
                 self._reduce(name, group, before, is_first)
         root = self.works[self.root_name]
@@ -255,7 +255,7 @@ class _Step:
         self.kept_input = 0
 
     def _backward_of_head(self, loss: Work) -> None:
-        """Once the gradient of the logits is there; what the loss saved of their size is gone."""
+        """Run after the gradient of the logits exists; the logit-sized tensors that the loss saved are freed."""
         if not self.num_logits:
             self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
             return
@@ -308,7 +308,7 @@ def _num_logits(loss: Work) -> int:
 
 
 def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
-    """The logits are saved and not their scores in fp32, and there is one gradient of them and not two in fp32."""
+    """Work of a compiled loss: it saves the logits instead of fp32 scores, and makes one gradient instead of two."""
     return replace(
         loss,
         saved_bytes=loss.saved_bytes - (FP32_BYTES - itemsize) * num_logits,

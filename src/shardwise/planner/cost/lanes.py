@@ -1,12 +1,12 @@
 """Transfers of a rank during its computation: collectives, copies between device and host, updates on the host, disk.
 
-Everything is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk), begins
-when it is ready, the one before it in its queue is over and the one before it in its chain is over, and takes a wire
-for some seconds. A wire is an instant at which it is free again, as on the emulated fabric (`bench/wires.py`): who
-begins first takes it first, and the latency of one operation overlaps with the bytes of the next.
+Every transfer is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk).
+It begins when it is ready and both its predecessors, in the queue and in its chain, are done, and it occupies a wire
+for some seconds. A wire is modelled by the time at which it is free again, as on the emulated fabric
+(`bench/wires.py`): operations take it in the order in which they begin, and latency overlaps with the next one's bytes.
 
-The bus has a wire for each direction and one for both, since both at once are not twice as fast. A disk reads and
-writes in turns. An update of what rests on disk is one operation of host and disk: chunk by chunk they run at once.
+The bus has a wire for each direction and one for both, because both at once are not twice as fast. A disk reads and
+writes in turns. An update of state on disk is one operation of host and disk, which work chunk by chunk in parallel.
 """
 
 from collections import deque
@@ -20,19 +20,19 @@ from ..hardware.efficiency import IDEAL, Wear
 from ..hardware.links import plan_transfer
 
 Queue = tuple[str, str]
-# Seconds on wires by name, and the latency at the end.
+# Seconds on each named wire, and the latency at the end.
 Cost = tuple[tuple[tuple[str, float], ...], float]
 
 COLLECTIVES = ("gather", "reduce")
 COPY, DISK, HOST = "copy", "disk", "host"
 _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
-# What both directions of the bus reach together, of what one does alone: 38 GB/s each and 54 GB/s, on one H200.
+# Bandwidth of both directions of the bus together, relative to one alone: 38 GB/s each and 54 GB/s, on one H200.
 BOTH_WAYS = 1.4
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that takes time on a lane."""
+    """A named time interval on a lane."""
 
     lane: str
     name: str
@@ -41,7 +41,7 @@ class Span:
 
 
 class Op:
-    """An operation on its way; `end_s` is negative until it has begun."""
+    """A queued operation; `end_s` is negative until it has begun."""
 
     __slots__ = ("before", "cost", "end_s", "name", "queue", "ready_s")
 
@@ -51,7 +51,7 @@ class Op:
 
 
 def cost_of(call: Call, cluster: Cluster, wear: Wear = IDEAL) -> Cost:
-    """A collective on the wires of one rank. Where the switch adds up, an all-reduce inside a node is faster."""
+    """Cost of a collective on the wires of one rank. A switch that reduces makes all-reduces inside a node faster."""
     fabric, world = cluster.fabric, cluster.world_size
     ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
     num_hops = ranks[-1] // fabric.node_size
@@ -63,7 +63,7 @@ def cost_of(call: Call, cluster: Cluster, wear: Wear = IDEAL) -> Cost:
 
 
 class Lanes:
-    """The operations of one rank, played in the order in which they begin."""
+    """Simulates the operations of one rank in the order in which they begin."""
 
     def __init__(self, cluster: Cluster, wear: Wear) -> None:
         self._cluster, self._wear = cluster, wear
@@ -71,12 +71,12 @@ class Lanes:
         self._queue_free: dict[Queue, float] = {}
         self._wire_free: dict[str, float] = {}
         self._costs: dict[Call, Cost] = {}
-        self._busy: list[tuple[float, float]] = []  # when collectives ran that the computation may run beside
+        self._busy: list[tuple[float, float]] = []  # intervals of collectives that may overlap with computation
         self.busy_s: dict[str, float] = {}
         self.spans: list[Span] = []
 
     def start_calls(self, lane: str, name: str, calls: Iterable[Call], ready_s: float, after: Op | None) -> Op | None:
-        """Queue collectives, each behind the one before; returns the last operation of the chain."""
+        """Queue collectives one after the other; return the last operation of the chain."""
         for call in calls:
             cost = self._costs.get(call)
             if cost is None:
@@ -89,13 +89,13 @@ class Lanes:
         return num_bytes / (self._wear.coding * self._cluster.gpu.hbm_bytes_per_s)
 
     def start_coding(self, queue: Queue, name: str, num_bytes: int, ready_s: float, after: Op | None) -> Op | None:
-        """On the device itself: no wire is taken. Nothing to be encoded or decoded is no operation."""
+        """Queue encoding or decoding on the device, which occupies no wire. 0 bytes need no operation."""
         if not num_bytes:
             return after
         return self._queue(Op(queue, name, ready_s, after, ((), self.coding_s(num_bytes))))
 
     def start_move(self, name: str, move: Move, ready_s: float, after: Op | None, stream: str = "") -> Op:
-        """`stream`: who copies. Copies of others share the wires, and do not wait for each other's turn."""
+        """Queue a copy. Copies of different streams share the wires, but do not wait for each other."""
         lane = _LANES[move.way]
         latency_s = self._cluster.pcie.latency_us * 1e-6 if lane == COPY else 0.0
         return self._queue(Op((lane, f"{stream} {move.way}"), name, ready_s, after, (self._wires(move), latency_s)))
@@ -110,7 +110,7 @@ class Lanes:
         return (move.way, wire_s), (DISK, wire_s)
 
     def start_update(self, name: str, num_elems: int, moves: Sequence[Move], ready_s: float) -> Op:
-        """On the host; `moves` are what it reads from disk and writes there meanwhile."""
+        """Queue an update on the host. `moves`: its reads and writes on disk, which run at the same time."""
         host_s = num_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
         wires = ((HOST, host_s), *(wire for move in moves for wire in self._wires(move)))
         return self._queue(Op((HOST, HOST), name, ready_s, None, (wires, 0.0)))
@@ -129,7 +129,7 @@ class Lanes:
         return op.end_s
 
     def run_until(self, instant_s: float) -> bool:
-        """Let everything begin that begins before the instant; False if nothing did."""
+        """Start all operations that begin before the instant; return False if there were none."""
         did = False
         while self._begin_next(instant_s):
             did = True
@@ -146,7 +146,7 @@ class Lanes:
                     if op.before.end_s < 0.0:
                         continue
                     op_s = max(op_s, op.before.end_s)
-                # Of two at once the gather is first: the engine queues it first.
+                # If two begin at the same time, the gather is first: the engine queues it first.
                 if op_s < begin_s or (op_s == begin_s and queue[0] == "gather" and first is not None):
                     first, begin_s = op, op_s
         if first is None:
@@ -171,7 +171,7 @@ class Lanes:
         return True
 
     def computed(self, begin_s: float, work_s: float) -> float:
-        """When work that begins now is done, slowed down where collectives run beside it."""
+        """Return the end of work that starts at `begin_s`, slowed down while collectives run."""
         if self._wear.contention == 1.0:
             return begin_s + work_s
         end_s = self._stretched(begin_s, work_s)

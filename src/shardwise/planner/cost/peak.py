@@ -1,25 +1,25 @@
 """Memory of a rank at every instant of a step, by class; its peak; and what the allocator reserves beyond it.
 
-The events of the schedule are walked through as the engine executes them. Some memory stays: masters, moments, copies
-at rest, the ring of gather slots and that of encoded rows, what encoding lost of gradients. Some comes and goes: units
-gathered until their backward, gradients (from the backward of their unit to the step), reduction slots (from the first
-reduction of a backward to its end), activations (from a unit's forward to its backward) and what a forward or a
-backward needs while it runs. The peak is the largest sum at one instant, never a sum of the largest.
+The events of the schedule are visited in the order in which the engine executes them. Some memory is permanent:
+masters, moments, persistent copies, the ring of gather slots and that of encoded rows, the encoding error of gradients.
+Other memory is temporary: units gathered until their backward, gradients (from the backward of their unit to the step),
+reduction slots (from the first reduction of a backward to its end), activations (from a unit's forward to its backward)
+and the temporaries of the running unit. The peak is the largest sum at one instant, never a sum of maxima.
 
-Offloaded state. Gradients on the host never have a place on the device besides a slot; gradients on the device that the
-host reads lose theirs in the last micro-batch, while the backward goes on. Activations on the host: what a unit saves
-is copied there while the next unit computes, so that of the last unit never goes. In the backward it comes back one
-unit ahead, so two units' are on the device at a time. The last two of a forward are still there when the backward
-begins: the copy of the first of them was in vain. Of a checkpointed unit its input goes; what selective checkpointing
-keeps besides stays on the device.
+Offloaded gradients only use a reduction slot on the device. Gradients on the device that the host reads are freed in
+the last micro-batch, while the backward continues. Offloaded activations: the tensors that a unit saves are copied to
+the host while the next unit computes; those of the last unit stay. In the backward they come back one unit ahead, so
+those of two units are on the device at a time. The last two units of a forward still have theirs when the backward
+begins: the copy of the first of them is never used. Of a checkpointed unit only the input is offloaded; tensors that
+selective checkpointing saves in addition stay on the device.
 
-The reserve is an estimate with an interval. Freed blocks may not have the sizes that are asked for next. Our engine
-keeps what it reuses, so little is lost: on one H200 the median of 119 runs was 0.3 GB
+The reserve is an estimate with an interval. Freed blocks may not have the sizes that are requested next. Our engine
+keeps its buffers for reuse, so little is lost: on one H200 the median of 119 runs was 0.3 GB
 (`benchmarks/planner_against_measured.py`), of which the estimate misses 1 % of the whole. In one run of ten the largest
-block (a reduction slot, a unit's whole gradients, logits) found no hole and came on top: the interval has room for most
-of one. Units that are gathered until the backward and then given back leave holes among the activations of checkpointed
-blocks, up to 0.45 of what they hold; gradients of an earlier micro-batch lie between activations. FSDP2, to compare
-with, allocates in three streams.
+block (a reduction slot, a unit's whole gradients, logits) fitted into no hole and was allocated on top: the interval
+has room for most of one. Units that are gathered until the backward and then released leave holes between the
+activations of checkpointed blocks, up to 0.45 of their size; gradients of an earlier micro-batch lie between
+activations. FSDP2, which we compare with, allocates in three streams.
 """
 
 from collections import deque
@@ -43,30 +43,30 @@ from ...core.schedule.step_schedule import (
 from ..training import Training
 from ..work.work import Work
 
-# Units whose activations are on the device at once: the one that runs, and one on its way.
+# Units whose activations are on the device at once: the one that runs, and one that is being copied.
 NUM_THERE = 2
 
 
 def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
-    """By name of the unit, in the order of the forward: what may go. The last one's stays."""
+    """Bytes of offloadable activations by unit name, in forward order. Those of the last unit are never copied."""
     leaves = [schedule.units[unit] for unit in schedule.leaves]
     saved = {unit.name: _leaving(works[unit.name]) for unit in leaves if unit.layout.activations_on == "host"}
     return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= MIN_OFFLOADED_ACTIVATION_BYTES}
 
 
 def _leaving(work: Work) -> int:
-    """A block's input has the size of its output."""
+    """Bytes that a unit can offload; if it is checkpointed, only its input, which has the size of its output."""
     return min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
 
 
 def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Sequence[Event]:
-    """The step's events, and those of activations among them."""
+    """Insert the copies of activations into the events of a step."""
     return list(_told(events, stowed)) if stowed else events
 
 
 def _told(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
     names = list(stowed)
-    # Begun ahead of a unit's backward: the fetch for the one before it, unless that is still there.
+    # A unit's backward starts the fetch for the unit before it, unless that one's activations are still on the device.
     before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_THERE}
     for event in events:
         ahead = before.get(event.unit) if event.verb == "backward" else None
@@ -81,13 +81,13 @@ LOSS_NAME = "loss"
 CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
 PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSES))
 
-# What libraries take from the allocator for matrix products: forwards and backwards run in a thread each.
+# Workspaces of libraries for matrix products: forwards and backwards run in one thread each.
 WORKSPACE_BYTES = 2 * (32 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Bytes by class, in the order of `CLASSES`, at most during the event of this name."""
+    """Maximum bytes by class (in the order of `CLASSES`) during the event of this name."""
 
     name: str
     num_bytes: tuple[int, ...]
@@ -104,8 +104,8 @@ class Instant:
 class Memory:
     """Memory of one rank: of its allocator at every instant, of its host and of its disk.
 
-    `stowed`: bytes of activations on the host. `pools`: the most that each stream of FSDP2 holds, each at its own time;
-    our engine allocates on one stream, and has none.
+    `stowed`: bytes of activations on the host. `pools`: the peak of each stream of FSDP2, each at its own time; empty
+    for our engine, which allocates on one stream.
     """
 
     instants: tuple[Instant, ...]
@@ -116,7 +116,7 @@ class Memory:
 
     @cached_property
     def away(self) -> OffDevice:
-        """State, and what it passes through."""
+        """Offloaded state, and the buffers of its transfers."""
         return off_device(self.units, self.num_moments)
 
     @property
@@ -139,7 +139,7 @@ def memory_of(
     training: Training,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Memory:
-    """`events` are the step's, with those of activations that rest on the host among them."""
+    """Walk through `events`: a step, including the copies of offloaded activations."""
     walk = _Walk(schedule, works, training, workspace_bytes)
     last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
     for index, event in enumerate(events):
@@ -158,7 +158,7 @@ def memory_of(
 
 
 class _Walk:
-    """Memory by class, while the events of a step follow each other."""
+    """Tracks memory by class through the events of a step."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, workspace_bytes: int) -> None:
         self.schedule, self.works = schedule, works
@@ -167,16 +167,16 @@ class _Walk:
         self.held = [0] * len(CLASSES)
         self.held[ACTIVATIONS] = workspace_bytes
         self._hold_what_stays(training)
-        # Layers that write where the collective reads need the place before their backward, others after it.
+        # Layers that write gradients into the collective's input need that memory before their backward, others after.
         self.writes_directly = {unit.name: _writes_directly(unit, works[unit.name]) for unit in schedule.units}
         self.stowed = stowed_bytes(schedule, works)
-        self.there: deque[int] = deque()  # of these, what may leave
+        self.there: deque[int] = deque()  # offloadable bytes that are still on the device
         self.is_gathered: set[str] = set()
         self.has_grads: set[str] = set()
         self.slot_bytes, self.num_slots = schedule.reduction_slot_bytes, 0
-        self.leaving: deque[int] = deque()  # gradients of units, for the host
+        self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
         self.norm_bytes = 0
-        # Gradients that autograd made: since the last reduction began, before that, and of the root.
+        # Gradients that autograd allocated: since the last reduction began, before that, and for the root.
         self.unfetched = self.fetched = self.of_root = 0
         self.input_bytes = 0
         self.in_backward = False
@@ -218,20 +218,20 @@ class _Walk:
             if len(self.there) == NUM_THERE:
                 self.held[ACTIVATIONS] -= self.there.popleft()
             self.there.append(self.stowed[name])
-        # Its input is the output of the unit before, and lives until that is saved or let go.
+        # Its input is the output of the unit before, and lives until it is saved or freed.
         self.note(f"forward {name}", kind, self.input_bytes + work.forward_peak_bytes)
         self.held[kind] += work.saved_bytes
         self.input_bytes = work.output_bytes
 
     def backward(self, name: str, is_last: bool) -> None:
-        """`is_last`: of the micro-batches."""
+        """Account for one unit's backward. `is_last`: in the last micro-batch."""
         if not self.in_backward:
             self._begin_backward()
         unit, work = self.units[name], self.works[name]
         kind = LOSS if work.kind == "loss" else ACTIVATIONS
         if not unit.holds_units:
-            # Here the reduction of the unit before begins: what autograd made for it is held until that of the next
-            # one does. The root's turn is at the end.
+            # The reduction of the previous unit begins here: the gradients that autograd made for it are held until
+            # the next reduction begins. The root is reduced at the end.
             self.held[GRADS] -= self.fetched
             self.fetched, self.unfetched = self.unfetched, 0
         if self.writes_directly[name]:
@@ -249,7 +249,7 @@ class _Walk:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
-        # What is still there of activations stays until the backward of its unit.
+        # Activations that are still on the device stay until the backward of their unit.
         self.there.clear()
         if LOSS_NAME in self.works:
             # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
@@ -261,7 +261,7 @@ class _Walk:
         self.input_bytes = 0
 
     def _open_for(self, unit: UnitPlan, is_last: bool) -> None:
-        """Give its gradients their place."""
+        """Add the memory of a unit's gradients and, if needed, of a reduction slot."""
         if unit.reduced_bytes and self.num_slots < NUM_REDUCTIONS:
             self.num_slots += 1
             self.held[REDUCE] += self.slot_bytes
@@ -276,7 +276,7 @@ class _Walk:
             self._hold_norm_of(for_host)
 
     def _hold_norm_of(self, flats: Sequence[Flat]) -> None:
-        """Add the memory of the norm of gradients that leave; it is taken piece by piece, from the first of them on."""
+        """Add the scratch memory of the norm of offloaded gradients, which is computed piece by piece."""
         needed = 8 * min(max(flat.num_master for flat in flats), NORM_ELEMS)
         self.held[GRADS] += max(0, needed - self.norm_bytes)
         self.norm_bytes = max(needed, self.norm_bytes)
@@ -296,21 +296,21 @@ class _Walk:
 
 
 def _writes_directly(unit: UnitPlan, work: Work) -> bool:
-    """Blocks do; an embedding does not, nor what holds other units; a head only if its loss leaves that to it."""
+    """True: gradients are written into the collective's input. Blocks do so, and a head unless its loss makes them."""
     if unit.holds_units or not unit.backward_reads:
         return False
     return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
 
 
 def _cast_for_update(schedule: Schedule) -> int:
-    """Gradients are cast to the master's dtype where theirs differs, a part at a time."""
+    """Bytes of gradients that are cast to the master's dtype, one part at a time."""
     flats = [flat for flat in _updated_here(schedule) if flat.reduce != flat.master]
     sizes = [flat.num_master * flat.master.itemsize for flat in flats]
     return min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS)
 
 
 def _cast_for_norm(schedule: Schedule) -> int:
-    """torch takes norms of a copy in fp64, which has the bytes of its pieces' results too."""
+    """Bytes of the fp64 copy from which torch computes a norm."""
     longest = max((flat.num_master for flat in _updated_here(schedule)), default=0)
     return 8 * min(longest, NORM_ELEMS)
 
@@ -320,7 +320,7 @@ def _updated_here(schedule: Schedule) -> list[Flat]:
 
 
 MB, GIB = 10**6, 1 << 30
-# Of the memory of FSDP2's computing stream, in torchtitan's logs (`benchmarks/planner_memory_published.py`).
+# Fragmentation of FSDP2's compute stream in torchtitan's logs (`benchmarks/planner_memory_published.py`).
 HOLES = 0.08
 
 
@@ -351,7 +351,7 @@ def largest_bytes(schedule: Schedule, memory: Memory) -> int:
 
 
 def _of_streams(memory: Memory) -> Reserved:
-    """Under FSDP2 a stream cannot use what another has freed: peaks add up; and the computing one leaves
-    holes. Before it gives up, the allocator hands back what is free: little more than it lends out has to fit."""
+    """Reserve of FSDP2: a stream cannot reuse memory of another, so the peaks add up, and the compute stream leaves
+    holes. `low`: the allocator returns free blocks before it fails, so little more than the peak must fit."""
     active, computing, together = memory.peak.total, memory.pools[0], sum(memory.pools)
     return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)

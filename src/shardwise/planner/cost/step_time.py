@@ -1,17 +1,17 @@
 """Time of a step: the engine's lanes, played through on the list of events that the engine executes.
 
 The computation runs forwards and backwards in the order of the list. A gather begins when everything before it in the
-list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; two have a slot
-to travel in, so the backward after the next one waits for it. Gradients that the host reads leave right after it, and
-their place is free when they have left. Updates wait for the gradients of their unit (with clipping: of all), and the
-next step's first gathers for all updates on the device. The host updates one unit after the other, of those whose
-gradients have arrived the one that the next forward needs first; its weights come to the device with the gather of the
-unit, which waits for no other. The host queues everything, in order, and the computation cannot overtake it. The other
-lanes are in `lanes.py`.
+list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; there are two
+reduction slots, so the backward after the next one waits for it. Gradients that the host reads are copied right after
+the reduction, and their memory is free when the copy is done. Updates wait for the gradients of their unit (with
+clipping: of all units), and the first gathers of the next step wait for all updates on the device. The host updates one
+unit after the other: of those whose gradients have arrived, the one that the next forward needs first. Its weights
+return to the device with the gather of the unit, which waits for no other. The host queues everything in order, and
+the computation cannot overtake it. The other lanes are in `lanes.py`.
 
-Encoded tensors are encoded before they are sent and decoded on arrival, on the device and on the lane of their gather
-or reduction; the computation takes that much longer. (Of the hops of a reduction all but the first encoding is counted
-at the end.) Two steps are played, and the second one counts: it begins where steps in the middle of a run begin.
+Tensors are encoded before they are sent and decoded on arrival, on the device and on the lane of their gather or
+reduction; the computation takes that much longer. (For a reduction with several hops, everything but the first encoding
+is counted at the end.) Two steps are simulated and the second is reported: it starts like one in the middle of a run.
 """
 
 from collections import deque
@@ -26,12 +26,12 @@ from .compute import UnitSeconds
 from .lanes import Lanes, Op, Span
 from .peak import NUM_THERE
 
-# Where the engine encodes and decodes: gathers one after the other; reductions start on one lane and end on another.
+# Lanes on which the engine encodes and decodes: one for gathers; reductions start on one and finish on another.
 GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
 
 
 class Player:
-    """The computation and the host that queues it."""
+    """Simulates a step: the computation, and the host that queues it."""
 
     def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Wear) -> None:
         self.lanes, self._wear = lanes, wear
@@ -49,17 +49,17 @@ class Player:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the notes about the step before."""
+        """Drop the recorded spans and times of the previous step."""
         self.spans: list[Span] = []
         self.lanes.spans.clear()
         self.lanes.busy_s.clear()
         self.work_s = self.updates_s = 0.0
 
     def play(self, events: Sequence[Event]) -> float:
-        """One step; returns the instant at which the computation is through with it."""
+        """Simulate one step; return the time at which its computation ends."""
         self._gathers: dict[str, Op] = {}
         self._updates_before: dict[str, Op] = {}
-        # Of every unit, its collectives, and what else its gradients do until the host can read them.
+        # By unit: its last collective, and the last operation before the host can read its gradients.
         self._reductions: dict[str, Op | None] = {}
         self._arrivals: dict[str, Op | None] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
@@ -74,7 +74,7 @@ class Player:
                 self._gather(event)
             elif event.verb == "forward":
                 unit = self._seconds[event.unit]
-                # Beside what the unit saves, there is room for what one other has.
+                # There is room for the activations of this unit and of one other.
                 self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._stowing[0]))
             elif event.verb == "stow":
                 self._stow(event)
@@ -105,7 +105,7 @@ class Player:
         for move in event.moves:
             if move.way in ("read", "to_device"):
                 last = self.lanes.start_move(name, move, ready_s, last, "gather")
-        # Casts and encodings run beside the computation, and take from it what they need.
+        # Casts and encodings run at the same time as the computation, and slow it down by their duration.
         cast_s = self._seconds[event.unit].cast
         self._stolen_s += cast_s
         self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
@@ -120,7 +120,7 @@ class Player:
 
     def _compute(self, event: Event, work_s: float, num_kernels: float, not_before_s: float) -> None:
         if event.unit in self._updates_before:
-            # Who queues the unit waits for its weights.
+            # The host queues the unit only when its weights are updated.
             self._host_s = max(self._host_s, self.lanes.end_of(self._updates_before.pop(event.unit)))
         begin_s = max(self._compute_s, self._host_s, not_before_s)
         self._host_s += num_kernels * self._wear.launch_s
@@ -144,7 +144,7 @@ class Player:
         self._fetched[event.unit] = self.lanes.start_move(name, event.moves[0], self._compute_s, stowed, "activations")
 
     def _place_for(self, name: str) -> float:
-        """When a backward may begin: what it reads is there, and there is a place for its gradients."""
+        """Return when a backward may begin: its activations are back, and there is memory for its gradients."""
         slot_s = self.lanes.end_of(self._slots[0]) if self._has_slot[name] else 0.0
         place_s = self.lanes.end_of(self._places[0]) if self._leaves_its_place[name] else 0.0
         return max(slot_s, place_s, self.lanes.end_of(self._fetched.pop(name, None)))
@@ -166,8 +166,8 @@ class Player:
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
 
     def _meet(self, event: Event) -> None:
-        """Numbers that the ranks tell each other: which parameters were used, which nobody waits for, and the norm,
-        which needs all gradients, and which all updates need."""
+        """Exchange small values between ranks: which parameters were used (nothing waits for it), and the norm, which
+        waits for all gradients and which all updates wait for."""
         if event.verb != "norm":
             self.lanes.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
             return
@@ -181,7 +181,7 @@ class Player:
         self.spans.append(Span("compute", "norm", begin_s, self._compute_s))
 
     def _update(self, event: Event) -> None:
-        """On the device."""
+        """Run a unit's update on the device."""
         update_s = self._seconds[event.unit].update
         if update_s or not event.host_elems:
             reduced_s = self.lanes.end_of(self._reductions.get(event.unit))
@@ -191,7 +191,7 @@ class Player:
             self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updated_s))
 
     def _update_on_host(self, events: Sequence[Event]) -> None:
-        """Once the norm is known all updates are asked for; without one, each when its gradient has arrived."""
+        """Queue the updates on the host: all of them once the norm is known, or each when its gradient has arrived."""
         waiting = {event.unit: event for event in events}
         ready_s = {name: max(self._normed_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
         while waiting:
@@ -201,7 +201,7 @@ class Player:
             event = waiting.pop(name)
             op = self.lanes.start_update(f"update {name}", event.host_elems, event.moves, ready_s[name])
             self._host_updates[name] = op
-            # As far as nothing else is on the disk, which decides no more than the order.
+            # This ignores other transfers of the disk; it only affects the order of updates.
             self._updating_until_s = max(asked_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
 
 
@@ -210,8 +210,8 @@ SECONDS_PER_DAY = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`compute_s` is what forwards and backwards take alone, `update_s` what updates on the device do; `exposed_s` is
-    the rest: waits for wires and for the host, what collectives take from the computation. `busy_s`: of each wire."""
+    """Predicted time of a step. `compute_s`: forwards and backwards by themselves; `update_s`: updates on the device;
+    `exposed_s`: the rest, i.e. waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
 
     step_s: float
     compute_s: float
@@ -220,7 +220,7 @@ class Timing:
     spans: tuple[Span, ...]
 
     def continued(self, fewer: "Timing", num: int) -> "Timing":
-        """With `num` more micro-batches, each as this has one more than `fewer`; only the played ones have spans."""
+        """Add `num` micro-batches, each with the cost by which this exceeds `fewer`; they have no spans."""
         return Timing(
             self.step_s + num * (self.step_s - fewer.step_s),
             self.compute_s + num * (self.compute_s - fewer.compute_s),
@@ -241,7 +241,7 @@ def step_time(
     cluster: Cluster,
     wear: Wear = IDEAL,
 ) -> Timing:
-    """`events` are `step_events(schedule, ...)`; `seconds` says what each unit takes by itself."""
+    """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: duration of each unit by itself."""
     player = Player(schedule, seconds, Lanes(cluster, wear), wear)
     begin_s = player.play(events)
     player.forget()
@@ -249,7 +249,7 @@ def step_time(
     spans = [
         Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
         for span in (*player.spans, *player.lanes.spans)
-        # A computation that takes no time is one all the same: instants of memory are counted off along them.
+        # Computations without duration are included: the instants of memory are matched with them by count.
         if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
     ]
     spans.sort(key=lambda span: span.begin_s)
@@ -257,10 +257,10 @@ def step_time(
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float) -> float:
-    """The share of a GPU's peak that the model's own FLOP are, as `flops.flops_per_token` counts them."""
+    """Model FLOP utilisation: FLOP as `hardware.gpus.flops_per_token` counts them, as a share of the GPU's peak."""
     return flops_per_token * tokens_per_s / peak_flops
 
 
 def days_for(num_tokens: float, tokens_per_s: float) -> float:
-    """`tokens_per_s`: of all GPUs together."""
+    """Days for `num_tokens`. `tokens_per_s`: of all GPUs together."""
     return num_tokens / tokens_per_s / SECONDS_PER_DAY

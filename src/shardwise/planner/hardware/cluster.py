@@ -1,9 +1,9 @@
 """A cluster of equal nodes, from words: `8xH100-80GB`, two nodes, InfiniBand.
 
-What is not given is what such machines usually have; it is part of the value, so that it can be shown. Rates are what
-is reached, not what is printed on the box, except FLOP/s and device memory: of these, a plan knows the share that each
-kind of work gets. Of a network's line rate, collectives reach 95 % with InfiniBand, 90 % with RoCE, and 80 % with EFA
-and with TCP over Ethernet. A network of the node is shared by its GPUs.
+Values that are not given are those that such machines usually have; they are part of the result, so that they can be
+shown. Rates are achieved rates, not data-sheet ones, except FLOP/s and memory bandwidth: the plan knows the share of
+these that each kind of work reaches. Of a network's line rate, collectives reach 95 % with InfiniBand, 90 % with RoCE,
+and 80 % with EFA and with TCP over Ethernet. GPUs of a node share a network that belongs to the node.
 """
 
 import re
@@ -18,7 +18,7 @@ MOST = {"node_size": 1024, "num_nodes": 100_000}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`num_nodes` equal nodes. Host and disk are a node's, `inter` and `pcie` a GPU's."""
+    """A cluster of `num_nodes` equal nodes. Host and disk are per node, `inter` and `pcie` per GPU."""
 
     gpu: Gpu
     node_size: int
@@ -27,7 +27,7 @@ class Cluster:
     inter: Link
     pcie: Link
     switch: Link | None = None
-    network: str = ""  # what `inter` was asked for as
+    network: str = ""  # the text that `inter` was made from
     host_bytes: int
     disk_bytes: int
     disk_read_bytes_per_s: float
@@ -54,7 +54,7 @@ class Cluster:
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """Sizes of the mesh that its GPUs form, and the place of the first rank."""
+        """Axes of the mesh that its GPUs form: the size of each, and the coordinate of the first rank."""
         return {"world": (self.world_size, 0), "node": (self.node_size, 0), "replicate": (self.num_nodes, 0)}
 
     @property
@@ -80,7 +80,7 @@ _MOST_OF_A_QUANTITY = 1e18  # bytes, or GB/s
 
 
 def bytes_of(text: str | int, what: str) -> int:
-    """`512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what` is what the user calls it."""
+    """Parse `512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what`: its name in errors."""
     value = _quantity(str(text), what, {**_BYTES, "": 1}, "512GB")
     if value < 1e6:
         raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {text}GB")
@@ -88,7 +88,7 @@ def bytes_of(text: str | int, what: str) -> int:
 
 
 def link_of(text: str, latency_us: float, what: str) -> Link:
-    """`25GB/s`, `400Gbit/s`, each way."""
+    """Parse a rate in each direction: `25GB/s`, `400Gbit/s`."""
     return Link(_quantity(text, what, _RATES, "50GB/s"), latency_us)
 
 
@@ -109,7 +109,7 @@ EXAMPLE = "8xH100-80GB"
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`gigabits_per_s` of the line, for each GPU or, `is_shared`, for the node; `share` of it is reached."""
+    """A network: line rate for each GPU, or for the node if `is_shared`, and the `share` of it that is reached."""
 
     gigabits_per_s: float
     share: float
@@ -141,7 +141,7 @@ _SAID = {
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """How many GPUs a node has, and which: `8xH100-80GB`, `4 x A100-80GB`, `h100`, which is one."""
+    """Parse number and model of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
     if not isinstance(text, str):
         raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
     found = re.fullmatch(r"\s*(?:([^\sx*]+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
@@ -167,8 +167,8 @@ def make_cluster(
     host_memory: str | int | None = None,
     disk: str | int | None = None,
 ) -> Cluster:
-    """`gpus` are a node's. `network` (between nodes), `intra` (inside them) and `pcie` (to the host) are names, or a
-    GPU's rate each way; `memory` is a GPU's, `host_memory` and `disk` are a node's."""
+    """Make a cluster. `gpus`: GPUs of a node. `network` (between nodes), `intra` (inside them) and `pcie` (to the host)
+    are names, or rates per GPU in each direction. `memory` is per GPU, `host_memory` and `disk` are per node."""
     node_size, gpu = parse_gpus(gpus)
     if type(nodes) is not int or not 1 <= nodes <= MOST["num_nodes"]:
         raise ConfigurationError(f"--nodes: {nodes}, but it must be a whole number from 1 to {MOST['num_nodes']:,}")
@@ -211,7 +211,7 @@ def between(text: str, node_size: int, intra: Link) -> Link:
     name = _SAID.get(name, name)
     if name in NETWORKS:
         return NETWORKS[name].link(node_size)
-    if name == "nvlink":  # racks that are one domain
+    if name == "nvlink":  # a rack is one NVLink domain
         return intra
     several = [known for known in NETWORKS if known.startswith(f"{name}-")]
     if len(several) > 1:

@@ -1,8 +1,8 @@
 """How much of what data sheets promise is reached: a few constants for each generation of GPUs, and their sources.
 
-Three sources, and no others. H200: our own runs on one (torch 2.11, kernels alone and whole steps). A100 and H100:
-fitted on llm-foundry's published rows (torch 1.13 to 2.1), with attention as fast as flash-attention 2 makes it,
-1.7 times the first version. What nobody has measured for us takes the values of its nearest relative, and says so.
+There are only three sources. H200: our own runs on one (torch 2.11, kernels alone and whole steps). A100 and H100:
+fitted on llm-foundry's published rows (torch 1.13 to 2.1), with attention at the speed of flash-attention 2, 1.7 times
+that of the first version. Unmeasured GPUs take the values of the most similar measured one, and `source` says so.
 `python -m benchmarks.planner_against_published` makes the fit, and lists the error of every row.
 """
 
@@ -13,12 +13,12 @@ from ...base.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """`products`, `attention` and `memory` are shares of the peak that large sizes reach.
+    """Share of a GPU's peak that is reached: `products`, `attention` and `memory` for large sizes.
 
     A product of (m x k) by (k x n) takes as long as 2 (k + prologue) (mn + tail) FLOP at that share: filling a tile's
     pipeline costs `prologue` steps of the inner dimension, and the last wave of tiles leaves processors idle as if
     `tail` more outputs were made. Attention reaches half of its share at a sequence of `ramp`, and `narrow` of it with
-    heads of 64. `gap_s` is what passes on the device between two kernels.
+    heads of 64. `gap_s` is the idle time of the device between two kernels.
     """
 
     products: float
@@ -32,8 +32,8 @@ class Efficiency:
     source: str
 
 
-# Of an H200, and taken for others: codecs have 0.80 to 0.82 of its bandwidth to encode and to decode, 0.62 (int4) and
-# 0.77 (int8) to sum what eight ranks sent (benchmarks/codecs.py).
+# Measured on an H200, and used for all GPUs: codecs reach 0.80 to 0.82 of its bandwidth when they encode and decode,
+# 0.62 (int4) and 0.77 (int8) when they sum the data of eight ranks (benchmarks/codecs.py).
 CODING = 0.75
 
 
@@ -44,7 +44,7 @@ class Wear:
     `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
     bandwidth and power from it. `hop_us`: latency of a ring for every node beyond the first. The host needs
     `launch_s` to queue a kernel (with torch and autograd around it) and `event_s` to start a gather or a reduction.
-    `coding`: the share of the memory's bandwidth at which what travels is encoded and decoded.
+    `coding`: the share of the memory's bandwidth at which data is encoded and decoded.
     """
 
     contention: float = 1.0
@@ -54,13 +54,13 @@ class Wear:
     coding: float = CODING
 
 
-# Links and nothing else.
+# Nothing but the links costs time.
 IDEAL = Wear()
 # Our H200's own host, a virtual machine that is slow at queueing, under the emulated fabric, which takes nothing from
 # the computation. Median over the steps that it limits; they differ by a quarter from run to run.
 EMULATED = Wear(launch_s=38e-6, event_s=180e-6)
-# Contention and hops: fitted on llm-foundry. Two thirds of what a collective takes alone are not hidden by computing
-# beside it (torchtitan's: keeping units gathered saves as much as their gathers take). The host: a guess, a fast one.
+# Contention and hops: fitted on llm-foundry. Two thirds of a collective's time are not hidden by concurrent computation
+# (torchtitan's data: keeping units gathered saves as much as their gathers take). The host: a guess for a fast one.
 REAL = Wear(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 _H200 = Efficiency(
@@ -78,7 +78,7 @@ _A100 = Efficiency(
 _LIKE_A100 = replace(_A100, source=f"not measured; as an A100: {_A100.source}")
 _LIKE_H100 = replace(_H100, source=f"not measured; as an H100: {_H100.source}")
 
-# The first row with words that the GPU's name begins with.
+# The first row with a prefix of the GPU's name counts.
 _TABLE: tuple[tuple[str, tuple[str, ...], Efficiency], ...] = (
     ("hopper", ("H200", "GH200", "H20"), _H200),
     ("hopper", ("H100", "H800"), _H100),

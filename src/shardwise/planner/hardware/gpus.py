@@ -41,10 +41,10 @@ class Host:
 class Gpu:
     """A GPU and its links.
 
-    `flops`: dense, in 16 bits. `memory_bytes`: all that torch sees. `context_bytes`: what the driver takes of it for a
-    process before any tensor is there, the buffers of the collectives not counted. `intra` and `pcie`: bandwidth of
-    collectives to the other GPUs of its node, and to the host, each way. `switch`: bus bandwidth of an all-reduce
-    inside a node where the switch adds up (NVLS).
+    `flops`: dense, in 16 bits. `memory_bytes`: total memory as torch reports it. `context_bytes`: memory of a process
+    before its first tensor, without the buffers of the collectives. `intra` and `pcie`: bandwidth of collectives to the
+    other GPUs of the node, and of copies to the host, in each direction. `switch`: bus bandwidth of an all-reduce
+    inside a node if the switch reduces (NVLS).
     """
 
     name: str
@@ -59,7 +59,7 @@ class Gpu:
     has_bf16: bool = True
     node_size: int = 8  # usual number of GPUs in a node
     network: str = ""  # usual network between nodes
-    device: str = ""  # words in the name that the driver gives it
+    device: str = ""  # text in the driver's name of the device
     host: Host
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ WITHIN = _links("GB/s within a node", LATENCY_US)
 SWITCHES = _links("GB/s of a switch that adds up", LATENCY_US)
 TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
 
-# A GPU's share. Disks: one NVMe for each GPU. Updates: bound by the host's memory, 30 bytes for a parameter. 16 cores
+# Share of one GPU. Disks: one NVMe per GPU. Updates: bound by the host's memory, 30 bytes for a parameter. 16 cores
 # with one H200 update 4e9 a second; eight GPUs that share a node's memory get less of it each.
 _DISK = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 2e9}
 _SERVER = Host(memory_bytes=256 * 10**9, disk_bytes=3840 * 10**9, adam_elems_per_s=1.5e9, **_DISK)
@@ -110,7 +110,7 @@ def _gpu(row: list[Any]) -> Gpu:
     )
 
 
-# A device whose name matches two rows is the first of them.
+# If a device name matches two rows, the first one counts.
 GPUS = {row[0]: _gpu(row) for row in _DATA["gpus"]}
 # Aliases name the usual variant. An A100 or V100 without its size is ambiguous, and has none.
 _BY_LETTERS = {re.sub(r"[^a-z0-9]", "", name.lower()): gpu for name, gpu in GPUS.items()}
@@ -118,7 +118,7 @@ _BY_LETTERS |= {alias: GPUS[name] for alias, name in _DATA["aliases"].items()}
 
 
 def gpu_named(name: str) -> Gpu:
-    """`H100-80GB`, `h100`, `RTX 4090`, `A100-SXM4-80GB`: letters and digits count."""
+    """Look up a GPU: `H100-80GB`, `h100`, `RTX 4090`, `A100-SXM4-80GB`. Only letters and digits count."""
     letters = re.sub(r"[^a-z0-9]|sxm\d?|^nvidia|^amd", "", name.lower())
     if letters in _BY_LETTERS:
         return _BY_LETTERS[letters]
@@ -132,7 +132,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """The GPU that a driver calls by this name. A laptop's chip has the name of another one, and is unknown."""
+    """Look up a GPU by the driver's name. Laptop GPUs are unknown: they have the name of a different chip."""
     if "laptop" in device_name.lower():
         return None
     found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
@@ -150,7 +150,7 @@ def peak_flops(device_name: str, dtype: DType) -> float | None:
 def flops_per_token(num_multiplying_params: int, layers: int, hidden: int, seq: int) -> float:
     """FLOP of forward and backward as torchtitan counts them: 6 for each parameter that multiplies, attention in full.
 
-    An embedding is looked up, not multiplied; where it is tied, it multiplies as the head. `hidden` is heads x the size
-    of a head. What activation checkpointing computes a second time does not count.
+    An embedding is looked up, not multiplied; if it is tied, it multiplies as the head. `hidden` is heads x the size
+    of a head. Recomputation by activation checkpointing does not count.
     """
     return 6 * num_multiplying_params + 12 * layers * hidden * seq

@@ -7,18 +7,18 @@ other nodes (`inter`, its own NIC). Which of them a group uses follows from its 
 - at most one in each node: inter;
 - both: rings that pass through every rank, one for each NIC, each crossing the nodes' borders on another one. The
   ring's bytes go over the intra wire, and the same bytes, divided by the ranks that the group has in a node, over
-  the inter wire, at the same time; done when the slower one is.
+  the inter wire, at the same time; the operation ends with the slower one.
 
 A ring of N moves (N-1)/N of the buffer through every rank for an all-gather or a reduce-scatter. An all-reduce is
-one after the other: twice the bytes, twice the latency. A broadcast or a reduce is a chain through which the whole
-buffer passes. In an all-to-all every rank sends a part to each other one, by the wire that reaches it. Latency is
-what an operation takes beyond its bytes, for each kind of wire on its path.
+both, one after the other: twice the bytes, twice the latency. A broadcast or a reduce is a chain through which the
+whole buffer passes. In an all-to-all every rank sends a part to each other rank, on the wire that reaches it. Latency
+is the fixed cost of an operation, for each kind of wire on its path.
 
-Not here: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion between ranks, stragglers.
+Not modelled: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion, stragglers.
 
-Where a part is not given: published rings on 8 x H200 (NVLink 4, NVLS off) gather 361 GB/s and reduce-scatter 363
-in nccl-tests' "bus bandwidth", which is the wire's of this model; 400 Gbit/s NICs carry 50 GB/s; and a small
-all-reduce over 4 nodes of 8 takes 68 us, hence 2 x (20 + 15) of latency.
+Defaults: published rings on 8 x H200 (NVLink 4, NVLS off) gather 361 GB/s and reduce-scatter 363 in nccl-tests' "bus
+bandwidth", which is the bandwidth of a wire here; 400 Gbit/s NICs carry 50 GB/s; and a small all-reduce over 4 nodes
+of 8 takes 68 us, hence 2 x (20 + 15) of latency.
 """
 
 import math
@@ -89,7 +89,7 @@ class Fabric:
         return self.num_nodes * self.node_size
 
     def __str__(self) -> str:
-        """The text that `parse` makes this of."""
+        """Return the text from which `parse` makes this value."""
         parts = [f"{self.num_nodes}x{self.node_size}", f"intra={_number(self.intra.gigabytes_per_s)}GB/s"]
         parts += [f"inter={_number(self.inter.gigabytes_per_s)}GB/s"]
         parts += [f"intra-latency={_number(self.intra.latency_us)}us"]
@@ -107,7 +107,7 @@ class Transfer:
 
     @property
     def alone_s(self) -> float:
-        """From begin to end when nothing else is on the wires."""
+        """Duration when nothing else is on the wires."""
         return max(self.occupied_s.values()) + self.latency_s
 
 
@@ -126,7 +126,7 @@ def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[in
         moved = {"intra": num_bytes * neighbours / num_ranks, "inter": num_bytes * others / num_ranks}
     else:
         ring_bytes = float(num_bytes) if kind == "broadcast" else rounds * num_bytes * (num_ranks - 1) / num_ranks
-        # The ring is as wide as the node that gives it the fewest NICs.
+        # The node with the fewest ranks, and so NICs, limits the ring.
         moved = {"intra": ring_bytes * stays, "inter": ring_bytes * crosses / min(by_node.values())}
     links = {"intra": fabric.intra, "inter": fabric.inter}
     latency_us = rounds * (fabric.intra.latency_us * stays + fabric.inter.latency_us * crosses)
@@ -138,8 +138,8 @@ def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[in
 
 
 def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int]:
-    """How many ranks each node has. Of evenly spaced ones, which may be millions: `node`, the first and the last, and
-    as many between as come before the counts repeat."""
+    """Count the ranks of each node. For evenly spaced ranks, which may be millions, only these nodes: `node`, the first
+    and the last, and those in between until the counts repeat."""
     if not isinstance(ranks, range) or len(ranks) < 2 or ranks.step < 1:
         return Counter(rank // node_size for rank in ranks)
     first, last = ranks[0] // node_size, ranks[-1] // node_size
@@ -151,7 +151,7 @@ def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int
 
 
 def _within(ranks: range, begin: int, end: int) -> range:
-    """Those from `begin` up to `end`."""
+    """Return the ranks from `begin` up to `end`."""
     before = [max(0, -(-(bound - ranks.start) // ranks.step)) for bound in (begin, end)]
     return ranks[before[0] : before[1]]
 
@@ -162,7 +162,7 @@ def occupied_s(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int],
 
 
 def parse(text: str) -> Fabric:
-    """A fabric from words like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
+    """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
     shape, *words = [part.strip() for part in text.split(",")]
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
     if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:

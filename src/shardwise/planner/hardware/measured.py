@@ -1,7 +1,7 @@
 """A machine as `shardwise doctor --measure` found it: the file, and the cluster that a plan takes from it.
 
-A device that the table knows keeps its peak, against which utilisation is counted, and gets the share of it that large
-products were seen to reach. Of one that it does not know, a processor among them, what was seen is the peak.
+A device in the table keeps its peak, on which utilisation is based, and gets the share of it that large products
+reached. For an unknown device, or a CPU, the measured rate is the peak.
 """
 
 import json
@@ -24,8 +24,8 @@ MATRIX = 8192  # rows and columns of the products that GPUs are measured with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`flops` and `fp32_flops` are what large products reach, in 16 and 32 bits. What is said of a device holds for all
-    of `num_devices`; a processor is one. Rates of None were not measured: there is one device, or it is the host."""
+    """Measured rates and sizes of a machine. `flops` and `fp32_flops`: rates of large products in 16 and 32 bits. All
+    `num_devices` are alike; a CPU is one. None: not measured, because there is one device, or it is the host."""
 
     version: int = VERSION
     device: str
@@ -38,7 +38,7 @@ class Measured:
     memory_bytes_per_s: float
     to_host_bytes_per_s: float | None = None
     from_host_bytes_per_s: float | None = None
-    gather_bytes_per_s: float | None = None  # bus bandwidth, as nccl-tests has it
+    gather_bytes_per_s: float | None = None  # bus bandwidth, as nccl-tests defines it
     all_reduce_bytes_per_s: float | None = None
     collective_latency_us: float | None = None
     host_memory_bytes: int
@@ -80,7 +80,7 @@ def _is_amount(value: Any, *, whole: bool, least: float) -> bool:
 
 
 def read_measured(path: str | Path) -> Measured:
-    """The file, every value of it looked at."""
+    """Read the file and check every value."""
     file = find(path)
     if file is None:
         raise ConfigurationError(
@@ -101,13 +101,13 @@ def write_measured(measured: Measured, path: str | Path) -> None:
     Path(path).expanduser().write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
 
 
-# For devices of which no more is known than what was seen.
+# The GPU whose other constants an unknown device gets.
 _NEAREST = "H100-80GB"
 _SEEN = {"products": 1.0, "attention": 0.5, "memory": 1.0, "prologue": 0.0, "tail": 0.0}
 
 
 def efficiency_in(measured: Measured) -> Efficiency:
-    """The share of `gpu_in(measured)` that is reached."""
+    """Return the share of the peak of `gpu_in(measured)` that is reached."""
     known = gpu_of_device(measured.device)
     if known is None:
         return replace(efficiency_of(_NEAREST), **_SEEN, source="measured by doctor")
@@ -118,7 +118,7 @@ def efficiency_in(measured: Measured) -> Efficiency:
 
 
 def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
-    """The device of a rank. `num_ranks` share a processor, each with its part of it."""
+    """Return the device of a rank. A CPU is divided among `num_ranks`."""
     known = gpu_of_device(measured.device)
     num_sharing = num_ranks if measured.kind == "cpu" else 1
     slower = min(measured.to_host_bytes_per_s or math.inf, measured.from_host_bytes_per_s or math.inf)
@@ -146,7 +146,7 @@ def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
         flops=measured.flops / num_sharing,
         fp32_flops=measured.fp32_flops / num_sharing,
         hbm_bytes_per_s=measured.memory_bytes_per_s / num_sharing,
-        # Shared memory: written by one, read by the other.
+        # Shared memory: one rank writes, the other reads.
         intra=_intra(measured, Link(to_host / 2e9, LATENCY_US)),
         pcie=pcie,
         context_bytes=min(measured.context_bytes, measured.memory_bytes // num_sharing - 1),
@@ -164,7 +164,7 @@ def _intra(measured: Measured, otherwise: Link) -> Link:
 
 
 def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1, network: str | None = None) -> Cluster:
-    """`nodes` machines like the one that was measured, with `num_ranks` in each: all of its devices if not said."""
+    """Return `nodes` machines like the measured one, with `num_ranks` in each; default: one rank per device."""
     most = measured.num_devices if measured.kind == "cuda" else None
     num_ranks = num_ranks or most or CPU_RANKS
     if most is not None and num_ranks > most:

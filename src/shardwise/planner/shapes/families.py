@@ -1,9 +1,9 @@
 """Published transformers by name, and the trainer's own shapes.
 
-A name with an owner (`meta-llama/Llama-3.2-1B`) is that of the files, which transformers runs. Without one it is the
-in-tree shape where the trainer has it, as `shardwise train --model` does, else what is published under the name. MPT
-without an owner is the series that its authors measured speeds with, which has learned positions and biases; GPT-175B
-and GPT-1T are Megatron's.
+A name with an owner (`meta-llama/Llama-3.2-1B`) means the published files, which transformers runs. A name without one
+means the trainer's in-tree shape, as in `shardwise train --model`, else the published model. MPT without an owner is
+the series with which its authors measured speeds, with learned positions and biases; GPT-175B and GPT-1T are
+Megatron's.
 """
 
 import re
@@ -139,25 +139,25 @@ _MEASURED_MPT = {
 NAMED = {**PUBLISHED, **_MEASURED_MPT, **IN_TREE}
 
 _SAID = {"gpt-3": "gpt-175b", "gpt3-175b": "gpt-175b"}
-# Words that say how the weights were trained on, and not what they are.
+# Suffixes that describe fine-tuning and not the shape.
 _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
 
 
 def shape_of(model: str) -> ModelShape:
-    """By what `--model` takes: a name, or a config.json, or the folder of one."""
+    """Return the shape for a value of `--model`: a name, a config.json, or its folder."""
     if not model.strip():
         raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
     return shape_of_config(model) if is_file(model) else shape_named(model)
 
 
 def is_file(model: str) -> bool:
-    """A config.json or the folder of one, and no name of a shape."""
+    """Return True for a config.json or its folder, False for the name of a shape."""
     path = find(model)
     return model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir()))
 
 
 def shape_named(name: str) -> ModelShape:
-    """Capitals, hyphens, underscores and what says how a model was tuned (`-Instruct`) make no difference."""
+    """Look up a shape; case, hyphens, underscores and suffixes of fine-tuning (`-Instruct`) are ignored."""
     owner, _, bare = name.strip().lower().rpartition("/")
     known = PUBLISHED if owner else NAMED
     words = _SAID.get(bare, re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-"))

@@ -1,9 +1,8 @@
 """A shape from a Hugging Face config.json.
 
-Sizes have a few names each, under which all families keep them; how families differ from Llama is in the tables below.
-A family that is not there, a model that has more than text, blocks that differ from each other, or attention that keeps
-something else than keys and values make no shape (`why_no_shape`): the module itself has to be counted
-(`hf_module.py`).
+Every size has a few possible keys; the tables below say how families differ from Llama. An unknown family, a model for
+more than text, blocks that differ from each other, or attention without plain keys and values cannot be expressed as a
+shape (`why_no_shape`): the module itself has to be counted (`hf_module.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +33,9 @@ DEFAULTS: dict[str, Fields] = {
     "gpt_oss": {"num_experts_per_tok": 4},
     "phimoe": {"num_experts_per_tok": 2},
 }
-# A feed-forward of four times the hidden size, where no other is given.
+# Families whose feed-forward is four times the hidden size by default.
 FOUR_HIDDEN = {"gpt2", "gptj", "gpt_bigcode", "gpt_neo", "bloom", "falcon", "mpt"}
-# The output projection is the embedding, where nothing is said.
+# Families whose output projection is the embedding by default.
 TIED = {
     "gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text", "cohere",
     "cohere2", "starcoder2", "smollm3",
@@ -46,12 +45,12 @@ _LAYER_NORM = {"norm": "layer", "gated": False}
 
 
 def habits_of(kind: str, config: Config, sizes: Fields) -> Fields:
-    """`kind` is the config's model_type."""
+    """Return the fields in which a family differs from Llama. `kind`: the config's model_type."""
     return {**_biases(config, sizes), **_OTHERWISE.get(kind, _has())(config, sizes)}
 
 
 def switch(config: Config, key: str, default: bool = False) -> bool:
-    """Words for true and false are not taken for either."""
+    """Read a boolean; text such as "false" is refused."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ConfigurationError(f"config.json: {key} is {value!r}, but must be true or false")
@@ -59,7 +58,7 @@ def switch(config: Config, key: str, default: bool = False) -> bool:
 
 
 def _biases(config: Config, sizes: Fields) -> Fields:
-    """As Llama has them: one switch for the four projections of attention, one for the feed-forward."""
+    """Read Llama's biases: one switch for the four projections of attention, one for the feed-forward."""
     attention, ffn = switch(config, "attention_bias", False), switch(config, "mlp_bias", False)
     if attention == ffn:
         return {"qkv_bias": attention, "bias": ffn, "other_elems": 0}
@@ -81,7 +80,7 @@ def _switched(key: str, default: bool, **fields: Any) -> Habits:
 
 
 def _learned(key: str, more: int = 0, **fields: Any) -> Habits:
-    """GPT-2's, with as many learned positions as the config says, and some more."""
+    """GPT-2's fields, with the number of learned positions in the config plus `more`."""
 
     def habits(config: Config, sizes: Fields) -> Fields:
         num_positions = config.get(key)
@@ -102,7 +101,7 @@ def _opt(config: Config, sizes: Fields) -> Fields:
 
 
 def _gptj(config: Config, sizes: Fields) -> Fields:
-    """Biases of the feed-forward only."""
+    """Add biases of the feed-forward only."""
     return {**_LAYER_NORM, "num_norms": 1, "other_elems": sizes["ffn"] + sizes["hidden"], "head_bias": True}
 
 
@@ -138,7 +137,7 @@ def _cohere(config: Config, sizes: Fields) -> Fields:
 
 
 def _olmo2(config: Config, sizes: Fields) -> Fields:
-    """Queries and keys are normalised, all heads together."""
+    """Add norms of queries and keys over all heads together."""
     return {"other_elems": _biases(config, sizes)["other_elems"] + _norms_of_heads(sizes)}
 
 
@@ -147,7 +146,7 @@ def _norms_of_heads(sizes: Fields) -> int:
 
 
 def _gpt_oss(config: Config, sizes: Fields) -> Fields:
-    """A sink for every head; biases of the output, the router and the experts."""
+    """Add a sink for every head, and biases of the output, the router and the experts."""
     of_expert = 1 + 2 * sizes["expert_ffn"] + sizes["hidden"]
     other = sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * of_expert
     return {"qkv_bias": True, "bias": False, "other_elems": other}
@@ -189,14 +188,14 @@ _OTHERWISE: dict[str, Habits] = {
     "arcee": _has(gated=False),
 }
 
-# Families whose sizes have been held against transformers' own modules.
+# Families whose sizes were compared with transformers' own modules.
 KNOWN = {
     *DEFAULTS, *FOUR_HIDDEN, *TIED, *_OTHERWISE, "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3",
     "olmo2", "granite",
 }  # fmt: skip
 
 
-SHAPE_KEY = "shardwise_shape"  # in what the trainer exports: the in-tree shape itself
+SHAPE_KEY = "shardwise_shape"  # the in-tree shape, in a config that the trainer exports
 
 _SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -209,7 +208,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
 _EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
 QUANTISED = "quantization_config"
-# Keys that are not 0, and what they mean.
+# Keys that rule out a shape unless they are 0, and why.
 _NO_SHAPE = {
     "is_encoder_decoder": "it has an encoder",
     "kv_lora_rank": "attention keeps a latent vector in place of keys and values",
@@ -221,7 +220,7 @@ _NO_SHAPE = {
     "mlp_only_layers": "some blocks have no experts",
     "interleave_moe_layer_step": "some blocks have no experts",
 }
-# How keys begin that only models have whose blocks differ (Qwen3-Next, Jamba, Bamba).
+# Prefixes of keys that only models with different blocks have (Qwen3-Next, Jamba, Bamba).
 _NO_ATTENTION = ("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")
 _MORE_THAN_TEXT = ("text_config", "vision_config", "audio_config")
 _ATTENTIONS = ("full_attention", "sliding_attention")
@@ -253,7 +252,7 @@ def read_config(config: str | Path | Config) -> tuple[str, Config]:
 
 
 def why_no_shape(config: Config) -> str:
-    """Why sizes alone do not say what a model has; empty: they do."""
+    """Return why sizes alone do not describe the model; empty if they do."""
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return ""
     kind = _kind(config)
@@ -275,7 +274,7 @@ def _said(config: Config) -> Fields:
 
 
 def _peculiarities(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys of models that are no row of equal blocks, and why."""
+    """Yield keys of models that are not a chain of equal blocks, and their meaning."""
     yield from ((key, why) for key, why in _NO_SHAPE.items() if config.get(key))
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"

@@ -1,7 +1,7 @@
 """A Hugging Face config.json as the module that transformers makes of it, on the meta device, where it takes no memory.
 
-For models whose sizes alone do not say what they have: several models in one, blocks that differ, families that are not
-known here. Nothing is fetched, and code that a repository carries is never run.
+It is for models that sizes alone do not describe: several models in one, blocks that differ, unknown families. Nothing
+is downloaded, and code from a model's repository is never run.
 """
 
 import logging
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_LAYERS = 1_000
-# Where `architectures` names no class: what is trained of a model, the whole of it first.
+# Auto classes to try if `architectures` names no class, the most complete first.
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
@@ -29,13 +29,13 @@ _INSTEAD = "or give --shape layers=..., or the module itself: sw.plan(model, ...
 
 
 def hush() -> None:
-    """transformers and peft import torchao where it is installed, which warns of parts that nobody asked for."""
+    """Silence torchao: transformers and peft import it if it is installed, and it warns of parts that nobody uses."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
-    """`why` its sizes alone do not do, for those who lack what is needed to build it."""
+    """Build the module. `why`: the reason why sizes are not enough, for the error if it cannot be built."""
     hush()
     try:
         import torch
@@ -68,7 +68,7 @@ def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
 
 
 def num_positions_in(model: "nn.Module") -> int:
-    """Tokens that a built model takes at most; 0: it does not say."""
+    """Maximum sequence length of a built model; 0: its config gives none."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     found = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_target_positions"))
@@ -89,8 +89,8 @@ def _class_for(transformers: Any, made: Any, config: Config) -> Any:
 
 
 def _values_of(config: Config) -> dict[str, Any]:
-    """As the file means them: numbers that JSON has no word for are spelled out in it. Backbones of other libraries
-    would be fetched with their weights, and are not."""
+    """Decode the config: numbers that JSON cannot express are written as text. Weights of backbones from other
+    libraries are not downloaded."""
     return {key: False if key == "use_pretrained_backbone" else _value(value) for key, value in config.items()}
 
 

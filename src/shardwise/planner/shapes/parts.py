@@ -1,7 +1,7 @@
 """Modules as sizes: what owns parameters, adapters beside them, and how they fall into units.
 
-The rules are those of `units.py`, which looks at the modules themselves: every block is a unit, or its large parts are;
-what lies outside and is large, or holds at least half a block, is one, too, and the root has the rest.
+The rules are those of `core/schedule/units.py`, which works on the modules themselves: every block is a unit, or its
+large parts are. An outer module that is large, or holds at least half a block, is a unit, too. The root has the rest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,15 @@ from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean
 from ...core.schedule.model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
 
-WRAPPER = "base_model.model."  # what peft puts before every name
+WRAPPER = "base_model.model."  # peft's prefix of every name
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """A module with parameters of its own: their attributes and sizes.
 
-    `fan`: what goes in and out, where it is a projection that adapters can be put beside. `is_tied`: its weight is that
-    of the first part of the model.
+    `fan`: input and output width of a projection that can have adapters. `is_tied`: its weight is that of the first
+    part of the model.
     """
 
     path: str
@@ -45,13 +45,13 @@ def linear(path: str, fan_in: int, fan_out: int, bias: bool = False, is_tied: bo
 
 
 def conv(path: str, fan_in: int, fan_out: int, bias: bool) -> Part:
-    """GPT-2's projections, whose weights lie the other way round."""
+    """A projection of GPT-2, whose weight is transposed."""
     sizes = (("weight", (fan_in, fan_out)), ("bias", (fan_out,)))
     return Part(path, sizes if bias else sizes[:1], (fan_in, fan_out))
 
 
 def vectors(path: str, width: int, bias: bool = False) -> Part:
-    """A norm's, mostly."""
+    """A module with vectors of this width, such as a norm."""
     return Part(path, (("weight", (width,)), ("bias", (width,))) if bias else (("weight", (width,)),))
 
 
@@ -61,7 +61,7 @@ def embedding(path: str, num_rows: int, width: int) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A model: `block` is one of the blocks, its paths inside it; `block_paths` are those of all of them."""
+    """A model. `block`: the parts of one block, with paths relative to it; `block_paths`: paths of all blocks."""
 
     before: tuple[Part, ...]
     block: tuple[Part, ...]
@@ -79,7 +79,7 @@ class Parts:
 
 
 def with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
-    """As peft makes them of every projection whose path ends in one of the targets."""
+    """Add adapters, like peft, to every projection whose path ends in one of the targets."""
     example = f"{parts.block_paths[0]}."
     paths = [part.path for part in (*parts.before, *parts.after) if part.fan]
     paths += [example + part.path for part in parts.block if part.fan]
@@ -109,7 +109,7 @@ def _ends_in(path: str, targets: Sequence[str]) -> bool:
 
 
 def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: bool) -> list[FoundUnit]:
-    """`splits_blocks`: whether the blocks are units; else all is one. Adapters are trained, and in fp32, always."""
+    """Divide a model into units; one unit unless `splits_blocks`. Adapters are always trained, in fp32."""
     tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
     root: list[Param] = []
     root_is_embedding = tied is None
@@ -151,7 +151,7 @@ def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
 
 
 def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[FoundUnit]:
-    """All alike but for their paths: one unit each, or one of what is left and one for each of its large parts."""
+    """Return the units of all blocks, which differ only in paths: one each, or one per large part and the rest."""
     units = ["", *large_parts(parts.block)]
     rows = [
         (part.path, attribute, size, FP32 if part.is_adapter else dtype, trains_all or part.is_adapter,
@@ -173,7 +173,7 @@ def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[FoundUnit]:
 
 
 def large_parts(block: Sequence[Part]) -> list[str]:
-    """The paths inside a block that are units in its place, if it is too large."""
+    """Return the paths inside a block that become units if the block is too large."""
 
     def size(path: str) -> int:
         return sum(part.num_elems for part in block if _is_in(part.path, path))

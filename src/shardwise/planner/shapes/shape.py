@@ -1,8 +1,8 @@
 """A transformer as sizes, and the units that the real module of these sizes has.
 
-`units_of` gives what `find_units` finds on the module itself, names included, for the in-tree transformer and for
-Llama, Mistral, Qwen3 and GPT-2 of transformers. Other families have Llama's names here (GPT-2's, where positions are
-learned) and their own sizes: what no field speaks of is in `other_elems`.
+`units_of` gives the same units as `find_units` on the module itself, names included, for the in-tree transformer and
+for Llama, Mistral, Qwen3 and GPT-2 of transformers. Other families have Llama's names here (GPT-2's, if positions are
+learned) and their own sizes: parameters that no field describes are counted in `other_elems`.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Code = Literal["in-tree", "hf"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """`code` is whose implementation: the in-tree transformer, or transformers'. `dtype` is that of the files, which
+    """Sizes of a transformer. `code`: the implementation (in-tree, or transformers'). `dtype`: that of the files, which
     frozen weights keep. With experts, `expert_ffn` is the width of one of them; 0: that of `ffn`."""
 
     name: str
@@ -102,7 +102,7 @@ class ModelShape:
 
     @property
     def ffn_of_expert(self) -> int:
-        """Or of the only feed-forward, where there are no experts."""
+        """Width of one expert, or of the only feed-forward if there are no experts."""
         return (self.expert_ffn or self.ffn) if self.num_experts > 1 else self.ffn
 
     @cached_property
@@ -111,8 +111,7 @@ class ModelShape:
 
     @cached_property
     def num_multiplying(self) -> int:
-        """Parameters that a token is multiplied by: not embeddings, unless they are the head, too; of the experts,
-        those that it is sent to."""
+        """Parameters that a token is multiplied by: no embeddings, except a tied head; only the active experts."""
         looked_up = (0 if self.tied else self.vocab * self.hidden) + self.num_positions * self.hidden
         num_idle = self.num_experts - self.num_active_experts
         idle = self.layers * num_idle * (3 if self.gated else 2) * self.hidden * self.ffn_of_expert
@@ -133,7 +132,7 @@ _IN_TREE_HAS = {
 
 @dataclass(frozen=True, slots=True)
 class StatesOnly:
-    """A model of which no more is known than how many parameters it has. `note` says why."""
+    """A model of which only the number of parameters is known. `note` says why."""
 
     num_params: int
     label: str = ""
@@ -149,7 +148,7 @@ class StatesOnly:
 
 
 def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[FoundUnit]:
-    """The units of the module that this is the shape of, with adapters where `lora` asks for them."""
+    """Return the units of a module of this shape, with adapters if `lora` is given."""
     return list(_units(shape, lora))
 
 
@@ -161,7 +160,7 @@ def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[FoundUnit
         whole = Param("params", (1, shape.num_params), FP32, True, (Site("", "params"),))
         return (FoundUnit(ROOT, "", (whole,), holds_units=False, backward_reads=True),)
     parts = _parts(shape)
-    # Blocks are known by their class in transformers; in the in-tree one, by coming more than once.
+    # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
         parts = with_adapters(parts, lora.r, targets_of(shape, lora))
@@ -175,7 +174,7 @@ _IN_TREE_WORDS = {
 
 
 def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
-    """Those that are asked for, or peft's choice for the family."""
+    """Return the requested targets, or peft's choice for the family."""
     if shape.code == "in-tree":
         return tuple(_IN_TREE_WORDS.get(name, name) for name in lora.targets) or ("query", "value")
     return lora.targets or (("c_attn",) if shape.num_positions else ("q_proj", "v_proj"))
@@ -259,7 +258,7 @@ def _gpt_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
 
 
 def _experts(shape: ModelShape) -> Iterator[Part]:
-    """All of them in two tensors, as transformers keeps them since version 5."""
+    """All experts in two tensors, as in transformers since version 5."""
     num, hidden, ffn = shape.num_experts, shape.hidden, shape.ffn_of_expert
     yield Part("mlp.gate", (("weight", (num, hidden)),))
     inward, width = ("gate_up_proj", 2 * ffn) if shape.gated else ("up_proj", ffn)

@@ -1,9 +1,9 @@
 """A shape from words: `layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256`.
 
-`layers`, `hidden`, `heads` and `vocab` must be said. Without more, it is the in-tree transformer: as many key-value
-heads as heads, of hidden / heads each, and a gated feed-forward of 8/3 hidden, up to the next 256 (4 hidden where
-`gated=no`). `bias` is that of all projections. What the in-tree transformer has not makes it a model of transformers.
-`params=7.5e9` by itself is a model whose states alone are planned.
+`layers`, `hidden`, `heads` and `vocab` are required. The default is the in-tree transformer: as many key-value heads as
+heads, of size hidden / heads, and a gated feed-forward of 8/3 hidden, rounded up to a multiple of 256 (4 hidden with
+`gated=no`). `bias` applies to all projections. A feature that the in-tree transformer lacks makes it a model of
+transformers. `params=7.5e9` alone is a model for which only the training state is planned.
 """
 
 import re

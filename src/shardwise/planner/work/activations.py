@@ -1,10 +1,10 @@
 """Work of every unit of a model in a micro-batch, from the sizes alone.
 
-Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once (losses.py). What
-belongs to no block goes by when it runs: `root` is what comes first (token ids, the rotary table, an embedding that is
-no unit), and what comes last (the last norm, the head, the loss) is the head's, or `LOSS` where the head is no unit.
+Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once (losses.py). Work
+outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to `root`, and the
+end (the last norm, the head, the loss) to the head, or to `LOSS` if the head is no unit.
 
-Not modelled: masks, as of several documents in a row; fragments that torch's allocator cannot split off.
+Not modelled: masks (several documents in a row); remainders that torch's allocator cannot split off a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _INDEX_BYTES = 8
 
 
 def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
-    """By unit name, in the order in which they begin, and `LOSS` last where the head is no unit."""
+    """Return work by unit name, in the order of execution, with `LOSS` last if the head is no unit."""
     return dict(_works(shape, replace(training, num_micro_batches=1, optimizer="adamw", reduce=None)))
 
 
@@ -46,7 +46,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if embed is not None:
         found[embed] = words
     if positions is not None:
-        # The same for all sequences.
+        # Positions are the same for all sequences.
         found[positions] = _embedding(at, replace(training, micro_batch=1), shape.num_positions)
     for index, name in enumerate(blocks):
         found |= shared_out(other if index else first, name, units)
@@ -72,7 +72,7 @@ def setting_of(shape: ModelShape, training: Training) -> Setting:
 
 
 def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
-    """The first block's and the others': under adapters no gradient goes back beyond the first."""
+    """Return the work of the first block and of the others: with adapters, the input of the first has no gradient."""
     num_elems = training.num_tokens * at.shape.hidden
     block = block_of(at, training.engine == "shardwise")
     run = partial(
@@ -83,8 +83,8 @@ def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
 
 
 def _begin(at: Setting, training: Training, words: Work | None) -> Work:
-    """Tokens and targets, and the rotary table: cosine and sine for every position, in fp32 or (transformers') twice as
-    wide in the compute dtype. `words` is what looking up words asks for, where that is no unit."""
+    """Work of tokens, targets and the rotary table: cosine and sine for every position, in fp32 or (transformers')
+    twice as wide in the compute dtype. `words`: the work of the embedding, if that is no unit."""
     shape = at.shape
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
@@ -94,13 +94,13 @@ def _begin(at: Setting, training: Training, words: Work | None) -> Work:
         words,
         saved_bytes=words.saved_bytes + held,
         forward_peak_bytes=words.forward_peak_bytes + held,
-        # A tied weight has a gradient already, the head's: this one is added to it.
+        # A tied weight already has the gradient of the head: this one is added to it.
         grad_bytes=0 if shape.tied else words.grad_bytes,
     )
 
 
 def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
-    """Rows are looked up; the gradient is as large as the weight."""
+    """Work of an embedding: rows are looked up, and the gradient is as large as the weight."""
     shape = at.shape
     num_elems = training.num_tokens * shape.hidden
 
@@ -114,8 +114,8 @@ def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
 
 
 def shared_out(work: Work, block: str, units: Sequence[FoundUnit]) -> dict[str, Work]:
-    """A block's work, for its units. Of a block that is cut into parts all of it is the largest part's, and the others
-    pass on what they are given: checkpointing, too, is around the whole block."""
+    """Assign a block's work to its units. If a block is cut into parts, the largest one gets all work, and the others
+    only pass tensors on: checkpointing, too, wraps the whole block."""
     names = {unit.name: sum(param.num_elems for param in unit.params)
              for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
     largest = max(names, key=lambda name: names[name])
@@ -127,7 +127,7 @@ def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
 
 
 def block_of(at: Setting, is_ours: bool) -> Block:
-    """`is_ours`: run by our engine; else by those whose measurements are published."""
+    """Select the code of a block. `is_ours`: run by our engine; else as in published measurements."""
     kind: Callable[[Setting, Tape, Tensor], Tensor]
     if not is_ours:
         kind = titan_block if at.shape.gated else mpt_block

@@ -44,7 +44,7 @@ def _in_tree_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
     value = linear(t, h, x, (shape.hidden, shape.kv_width), "value")
     mixed = attention(t, at.attention, query, key, value)
     if at.attention.kernel != "efficient":
-        # What is mixed lies as the queries do, head by head, and has to be copied to lie token by token.
+        # The result of attention is stored head by head, like the queries, and is copied to be stored token by token.
         flat = t.op([mixed], mixed.num_elems, passes=[True])
         return linear(t, h, flat, (shape.query_width, shape.hidden), "out")
     return linear(t, h, mixed, (shape.query_width, shape.hidden), "out")
@@ -62,7 +62,7 @@ def gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> T
 
 
 def llama_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """transformers': residuals are held by name; with four norms (Gemma) two of them come after attention and ffn."""
+    """transformers' block: variables hold the residuals; of four norms (Gemma), two come after attention and ffn."""
     h, shape = at.habits, at.shape
     norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
     residual = x
@@ -109,9 +109,9 @@ def _llama_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
 
 
 def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """Tokens are copied to their experts, which together see each of them `num_active_experts` times.
+    """Copy tokens to their experts, each token `num_active_experts` times.
 
-    How many each expert gets is not known before: here all get the same. Gradients of experts are autograd's.
+    The number of tokens per expert depends on the data: here all get the same. Autograd makes the experts' gradients.
     """
     shape, h = at.shape, replace(at.habits, writes_directly=False)
     num_tokens, ffn = x.num_elems // shape.hidden, shape.ffn_of_expert
@@ -134,7 +134,7 @@ def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
 
 
 def gpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """GPT-2's: its projections are no linear layers to torch, its dropout is on unless the model is told otherwise."""
+    """GPT-2's block: its projections are not torch's linear layers, and its dropout is on by default."""
     h, hidden = at.habits, at.shape.hidden
     residual = x
     x = layer_norm(t, h, x, hidden)
@@ -188,7 +188,7 @@ def _complex_rotated(t: Tape, h: Habits, x: Tensor) -> Tensor:
 
 
 def mpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    """llm-foundry's, with layer norms in 16 bits and flash attention; queries, keys and values from one product."""
+    """llm-foundry's block, with 16-bit layer norms and flash attention; one product makes queries, keys and values."""
     h, shape = at.habits, at.shape
     num_rows = x.num_elems // shape.hidden
     normed = layer_norm(t, h, x, shape.hidden, bias=shape.norm_bias)

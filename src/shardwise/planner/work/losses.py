@@ -12,14 +12,14 @@ from .operations import Habits, Setting, cast, layer_norm, linear, llama_norm, r
 from .tape import Buffers, Gradients, Tape, Tensor
 from .work import Product
 
-# As in trainer/loss.py, which imports torch.
+# Same value as in trainer/loss.py, which imports torch.
 CHUNK_LOGITS_BYTES = 256 * 2**20
 CHUNK_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`is_plain`: a linear layer that knows nothing of the loss."""
+    """Output projection and loss. `is_plain`: a plain linear layer, whose gradient can be written directly."""
 
     hidden: int
     vocab: int
@@ -47,7 +47,7 @@ class Head:
         slopes: Tensor | None = None
         chunk_tokens = self.tokens_per_chunk(num_tokens)
         num_full, rest = divmod(num_tokens, chunk_tokens)
-        # All after the second are like it, but for the last.
+        # All chunks after the second are like it, except the last.
         for rows, count in ((chunk_tokens, min(num_full, 1)), (chunk_tokens, num_full - 1), (rest, 1)):
             if rows == 0 or count < 1:
                 continue
@@ -55,14 +55,14 @@ class Head:
                 logits = t.new(rows * self.vocab, 4)
                 scores = t.new(rows * self.vocab, 4)
                 del logits
-                # The last chunk's slopes are held by name until these take their place.
+                # A variable holds the slopes of the previous chunk until these replace them.
                 slopes = scores if t.itemsize == 4 else t.new(rows * self.vocab)
                 del scores
                 beside = [t.new(rows * self.hidden, 4), t.new(rows * self.hidden)]
                 del beside
             else:
                 slopes = t.new(rows * self.vocab)
-            # Two more of its size follow, here and not in the backward.
+            # Two more products of this size follow here, and not in the backward.
             t.products.append(Product(rows, self.vocab, self.hidden, count, trainable=weight.trainable))
             t.num_kernels += 12 * count
             t.moved_bytes += count * rows * self.vocab * (4 * 4 + 2 * 4 + 4 + t.itemsize)
@@ -89,15 +89,15 @@ class Head:
 
 
 def end(at: Setting, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
-    """From the last block's output to the loss, one number."""
+    """Run the end of the model: from the last block's output to the loss."""
     shape = at.shape
     is_in_tree = is_ours and shape.code == "in-tree"
     if shape.norm == "layer":
         states = layer_norm(t, at.habits, x, shape.hidden, bias=shape.norm_bias)
     else:
-        # Blocks may be compiled, the model around them is not.
+        # Blocks may be compiled; the model around them is not.
         states = (rms_norm if is_in_tree else llama_norm)(t, at.habits.eager(), x, shape.hidden)
     del x
-    # A weight that is the embedding too is reduced last: its place is not open yet.
+    # A tied weight is reduced last, with the embedding: there is no memory yet to write its gradient directly.
     head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf" and not shape.tied)
     return head(t, states)

@@ -14,7 +14,7 @@ from .work import AttentionShape, Product
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """`rank` 0: no adapters, every weight is trained; else all but the adapters of `targets` are frozen.
+    """How a model is run. `rank` 0: no adapters, every weight is trained; else only adapters of `targets` are trained.
 
     In compiled code gradients are never written directly.
     """
@@ -23,7 +23,7 @@ class Habits:
     is_fused: bool = False
     rank: int = 0
     targets: tuple[str, ...] = ()
-    # What selective checkpointing keeps: torchtitan every second product, we those that are worth it.
+    # Selective checkpointing saves every second product (torchtitan); else those that are worth their memory (ours).
     keeps_every_second: bool = False
 
     @property
@@ -53,8 +53,8 @@ def linear(
     plain: bool = True,
     num_weights: int = 1,
 ) -> Tensor:
-    """A projection, with its adapter if it has one. Not `plain`: its gradient is autograd's (GPT-2's Conv1D).
-    With several weights of this size, each takes a part of the rows."""
+    """Run a projection, with its adapter if it has one. Not `plain`: autograd makes its gradient (GPT-2's Conv1D).
+    If there are several weights of this size, each one processes a part of the rows."""
     out = _product(tape, habits, x, fan, habits.trains_base, habits.is_direct and plain, bias, num_weights)
     if habits.rank and name in habits.targets:
         return _adapted(tape, habits, x, out, fan)
@@ -94,7 +94,7 @@ def _product(
 
 
 def _is_kept(tape: Tape, habits: Habits, width: int, new_width: int) -> bool:
-    """Our rule is that of train/checkpointing.py."""
+    """Return True if selective checkpointing saves the result; our rule is that of trainer/checkpointing.py."""
     if habits.keeps_every_second or new_width > width:
         tape.num_wide += 1
         return tape.num_wide % 2 == 1
@@ -102,7 +102,7 @@ def _is_kept(tape: Tape, habits: Habits, width: int, new_width: int) -> bool:
 
 
 def rms_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
-    """torch's own, one kernel."""
+    """torch's own RMS norm, one kernel."""
     return _norm(tape, habits, x, width, 4, 1)
 
 
@@ -149,7 +149,7 @@ def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
 
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
-    """Times something that no gradient goes to; also a negation, a sum with a number."""
+    """Multiply by something without a gradient; also a negation, or a sum with a number."""
     return tape.op([x], x.num_elems, itemsize=x.itemsize)
 
 
@@ -167,22 +167,22 @@ def multiply(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
 
 
 def activation(tape: Tape, x: Tensor) -> Tensor:
-    """SiLU, GELU: the input is saved."""
+    """Apply SiLU or GELU, which save their input."""
     return tape.op([x], x.num_elems, itemsize=x.itemsize, saves=[x])
 
 
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
-    """activation(gate) * up, fused."""
+    """Compute activation(gate) * up in one kernel."""
     return tape.op([gate, up], gate.num_elems, saves=[gate, up])
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
-    """A GPU's backward begins with a product of the gradient and the result."""
+    """Apply softmax. Its backward on a GPU begins with a product of the gradient and the result."""
     return tape.op([x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(saves_result=True, scratch_bytes=x.num_bytes))
 
 
 def dropout(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
-    """A byte for each element says what was dropped. Fused, it is drawn again."""
+    """Apply dropout, which saves a mask of one byte per element. A fused one draws the mask again."""
     return tape.op(
         [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if habits.is_fused else x.num_elems)
     )
@@ -196,7 +196,7 @@ def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
 
 
 def _raised(tape: Tape, x: Tensor) -> Tensor:
-    """1 + tanh(c * (x + d * x ** 3)), each result gone once the next is there."""
+    """Compute 1 + tanh(c * (x + d * x ** 3)); each intermediate result is freed once the next exists."""
     curve = tape.op(
         [scale(tape, add(tape, x, scale(tape, _cube(tape, x))))], x.num_elems, buffers=Buffers(saves_result=True)
     )
@@ -208,7 +208,7 @@ def _cube(tape: Tape, x: Tensor) -> Tensor:
 
 
 def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, without a mask."""
+    """Causal attention without a mask."""
     if shape.kernel == "math":
         return _written_out(tape, shape, query, key, value)
     return tape.op(
@@ -225,13 +225,13 @@ def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, val
 
 
 def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """All scores in memory; the mask is a matrix of numbers, keys and values are repeated for every head."""
+    """Attention with all scores in memory, a mask of numbers, and keys and values repeated for every head."""
     num_scores = shape.batch * shape.heads * shape.seq * shape.seq
     scaled = scale(tape, query)
     mask = tape.new(shape.seq * shape.seq)
     key, value = (tape.op([part], query.num_elems) for part in (key, value))
     scaled_key = scale(tape, key)
-    flops = shape.flops  # half of what both products take, so as much as one of them
+    flops = shape.flops  # half of both products, i.e. one of them
     scores = tape.op(
         [scaled, scaled_key], num_scores, saves=[scaled, scaled_key], arithmetic=Arithmetic(attention_flops=flops)
     )
@@ -253,7 +253,7 @@ def rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
     """Rotary positions of the in-tree transformer: in fp32, and back."""
     if habits.is_fused:
         return scale(tape, x)
-    # The heads are brought before the positions by a view. The gradient lies the other way, and is copied once.
+    # A view puts heads before positions. The gradient has the other memory layout, and is copied once.
     turned_view = tape.view(x, is_copied_back=True)
     first, second = tape.split(cast(tape, turned_view, 4), 2)
     turned = tape.cat(
@@ -280,7 +280,7 @@ def _rotate_half(tape: Tape, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A block of this shape, in this batch, run in this way."""
+    """A model's shape, the batch, and how it is run."""
 
     shape: ModelShape
     batch: int

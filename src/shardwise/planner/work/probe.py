@@ -1,8 +1,7 @@
 """Work of the units of any module, found by running a copy of it on the meta device, where nothing is computed.
 
-The model runs forward once, and every unit that is unlike those before it is then run by itself, forward and backward
-(probe_meter.py). The loss is not run: the last projection of a language model and what comes after it are those of
-`losses.py`.
+The model runs forward once. Then one unit of each kind is run by itself, forward and backward (probe_meter.py). The
+loss is not run: for the last projection of a language model and everything after it, `losses.py` is used.
 """
 
 import copy
@@ -28,7 +27,7 @@ from .work import Work
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`kind` is what calls that ask for the same have in common: class, sizes, inputs."""
+    """A recorded call of a module. Calls with the same `kind` (class, sizes, inputs) need the same work."""
 
     path: str
     args: tuple[Any, ...]
@@ -47,10 +46,10 @@ def probe_works(
     loss: Loss = "chunked",
     writes_directly: bool = True,
 ) -> dict[str, Work]:
-    """As `works_of`, for a language model that takes token ids (batch, seq).
+    """Return the same as `works_of`, for a language model that takes token ids (batch, seq).
 
-    `around` is put around the forward of each block, as activation checkpointing is. `writes_directly`: as the engine.
-    """
+    `around` wraps the forward of each block, like activation checkpointing. `writes_directly`: gradients of plain
+    linear layers are written directly, as by the engine."""
     found = find_units(model, units)
     cut = [unit.path for unit in found if unit.holds_units and _is_block(unit.path)]
     cut = [path for path in cut if not _is_in(path, cut)]
@@ -99,7 +98,7 @@ def probe_works(
 
 
 def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
-    """A copy without memory, whose parameters are in the compute dtype; the model itself is not touched."""
+    """Return a copy on the meta device with parameters in the compute dtype; the model itself is not changed."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=compute, device="meta")
@@ -114,7 +113,7 @@ def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
 
 
 def _plain_weights(model: nn.Module) -> frozenset[Tensor]:
-    """Those whose gradients the engine's layers write directly (engine/direct.py)."""
+    """Return the weights whose gradients the engine's layers write directly (core/engine/direct_gradients.py)."""
     return frozenset(
         module.weight
         for module in model.modules()
@@ -123,7 +122,7 @@ def _plain_weights(model: nn.Module) -> frozenset[Tensor]:
 
 
 def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, stand_ins: StandIns) -> list[_Call]:
-    """How the parts are called, in order. Those that are alike run once, and the others return what that one did."""
+    """Record the calls of the parts, in order. Only the first part of each kind runs; the others return its result."""
     calls: list[_Call] = []
     results: dict[tuple[Any, ...], Any] = {}
 
@@ -152,7 +151,7 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
 
 
 def _unwrapped(forward: Forward) -> tuple[Forward, Callable[[Forward], Forward] | None]:
-    """A forward, and what lies around it: checkpointed blocks have partial(checkpointed, forward, ...) in its place."""
+    """Return a forward and its wrapper: checkpointed blocks have partial(checkpointed, forward, ...) in its place."""
     if not isinstance(forward, partial) or not forward.args or not callable(forward.args[0]):
         return forward, None
     inner, *rest = forward.args
@@ -172,7 +171,7 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 def _bytes_beside(calls: Sequence[_Call], tokens: Tensor) -> int:
-    """Token ids and targets, and what blocks are given beside their input: rotary tables, masks."""
+    """Bytes of token ids and targets, and of the arguments of blocks besides their input: rotary tables, masks."""
     total = 2 * rounded(tokens.numel() * 8)
     seen: set[int] = set()
     for call in calls:

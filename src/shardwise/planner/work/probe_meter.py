@@ -1,10 +1,10 @@
 """Runs one module on the meta device, forward and backward, and counts the memory that comes and goes.
 
-Every operation passes through `Counting`, which follows the storages of results until they are freed. `StandIns`
-replaces what runs differently on a GPU or under our engine: attention is one kernel that saves its inputs, its result
-and a number per row; an RMS norm saves its input and a number per row; dropout saves a byte per element; a plain linear
-layer writes its weight's gradient without making it. The products of experts, which torch has on the meta device in
-bf16 alone, are the same in other dtypes.
+Every operation passes through `Counting`, which tracks the storages of results until they are freed. `StandIns`
+replaces operations that run differently on a GPU or under our engine. Attention is one kernel that saves its inputs,
+its result and a number per row; an RMS norm saves its input and a number per row; dropout saves a byte per element; a
+plain linear layer writes its weight's gradient to its destination, and autograd allocates none. The products of
+experts, which torch has on the meta device in bf16 only, also work in other dtypes.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from .work import AttentionShape, Product, Work, embedding_scratch_bytes
 
 
 def laid_out(query: Tensor, shape: AttentionShape) -> Tensor:
-    """A result of attention as it lies on a GPU: as the queries do if these are dense, else token by token."""
+    """Return a result of attention with its strides on a GPU: those of dense queries, else token by token."""
     rows = query.transpose(1, 2)
     like = torch.empty(rows.shape, dtype=rows.dtype, device="meta") if shape.kernel == "efficient" else rows
     return torch.empty_like(like).transpose(1, 2)
@@ -37,7 +37,7 @@ def attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
 
 
 class StandIns(TorchFunctionMode):
-    """`direct` are the weights whose gradients are written where they belong."""
+    """Replaces operations by GPU-like ones. `direct`: weights whose gradients the engine's layers write directly."""
 
     def __init__(self, direct: frozenset[Tensor]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class StandIns(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
             if attention_shape(query, key).kernel != "math":
-                # Narrower values (latent attention) are padded, as for the kernel.
+                # Narrower values (latent attention) are padded, as the kernel requires.
                 narrower = query.shape[-1] - value.shape[-1]
                 value = F.pad(value, (0, narrower)) if narrower else value
                 mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
@@ -63,7 +63,7 @@ class StandIns(TorchFunctionMode):
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and args[0].is_meta:
-            return True  # who asks for values asks whether a mask hides nothing
+            return True  # only checks that a mask masks nothing read values
         return func(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         num_experts, width, new_width = weight.shape
-        # As many operations: the rows of one expert times the matrices of all.
+        # The same number of operations: the rows of one expert times the matrices of all.
         of_one = rows[: -(-rows.shape[0] // num_experts)]
         beside = weight.as_strided((width, num_experts * new_width), (num_experts * new_width, 1))
         return torch.mm(of_one, beside).view(-1)[: rows.shape[0] * new_width].view(-1, new_width)
@@ -101,7 +101,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """As the engine's (engine/direct.py)."""
+    """A linear layer like the engine's (core/engine/direct_gradients.py)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,12 +123,12 @@ class _Linear(torch.autograd.Function):
 _PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten.mm.dtype: 0}
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-# References to a gradient that only autograd's buffer holds, seen from inside a dispatch mode.
+# Reference counts, inside a dispatch mode, of a gradient that only autograd's buffer holds.
 _NUM_OWN_REFERENCES = (4, 2)
 
 
 class Counting(TorchDispatchMode):
-    """`live` and `peak` are bytes, rounded up as torch's allocator for GPUs does."""
+    """Counts memory, products and traffic. `live` and `peak`: bytes, rounded like those of torch's GPU allocator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class Counting(TorchDispatchMode):
         self._depth = 0
 
     def noting(self, forward: "Forward", stand_ins: StandIns) -> "Forward":
-        """Products and traffic are noted inside of it, also where a backward runs it again."""
+        """Wrap a forward so that its products and traffic are recorded, also when a backward recomputes it."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
@@ -155,7 +155,7 @@ class Counting(TorchDispatchMode):
         return noted
 
     def leave_out(self, tensors: Any) -> None:
-        """Do not count what is there already: weights, inputs of the model."""
+        """Do not count tensors that exist already: weights, inputs of the model."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -232,7 +232,7 @@ def _is_accumulation(args: Any) -> bool:
 
 
 class _Source(torch.autograd.Function):
-    """Where the module's input comes from, which nobody but the module holds."""
+    """Makes the module's input, to which only the module has a reference."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Where its output goes, and the gradient comes from, which only the module's backward holds."""
+    """Consumes the module's output and makes its gradient, to which only the module's backward has a reference."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, begins: Callable[[], None]) -> Tensor:
@@ -269,8 +269,8 @@ def measure_call(
     weights: Sequence[Tensor],
     stand_ins: StandIns,
 ) -> Work:
-    """Work of a call. The first argument that a gradient goes back to, else the first that is no index, is its
-    input; all others are there anyway. `around` is what activation checkpointing puts around the forward."""
+    """Measure the work of a call. Its input is the first argument with a gradient, else the first that is no index; the
+    others are not counted. `around`: the wrapper that activation checkpointing puts around the forward."""
     counting = Counting()
     counting.leave_out(weights)
     floating = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor) and part.is_floating_point()]
@@ -319,7 +319,7 @@ def measure_call(
 def _called(
     counting: Counting, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor | None, seed: Tensor
 ) -> tuple[Tensor, int]:
-    """The output, and what lived before. The input is held by nobody once the call is over."""
+    """Return the output, and the live bytes before the call. Nothing holds the input after the call."""
     made: list[Tensor] = []
     if like is not None:
         if like.requires_grad:

@@ -21,7 +21,7 @@ ROUND_BYTES = 512
 
 
 def rounded(num_bytes: int) -> int:
-    """As torch's allocator for GPUs does."""
+    """Round up like torch's GPU allocator."""
     return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
@@ -43,7 +43,7 @@ class Storage:
 
 
 class Tensor:
-    """`node` is what made it, if a gradient goes there; `slot` says which of the node's results it is."""
+    """A reference to a storage. `node` made it, if a gradient goes there; `slot`: index among the node's results."""
 
     __slots__ = ("itemsize", "node", "num_elems", "slot", "storage")
 
@@ -61,7 +61,7 @@ class Tensor:
         return self.num_elems * self.itemsize
 
     def alias(self, num_elems: int | None = None) -> "Tensor":
-        """Another reference to the memory, which no gradient goes through."""
+        """Return another reference to the memory, without a gradient."""
         return Tensor(self.storage, self.num_elems if num_elems is None else num_elems, self.itemsize)
 
 
@@ -69,7 +69,7 @@ Gradients = list[Tensor | None]
 
 
 class Node:
-    """`backward` takes the gradients of the results out of its list, and returns those of the inputs."""
+    """A node of the graph. `backward` takes the gradients of results from its list, and returns those of inputs."""
 
     __slots__ = ("backward", "inputs", "num_outputs", "saved", "sequence")
 
@@ -83,7 +83,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """`is_direct`: its gradient is written straight to where it belongs, and never is a tensor of autograd's."""
+    """A weight. `is_direct`: its gradient is written to its destination, and autograd never allocates it."""
 
     num_elems: int
     trainable: bool = True
@@ -104,7 +104,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """FLOP of an operation. `is_kept`: selective checkpointing keeps the result."""
+    """FLOP of an operation. `is_kept`: selective checkpointing saves the result."""
 
     product: Product | None = None
     attention_flops: float = 0.0
@@ -118,7 +118,7 @@ Block = Callable[["Tape", Tensor], Tensor]
 
 
 class Tape:
-    """`itemsize` is the compute dtype's. `is_recording` is torch's grad mode."""
+    """Records operations and their memory. `itemsize`: of the compute dtype. `is_recording`: torch's grad mode."""
 
     def __init__(self, itemsize: int) -> None:
         self.itemsize = itemsize
@@ -128,14 +128,14 @@ class Tape:
         self.products: list[Product] = []
         self.attention_flops = self.moved_bytes = 0.0
         self.num_kernels = 0
-        # Results that a selective checkpoint keeps: filled by its forward, emptied by its recompute.
+        # Results that a selective checkpoint saves: its forward fills the list, its recompute empties it.
         self.kept: list[list[Tensor]] | None = None
-        # Of these, how many came before the last tensor that was saved: compiled code keeps no others.
+        # Number of these before the last tensor that was saved for the backward: compiled code saves no others.
         self.num_read = 0
         self.is_replaying = False
         self.drops_saved = False
         self.num_wide = 0
-        # How many tensors were saved; a recompute ends at the last of them, and what comes after costs nothing.
+        # Number of saved tensors; a recompute stops at the last of them, and later operations cost nothing.
         self.num_saved = 0
         self.last_saved = -1
         self._sequence = 0
@@ -171,8 +171,8 @@ class Tape:
     ) -> Tensor:
         """Run an operation with a result of `num_elems`.
 
-        An input that `passes` gets the gradient itself; one that does not, new memory of its size. Weights that are
-        trained get a gradient too.
+        An input that `passes` gets the gradient itself; any other gets new memory of its size. Trained weights get a
+        gradient, too.
         """
         product, attention_flops, is_kept = arithmetic.product, arithmetic.attention_flops, arithmetic.is_kept
         needs_grad = self.is_recording and (any(x.node for x in inputs) or any(w.trainable for w in weights))
@@ -226,7 +226,7 @@ class Tape:
             self.num_read = len(self.kept or ())
 
     def split(self, x: Tensor, num_parts: int) -> list[Tensor]:
-        """Equal parts of a tensor as views; their gradients are put together in new memory."""
+        """Return equal parts of a tensor as views; their gradients are concatenated in new memory."""
         return self.split_at(x, [x.num_elems // num_parts] * num_parts)
 
     def split_at(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -240,8 +240,8 @@ class Tape:
         return parts
 
     def view(self, x: Tensor, num_elems: int | None = None, is_copied_back: bool = False) -> Tensor:
-        """The same memory, or the first part of it. `is_copied_back`: its gradient does not lie as the input's must,
-        and is copied; that of a part is always put into new memory."""
+        """Return a view of all or the first elements. `is_copied_back`: its gradient has another memory layout than the
+        input's, and is copied; the gradient of a part always gets new memory."""
         out = x.alias(num_elems)
         if self.is_recording and x.node:
             node = out.node = self.node((x,))
@@ -250,13 +250,13 @@ class Tape:
         return out
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
-        """New memory; the gradients are views of the whole one."""
+        """Concatenate in new memory; the gradients are views of the whole gradient."""
         return self.op(
             parts, sum(part.num_elems for part in parts), itemsize=parts[0].itemsize, passes=[True] * len(parts)
         )
 
     def backward(self, out: Tensor, grads: Gradients) -> dict[Node, Tensor]:
-        """Run everything behind `out`, whose gradient is taken out of `grads`; returns what reaches the inputs."""
+        """Run the backward from `out`, whose gradient is taken out of `grads`; return the gradients of the inputs."""
         assert out.node is not None
         root, slot = out.node, out.slot
         del out
@@ -308,7 +308,7 @@ class Tape:
             buffer[slot] = self.new(old.num_elems, old.itemsize)
 
     def checkpoint(self, block: Block, x: Tensor, selects: bool, is_compiled: bool = False) -> Tensor:
-        """Run a block so that it saves its input, and the results it selects; its backward runs it again."""
+        """Run a block that saves only its input and, if it `selects`, some results. Its backward reruns it."""
         kept: list[list[Tensor]] = []
         self.num_saved, self.num_wide, self.drops_saved, self.kept = 0, 0, True, kept if selects else None
         out = block(self, x)
@@ -322,7 +322,7 @@ class Tape:
         def backward(grads: Gradients) -> list[Tensor | None]:
             again = node.saved[0].alias()
             again.node = leaf = self.node(()) if needs_grad else None
-            # From here on the recompute's own references decide how long what was kept lives.
+            # From here on the references of the recompute decide how long the saved results live.
             del node.saved[1:]
             self.num_saved, self.num_wide, self.last_saved = 0, 0, num_saved
             self.kept, self.is_replaying = kept if selects else None, True
@@ -347,7 +347,7 @@ def measure(
     needs_input_grad: bool = True,
     kind: Literal["activations", "loss"] = "activations",
 ) -> Work:
-    """The work of a block, with an input of `num_elems`."""
+    """Return the work of a block with an input of `num_elems`."""
     tape = Tape(itemsize)
     meter = tape.meter
     x = tape.input(num_elems, input_itemsize, needs_input_grad)
@@ -381,7 +381,7 @@ def measure(
 
 
 def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
-    """The work of several blocks that run one after the other. `input_bytes` is what the first one's input takes."""
+    """Return the work of blocks that run one after the other. `input_bytes`: the input of the first one."""
     if len(works) == 1:
         return works[0]
     forward = backward = saved = 0

@@ -12,7 +12,7 @@ from typing import Literal
 class Product:
     """One matrix product of the forward, (m x k) @ (k x n), `count` times.
 
-    Not `trainable`: its weight is frozen and gets no gradient; one that is has two more products in the backward.
+    Not `trainable`: its weight is frozen and gets no gradient. A trainable one has two more products in the backward.
     """
 
     m: int
@@ -28,11 +28,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Peaks are what lives at most beyond what lived when the forward, or the backward, began.
+    """Memory and arithmetic of a unit. Peaks count from the memory in use when the forward, or the backward, began.
 
-    A forward begins with its input alive, and ends with `saved_bytes` (its input with them, if it is kept) and its
-    output. A backward begins with `saved_bytes` and the gradient of its output alive, and ends with the gradient of its
-    input and `grad_bytes`: gradients of weights that autograd made, and that nobody has fetched yet.
+    A forward begins with its input alive, and ends with `saved_bytes` (including its input, if saved) and its output.
+    A backward begins with `saved_bytes` and the gradient of its output alive, and ends with the gradient of its input
+    and `grad_bytes`: gradients of weights that autograd allocated and that are not yet reduced.
     """
 
     saved_bytes: int
@@ -58,7 +58,7 @@ class Work:
 AttentionKernel = Literal["flash", "efficient", "math"]
 
 _ROW_MULTIPLE = 128
-# Up to which one kernel adds up the gradients of an embedding in place.
+# Up to this number of tokens, one kernel accumulates the gradients of an embedding in place.
 _FEW_TOKENS = 3072
 
 
@@ -73,12 +73,12 @@ class AttentionShape:
 
     @property
     def statistics_bytes(self) -> int:
-        """The logarithm of the sum of the scores of each row, in fp32, which the backward reads."""
+        """Bytes of the log-sum-exp of each row, in fp32, which the backward reads."""
         return 4 * self.batch * self.heads * self.seq
 
     @property
     def flops(self) -> float:
-        """FLOP of the forward, where the kernel leaves out what a causal mask hides: half of two products."""
+        """FLOP of the forward of a kernel that skips the masked half of its two products."""
         return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
 
     @property
@@ -90,7 +90,7 @@ class AttentionShape:
 
     @property
     def softmax_scratch_bytes(self) -> int:
-        """Scratch memory of a softmax that is written out: one byte for each score says whether it is hidden."""
+        """Scratch memory of a softmax that is written out: one byte of mask for each score."""
         return self.batch * self.heads * self.seq * self.seq
 
     @property
