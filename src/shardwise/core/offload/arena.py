@@ -34,7 +34,7 @@ class Arena:
         self._unpin: weakref.finalize[..., Arena] | None = None
         if pin and num_bytes and _is_pinned_now(self._row):
             self._unpin = weakref.finalize(self, _unregister, self._row)
-            self._unpin.atexit = False  # the driver does it, and may be gone by then
+            self._unpin.atexit = False  # at exit the driver unpins it, and may be gone by then
 
     @property
     def is_pinned(self) -> bool:
@@ -129,7 +129,7 @@ def _warn(row: Tensor, why: str) -> None:
 
 
 class HostBuffer:
-    """One reusable piece of host memory."""
+    """A reusable piece of host memory."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.num_bytes = round_up(num_bytes, ALIGNMENT)
@@ -138,10 +138,10 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Buffers on the host that are lent, returned and lent again: after the first step nothing is allocated.
+    """A pool of host buffers. If sizes do not vary from step to step, nothing is allocated after the first one.
 
-    Where sizes vary from step to step, a buffer that is too small for every request is replaced by a larger one, so
-    there are never more buffers than were lent at once. `settle` waits until no buffer is copied from or to.
+    If no free buffer is large enough, the largest free one is replaced by a new one, so there are never more buffers
+    than were lent at once. `settle` waits until no buffer is copied from or to.
     """
 
     def __init__(self, pin: bool, settle: Callable[[], None]) -> None:

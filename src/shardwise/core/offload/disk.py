@@ -48,7 +48,7 @@ class Disk:
     def __init__(self, folder: Path, num_bytes: int, library: ctypes.CDLL | None = None) -> None:
         self.folder = folder
         self.reserved_bytes = round_up(num_bytes, ALIGNMENT)
-        self.read_bytes = 0  # as asked for; so are those written
+        self.read_bytes = 0  # as requested, without alignment; so are `written_bytes`
         self.written_bytes = 0
         self._regions: list[Region] = []
         self._taken_bytes = 0
@@ -99,7 +99,7 @@ class Disk:
         self._failure.require_none()
 
     def close(self) -> None:
-        """Give the room back. Parts that a thread has begun are finished, the rest is dropped."""
+        """Release the space. Parts that a thread has begun are finished, the rest is dropped."""
         self._end()
 
     def _start(self, region: Region, tensor: Tensor, at: int, is_put: bool) -> Pending:
@@ -189,7 +189,7 @@ class _Failure:
 class Workers:
     """Threads that run jobs in the order in which they were added.
 
-    Not an executor: its threads take no more work once the main thread has ended, and a save may outlive that.
+    Not an executor: that takes no more work once the main thread has ended, and a save may still run then.
     """
 
     def __init__(self, name: str, num: int) -> None:
@@ -246,7 +246,7 @@ def reserve(folder: Path, num_bytes: int) -> int:
         ) from error
     try:
         if num_bytes:
-            # Where the file system cannot do it, the C library writes single bytes: so before O_DIRECT.
+            # If the file system cannot do it, the C library writes single bytes, which O_DIRECT would refuse.
             os.posix_fallocate(file, 0, num_bytes)
         go_direct(file)
     except OSError as error:

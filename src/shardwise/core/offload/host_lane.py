@@ -1,7 +1,7 @@
-"""A thread for host updates next to the computation: of the jobs that are ready, it runs the most urgent first.
+"""A thread for updates on the host while the device computes: of the jobs that are ready, it runs the most urgent.
 
-Jobs release the interpreter's lock while they run, so that the thread which feeds the device goes on. A failure is
-stored and raised for everyone who waits for a job or adds one, because the state is only partly updated.
+Jobs release the GIL while they run, so that the thread which queues work for the device can continue. A failure is
+stored and raised for every caller that waits for a job or adds one, because the state is only partly updated.
 """
 
 import threading
@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from ...base.errors import ShardwiseError, StateError
 
-# Jobs whose state is read ahead, if there is room: with one, a short job would leave the disk idle.
+# The number of jobs whose state is read ahead, if there is room: with one, a short job would leave the disk idle.
 NUM_AHEAD = 2
 
 

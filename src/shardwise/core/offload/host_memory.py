@@ -1,12 +1,12 @@
-"""The state of a rank's flats off the device: tensors on the host, regions on disk.
+"""The offloaded state of a rank's flats: tensors on the host, regions on disk.
 
     rows      the master, and the optimizer's tensors of the same length, by name
     out       updated weights in the compute dtype, on their way to the device
-    rest      the copy of parameters that rests here (`Flat.rest_on`)
+    rest      the copy at rest, if it is offloaded (`Flat.rest_on`)
     grads     gradients until the update reads them
 
-On the host all of it is pieces of one arena. On disk rows are cut into chunks; a chunk's rows lie one behind the other
-and come to the host together, into a window, to be updated. Parameters are staged: read ahead, for the device to fetch.
+On the host all tensors are pieces of one arena. On disk rows are cut into chunks. A chunk's rows are read together into
+a window of host memory, to be updated. Parameters are read ahead into staging memory, and copied to the device.
 """
 
 import threading
@@ -34,7 +34,7 @@ NUM_ASKED = NUM_WINDOWS - 2
 
 
 class Moves:
-    """Bytes that a step moves between the memories of its rank, by the way they go."""
+    """Bytes that a step moves between the memories of its rank, by direction."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class Rows:
         return self.chunks[number].num_elems * self.dtype.itemsize * len(self.names)
 
     def take(self, number: int) -> Tensor | None:
-        """A chunk's window, read if it ever was written, and zero if not; None on the host."""
+        """A window with a chunk read from disk, or zeros if it was never written; None if rows are on the host."""
         if not self.on_disk:
             return None
         if self._is_written[number]:
@@ -148,7 +148,7 @@ class Rows:
             self._memory.windows.ask(self.regions[number], self.record_bytes(number))
 
     def put(self, number: int, record: Tensor | None, beside: Sequence[Pending] = ()) -> None:
-        """Start to write a chunk; what is being written from `beside` it in the window is waited for, too."""
+        """Start to write a chunk. Its window is free after this write and those in `beside`, from the same window."""
         if record is not None:
             self._is_written[number] = True
             self._memory.windows.put(self.regions[number], record, beside)
@@ -165,7 +165,7 @@ class Rows:
         return found
 
     def set_part(self, name: str, where: slice, values: Tensor) -> None:
-        """Set elements of a row from outside; of what was never written, all else is zero."""
+        """Set elements of a row from outside. The other elements of a chunk that was never written become zero."""
         if not self.on_disk:
             self.tensors[name][where].copy_(values)
             return
@@ -183,7 +183,7 @@ class Rows:
             self._is_written[number] = True
 
     def _places(self, name: str, where: slice) -> Iterator[tuple[int, slice, int]]:
-        """Chunks that elements of a row lie in: which of the elements, and the byte of the record they begin at."""
+        """The chunks that hold elements of a row: the chunk's number, which elements, and their first byte in it."""
         wanted = Interval(where.start, where.stop)
         for number, chunk in enumerate(self.chunks):
             common = wanted.overlap(chunk)
@@ -197,7 +197,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The state of one flat off the device."""
+    """The offloaded state of one flat. `region` is the copy at rest on disk."""
 
     memory: HostMemory
     flat: Flat
@@ -213,7 +213,7 @@ class Away:
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
 
     def start_writing(self, values: Tensor, at: int, moves: Moves) -> list[Pending]:
-        """Start to write this rank's weights in the compute dtype, from element `at` on, to parameters on disk."""
+        """Start to write this rank's weights in the compute dtype to disk, at element `at` of the copy at rest."""
         if self.region is None or not self.flat.rest_is_own:
             return []
         assert self.memory.disk is not None
@@ -221,7 +221,7 @@ class Away:
         return [self.memory.disk.put(self.region, values, at * values.element_size())]
 
     def publish(self, master: Tensor, moves: Moves) -> None:
-        """Update the copies of the master after it was changed by something else than the host's updates."""
+        """Renew the copies of the master after something else than an update on the host has changed it."""
         if self.updated is not None:
             self.updated.copy_(master)
         if self.region is not None and self.flat.rest_is_own:
@@ -231,8 +231,8 @@ class Away:
 
 
 class Windows:
-    """Host memory for chunks of rows that rest on disk, being read, updated, or written; and for updated weights on
-    their way there."""
+    """Host memory for chunks of rows on disk while they are read, updated and written, and for updated weights that are
+    written to disk."""
 
     def __init__(self, memory: HostMemory, windows: list[Tensor]) -> None:
         self._memory = memory
@@ -240,7 +240,7 @@ class Windows:
         self._asked: dict[Region, tuple[Tensor, Pending]] = {}
         self._whole: dict[int, Tensor] = {window.data_ptr(): window for window in windows}
         self._leaving: deque[tuple[Tensor, list[Pending]]] = deque()
-        # Of the step whose updates are under way.
+        # The counter of the step whose updates run now.
         self.moves = memory.moves
 
     def ask(self, region: Region, num_bytes: int) -> None:
@@ -277,14 +277,14 @@ class Windows:
         while not self._free and self._leaving:
             self._wait_for_oldest()
         if not self._free:
-            # Give up a window that was read ahead for a later chunk, which is read again then.
+            # Drop a window that was read ahead for a later chunk, which must be read again.
             window, pending = self._asked.pop(next(reversed(self._asked)))
             pending.wait()
             self.moves.add("read", -window.nbytes)
             self.give_back(window)
 
     def room_beside(self, window: Tensor) -> Tensor:
-        """The rest of a window behind the record in it."""
+        """The unused part of a window, behind the record in it."""
         return self._whole[window.data_ptr()][round_up(window.nbytes, ALIGNMENT) :]
 
     def put(self, region: Region, window: Tensor, beside: Sequence[Pending]) -> None:
@@ -306,10 +306,10 @@ class Windows:
 
 
 class Staging:
-    """Places on the host where the parameters of units are read ahead from disk, for the device to fetch."""
+    """Host memory into which the parameters of units are read ahead from disk, to be copied to the device."""
 
     def __init__(self, places: list[Tensor]) -> None:
-        # With what to wait for before it is written again.
+        # Each with a function that waits until it may be written again.
         self._free: deque[tuple[Tensor, Callable[[], None]]] = deque((place, lambda: None) for place in places)
         self._asked: dict[int, tuple[Tensor, Sequence[Away], list[Pending]]] = {}
 
@@ -329,7 +329,7 @@ class Staging:
         return True
 
     def take(self, unit: int, wanted: Sequence["Away"]) -> tuple[Tensor, dict[Flat, Tensor]]:
-        """A unit's place, to be given back when the device has read it, and each flat's part of it."""
+        """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
         if unit in self._asked and not _are_same(self._asked[unit][1], wanted):
             self._forget_one(unit)
         if not self.ask(unit, wanted):

@@ -138,7 +138,7 @@ class Blocks:
         self._io = io
         self._bounces: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(num_threads):
-            self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # no memory before it is used
+            self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # takes no memory until it is used
 
     def put(self, region: Region, part: RegionPart, memory: memoryview) -> None:
         if part.is_whole:

@@ -1,8 +1,8 @@
 """Norms of gradients, from the parts that each rank holds, the limits of clipping, and the loss scaling of fp16.
 
 Powers are summed in fp64, so that the result does not depend on how the gradients are split: every layout and every
-rank gets the same fp32 number. The sum of squares of a gradient that has left the device was taken on its way, and is
-used unless the gradient was changed on the host.
+rank gets the same fp32 number. The sum of squares of a gradient that goes to the host is computed while it is copied,
+and is used unless the gradient was changed on the host.
 """
 
 import math
@@ -82,7 +82,7 @@ def require_limit(name: str, limit: Any) -> None:
 
 
 def _split_over(state: FlatState) -> Axes:
-    """Axes behind the optimizer's depth hold equal copies, which must be counted once."""
+    """The axes over which a gradient is split. The others hold equal copies, which must be counted once."""
     return state.flat.layout.chain[: state.flat.depth_of_master]
 
 

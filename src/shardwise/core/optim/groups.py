@@ -1,4 +1,4 @@
-"""The groups of the user's optimizer: checked against the model, and this rank's parts of what they hold."""
+"""The groups of the user's optimizer: checks against the model, and this rank's parts of their parameters and state."""
 
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -17,7 +17,7 @@ from ..unit.user_parameter import place_of
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Refuse an optimizer that was built on something else than the model."""
+    """Refuse an optimizer that has parameters which are not the model's."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if param not in params:
@@ -55,7 +55,7 @@ def as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def names_of_joining(
     optimizer: torch.optim.Optimizer, params: Tensor | Iterable[Tensor], own: list[FlatState], others: list[FlatState]
 ) -> tuple[list[str], str]:
-    """Names of the user's parameters that are to join the groups, and why they cannot."""
+    """Names of the user's parameters that are to join the groups, and the reason why they cannot, or an empty one."""
     held = {param for known in optimizer.param_groups for param in known["params"]}
     names: list[str] = []
     for number, param in enumerate(as_list(params)):
@@ -91,7 +91,7 @@ class NoPartError(StateError, KeyError):
 
 
 def _own_key(key: Any) -> Any:
-    """The key under which an optimizer keeps what the user has under `key`; None if this rank has no part of it."""
+    """The optimizer's own key for a key of the user's; None if this rank has no part of that parameter."""
     return shard_of(key) if isinstance(key, Tensor) and place_of(key) is not None else key
 
 
@@ -115,7 +115,7 @@ class UserState(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
-        """Empty where nothing is kept yet, as torch's own."""
+        """Return a parameter's state; it is empty if there is none yet, as in torch."""
         own = _own_key(key)
         if own is None:
             raise NoPartError(

@@ -1,8 +1,8 @@
 """Updates on the host of master weights on the host or on disk, flat by flat.
 
 There are three ways to update. AdamW and Adam take one pass over memory (`native/adamw.py`), and so do torchao's with
-8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. The optimizer's `state` shows its
-tensors as always: views of rows on the host, and stand-ins (`OnDisk`) for rows on disk.
+8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. The optimizer's `state` has its
+usual entries: views of rows on the host, and stand-ins (`OnDisk`) for rows on disk.
 """
 
 from collections.abc import Callable, Iterable
@@ -145,7 +145,7 @@ class HostUpdates:
         kept["step"] += 1
         return _adam_settings(held.group, int(kept["step"]), isinstance(self._optimizer, torch.optim.AdamW))
 
-    # The same with moments of 8 bits, which torchao's optimizers hold.
+    # The same with moments of 8 bits, which are in the state of torchao's optimizers.
 
     def _eight_bit(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
         optimizer: Any = self._optimizer
@@ -173,7 +173,7 @@ class HostUpdates:
 
     def _its_own(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
         before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
-        # Also while the first chunks of the first update are through, and the others are not.
+        # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
         known = {each.index: self._row_names_in(self.show(state, each.index)) for each in held}
         is_whole = state.flat.depth_of_master == 0 and state.away is not None and not _rows_of(state).on_disk
 
@@ -239,7 +239,7 @@ class FlatUpdate:
         return _rows_of(self.state)
 
     def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
-        """Update all chunks. Writes to disk are under way when it returns; reads of them wait."""
+        """Update all chunks. When it returns, writes to disk may still run; a later read of them waits."""
         away, rows, update = self.state.away, self._rows, self.update
         if update is None:
             return
@@ -260,7 +260,7 @@ class FlatUpdate:
             if to_disk:
                 compute = self.state.flat.compute
                 size = chunk.num_elems * compute.itemsize
-                # Behind the record, where both go to disk; else weights have a window for themselves.
+                # Behind the record in its window, if both go to disk; else weights have a window for themselves.
                 room = windows.take_empty(size) if record is None else windows.room_beside(record)[:size]
                 out = room.view(compute.torch)
             views = rows.views(number, record)
@@ -309,9 +309,9 @@ def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSet
 
 
 def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
-    """Neighbours with equal settings, and the padding between them, which is zero and stays so, in one. Those with a
-    parameter between them that is not updated are none; and torch's fused update rounds the remainder of each its own
-    way."""
+    """Join neighbouring parameters with equal settings into one interval; the padding between them stays zero. They are
+    not joined if a parameter between them is not updated, or if torch's fused update has a remainder after the first,
+    which it rounds differently."""
     found: list[tuple[Interval, AdamSettings]] = []
     last: Held | None = None
     for held, settings in runs:
@@ -326,6 +326,6 @@ def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamS
 
 
 def _inside(where: Interval, start: int, num_elems: int) -> slice | None:
-    """An interval of the rows, in a chunk of them."""
+    """The part of an interval of the rows that lies in a chunk, as a slice of the chunk; None if there is none."""
     common = where.overlap(Interval(start, start + num_elems))
     return slice(common.start - start, common.stop - start) if common.num_elems else None

@@ -1,7 +1,7 @@
-"""The user's optimizer, updating this rank's part of the masters.
+"""A wrapper of the user's optimizer that updates this rank's part of the masters.
 
-Class, groups, hyper-parameters and state stay the inner optimizer's own. Its groups hold the user's parameters; while
-it updates, they hold this rank's parts of them instead: views of the masters. State is kept for those parts.
+The inner optimizer, which is the user's, has the groups, hyper-parameters and state. Its groups hold the user's
+parameters; during an update they hold this rank's parts instead: views of the masters. State belongs to those parts.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from .probe import refuse_unless_elementwise
 
 
 class Stepper(Protocol):
-    """The engine, as its optimizers see it. They call it; it calls them for early updates only."""
+    """The engine, as its optimizers see it. They call it; it calls them only for early updates."""
 
     @property
     def device(self) -> torch.device: ...
@@ -71,8 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in ("state_dict", "load_state_dict", "add_param_group"):
             inner.__dict__[name] = partial(_refuse_old, name)
         self._stepper = stepper
-        # The flats that this optimizer updates. Its steps invalidate forwards through their units, and those alone: a
-        # generator's may still lead to a backward after the discriminator's step.
+        # The flats that this optimizer updates. Its steps invalidate only forwards through their units: after a step of
+        # a discriminator, a forward of the generator may still lead to a backward.
         self._states = states
         self._own = frozenset(states)
         self._units = stepper.units_changed_by(states)
@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The user's own, whose groups and state hold this rank's parts."""
+        """The user's optimizer, whose state belongs to this rank's parts of the parameters."""
         return self._inner
 
     @property
@@ -117,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return value
 
     def was_restored(self, resting: Tensor) -> None:
-        """Take over the state of a parameter that was set from outside."""
+        """Copy the state of a parameter that was set from outside to where the host's updates read it."""
         state, _ = self._place_of(resting)
         if state.flat.host_updates:
             self._host.take_over([state])
@@ -236,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(on_device, factor)
         for state in states:
             if state.flat.host_updates:
-                # What has left the device is multiplied where it is read.
+                # The host's update multiplies such a gradient when it reads it.
                 state.gradient.clipped_by = factor
 
     @overload
@@ -258,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _update(self) -> None:
-        """Update part by part, in the order in which their gradients arrive."""
+        """Update parts in the order in which their gradients arrive, then start the updates on the host."""
         if (self._updated or self._given) and self._settings_when_early != plain_settings(self._inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update_part(part, early=False)
         left = [] if self._is_at_once else [state for state in self._states if state not in self._given]
         self._update_on_host(left)
-        # Schedulers that were built on the inner optimizer check it, and it may have had nothing to update itself.
+        # Schedulers that were built on the inner optimizer check this, and its own `step` may not have been called.
         vars(self._inner)["_opt_called"] = True
         self._arrived.clear()
         self._updated.clear()

@@ -26,7 +26,7 @@ ALIASES: dict[str, Kind] = {"fp8": "e4m3"}
 ALIGN_BYTES = 16
 
 _BITS: dict[Kind, int] = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "int8": 8, "int4": 4}
-# The largest code: of a symmetric codec, then of an asymmetric one. Kinds that are not here have no scales.
+# The largest code of a symmetric codec, then of an asymmetric one. Kinds that are not here have no scales.
 _LARGEST: dict[Kind, tuple[float, ...]] = {
     "int8": (127.0, 255.0),
     "int4": (7.0, 15.0),
@@ -39,9 +39,9 @@ _OPTIONS = ("asymmetric", "stochastic", "feedback", "forward")
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """`block` elements share a scale. Symmetric codes are of -absmax to absmax, asymmetric ones of minimum to maximum.
+    """`block` elements share a scale. Symmetric codes cover -absmax to absmax, asymmetric ones minimum to maximum.
     Stochastic rounding is right on average; rounding to the nearest code has the smaller error. With feedback, the
-    encoding rank keeps the loss and adds it to the next values. Forward only: a backward gets exact parameters."""
+    encoding rank saves the error and adds it to the next values. Forward only: a backward gets exact parameters."""
 
     kind: Kind
     block: int = BLOCK_ELEMS
@@ -154,7 +154,7 @@ def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = 
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """Two unrelated words of 32 bits, with a sign, for any seed: neighbouring seeds must not give neighbouring numbers.
+    """Two unrelated signed 32-bit words for any seed: neighbouring seeds must not give neighbouring numbers.
     (The finaliser of splitmix64.)"""
     mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -164,7 +164,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 def signed_word(value: int) -> int:
-    """The lowest 32 bits as an int32 has them."""
+    """The lowest 32 bits, as the value of an int32."""
     return (value + 2**31) % 2**32 - 2**31
 
 

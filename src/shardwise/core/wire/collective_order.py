@@ -1,12 +1,12 @@
-"""One order of collectives on every rank, checked before a collective is started.
+"""A check that every rank starts its collectives in the same order, made before each collective.
 
 A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ
-end in an abort, a hang, or wrong numbers. So every collective passes here first. If it is the one that followed at this
-place the last time, on every rank, it passes at once. Any other is announced: it starts when all ranks have announced
+end in an abort, a hang, or wrong numbers. So every collective is checked here first. If it is the one that came at this
+place the last time, on every rank, it starts at once. Any other is announced: it starts when all ranks have announced
 the same, and never if one of them went on with something else.
 
 The next collective is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
-collective follows; a place is named by the last phases and the events since, so that steps are alike.
+collective follows. The last phases and the events since then name a place, so every step passes the same places.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ class Order:
         self._begun = (phase, mesh)
 
     def take(self, event: Event) -> None:
-        """Pass an event; called before a collective is started."""
+        """Check an event, and announce it if it is not the expected one; called before a collective is started."""
         if self._begun is not None:
             self._enter_phase()
         place = self._place

@@ -1,7 +1,7 @@
 """The collectives, all in place: the buffer that is gathered is the buffer that is computed with.
 
-`start_*` queues a collective and returns an `InFlight` record; `finish` makes the current stream (on a
-CPU: the caller) wait for it, and does what is left to do then. The record keeps the buffer alive until then. On an axis
+`start_*` queues a collective and returns an `InFlight` record; `finish` makes the current stream (on a CPU: the caller)
+wait for it, then runs the work that follows, such as decoding. The record keeps the buffer alive until then. On an axis
 of one rank nothing is queued. This module does not know what a parameter is.
 """
 
@@ -39,7 +39,7 @@ def _asynchronous(options: Any, averages: bool = False) -> Any:
 
 _GATHER = _asynchronous(AllgatherOptions())
 _EXCHANGE = _asynchronous(AllToAllOptions())
-# Sum, and where the communicator can do so on the way, mean.
+# The sum, or the mean if the communicator can compute it.
 _SCATTER = {averages: _asynchronous(ReduceScatterOptions(), averages) for averages in (False, True)}
 _ALL_REDUCE = {averages: _asynchronous(AllreduceOptions(), averages) for averages in (False, True)}
 
@@ -53,12 +53,12 @@ class Channel:
     index: int
     group: dist.ProcessGroup | None
     ledger: Ledger
-    # Whether the communicator can take the mean where it would take the sum.
+    # True if the communicator can compute means instead of sums.
     averages: bool = False
-    # The watch over the ranks that wait here, and the number of the mesh, whose collectives have one order; or None.
+    # The watch over ranks that wait here, and the number of the mesh, whose collectives are checked for order; or None.
     watch: Watch | None = None
     mesh: int | None = None
-    # How long a rank may be busy with a disk while the others wait here; 0: the usual limit.
+    # The time limit if one rank may be busy with a disk while the others wait here; 0: the usual limit.
     patience_s: float = 0.0
 
 
@@ -72,7 +72,7 @@ class InFlight:
     buffer: torch.Tensor
     work: dist.Work | None = None
     then: Callable[[], object] | None = None
-    call: Call | None = None  # for the ledger, where bytes stand for something else
+    call: Call | None = None  # for the ledger, if the bytes are encoded values
 
 
 Step = Callable[[], InFlight]
@@ -94,12 +94,12 @@ class Journey:
         self._todo.append(work)
 
     def begin(self) -> None:
-        """Run until the first collective is under way."""
+        """Run until the first collective is in flight."""
         while self._num_steps and self._flight is None:
             self._go_on()
 
     def go_to_last(self) -> None:
-        """Run until the last collective is under way."""
+        """Run until the last collective is in flight."""
         while self._num_steps:
             self._go_on()
 
@@ -128,12 +128,12 @@ def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFli
 def start_reduce_scatter(
     channel: Channel, buffer: torch.Tensor, what: str, out: torch.Tensor | None = None
 ) -> InFlight:
-    """Sum `buffer` over the ranks, or average it where the channel does. Afterwards this rank's part of the result is
-    in `out`, or without it in its own part of `buffer`, and the rest means nothing."""
+    """Sum `buffer` over the ranks, or average it if the channel does. Afterwards this rank's part of the result is in
+    `out`, or without `out` in its own part of `buffer`; the rest of `buffer` is undefined."""
     flight = InFlight("reduce_scatter", channel, what, buffer)
     part = _own_part(channel, buffer) if out is None else out
     if channel.watch is not None and not buffer.is_cuda and channel.num_ranks > 1:
-        # As gloo does it itself; but what it returns cannot be waited for with a limit.
+        # gloo does the same itself, but returns a handle that cannot be waited for with a time limit.
         summed = buffer.clone()
         flight.then = partial(part.copy_, summed.view(channel.num_ranks, -1)[channel.index])
         return _start(flight, "allreduce", [summed], _ALL_REDUCE[channel.averages])
@@ -141,13 +141,13 @@ def start_reduce_scatter(
 
 
 def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str, sums: bool = False) -> InFlight:
-    """Sum `buffer` over the ranks, on every rank; or average it, where the channel does and `sums` is not asked for."""
+    """Sum `buffer` over the ranks, on every rank; or average it, if the channel does and `sums` is False."""
     flight = InFlight("all_reduce", channel, what, buffer)
     return _start(flight, "allreduce", [buffer], _ALL_REDUCE[channel.averages and not sums])
 
 
 def start_exchange(flight: InFlight, received: torch.Tensor) -> InFlight:
-    """Every rank gets its own part of each rank's buffer, in their order."""
+    """Start an all-to-all: every rank receives its own part of each rank's buffer, in the order of the ranks."""
     return _start(flight, _ALL_TO_ALL, received, flight.buffer, [], [], _EXCHANGE)
 
 
@@ -181,14 +181,14 @@ def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, wh
 
 
 def broadcast_from_first(channel: Channel, buffer: torch.Tensor, what: str = "weights") -> None:
-    """Rank 0's `buffer` on every rank; set-up only, not counted."""
+    """Copy rank 0's `buffer` to every rank; for set-up only, not counted."""
     if channel.num_ranks > 1:
         _meet(channel, "broadcast", what)
         _run(channel, "broadcast", what, buffer, lambda: dist.broadcast(buffer, 0, channel.group, async_op=True))
 
 
 def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
-    """The mean of `buffer` over the ranks, in its place; between steps only, not counted."""
+    """Replace `buffer` by its mean over the ranks; between steps only, not counted."""
     if channel.num_ranks > 1:
         _meet(channel, "all_reduce", "buffers")
         start = partial(dist.all_reduce, buffer, group=channel.group, async_op=True)
@@ -197,7 +197,7 @@ def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
 
 
 def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on") -> list[Any]:
-    """Every rank's value of some plain Python object, by rank; set-up only, not counted."""
+    """Return every rank's value of some plain Python object, by rank; for set-up only, not counted."""
     if channel.num_ranks == 1:
         return [value]
     rows = _meet_with_bytes(channel, "exchange", what, value)
@@ -208,7 +208,7 @@ def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on"
 
 
 def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") -> list[Any]:
-    """Every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
+    """Return every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
     if channel.num_ranks == 1:
         return [value]
     rows = _meet_with_bytes(channel, "collect", what, value)
@@ -224,7 +224,7 @@ def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") ->
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """This rank's object as bytes, padded to as many as the longest of all has, and how many each has."""
+    """This rank's object as bytes, padded to the length of the longest one, and the lengths on all ranks."""
 
     padded: torch.Tensor
     lengths: list[int]
@@ -276,7 +276,7 @@ def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
-    """Start a collective if it moves anything and all ranks are at the same place, and count it."""
+    """Start a collective, if it moves anything, after a check that all ranks start the same one; count it."""
     channel, buffer = flight.channel, flight.buffer
     if channel.num_ranks > 1 and buffer.numel():
         call = flight.call or describe_call(flight.kind, channel.axis, channel.num_ranks, buffer.numel(), buffer.dtype)

@@ -6,7 +6,7 @@ rank the rows of its own part (an all-to-all), decodes the rows of all ranks and
 encoding for each hop, and no rank receives more than it needs. A sum that every rank needs is encoded once more and
 gathered.
 
-`scratch` is memory for the rows under way (`Flat.exchanged_bytes`); it is in use until the collective is finished.
+`scratch` is memory for the rows in flight (`Flat.exchanged_bytes`); it is in use until the collective is finished.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str
 def start_encoded_reduce_scatter(
     channel: Channel, buffer: Tensor, codec: Codec, what: str, out: Tensor, scratch: Tensor, seed: int
 ) -> InFlight:
-    """The sum, or the mean where the channel averages, of this rank's part of `buffer` goes to `out`."""
+    """Start to sum this rank's part of `buffer` over the ranks into `out`, or to average it if the channel does."""
     sent, received = rows_under_way(channel, buffer, codec, scratch)
     encode(codec, buffer, sent, seed)
     flight = _flight("reduce_scatter", channel, sent, codec, what)

@@ -1,8 +1,7 @@
 """The ledger of every byte that leaves a rank: by kind of collective, axis and dtype.
 
-`wire_bytes` are what one rank sends (and receives) when a collective is done without waste: (N-1)/N of
-the buffer for a gather or a reduce-scatter over N ranks, twice that for an all-reduce. Axes of one rank
-move nothing and are not counted.
+`wire_bytes` are the least that one rank must send (and receive) in a collective: (N-1)/N of the buffer for a gather or
+a reduce-scatter over N ranks, twice that for an all-reduce. Axes of one rank move nothing and are not counted.
 """
 
 from collections import Counter
@@ -53,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank moved in one step: between ranks, and (`moves`, by way) between its own memories."""
+    """Bytes that one rank moved in one step: between ranks, and (`moves`, by direction) between its own memories."""
 
     rows: tuple[Row, ...]
     moves: Mapping[str, int] = field(default_factory=dict)
@@ -91,7 +90,7 @@ def add_up(calls: Iterable[Call]) -> Traffic:
 
 
 class Ledger:
-    """The calls of the step under way, and those of the last one that is complete."""
+    """The calls of the current step, and those of the last complete one."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -111,5 +110,5 @@ class Ledger:
             del self.calls[num_calls:]
 
     def traffic(self) -> Traffic:
-        """The last complete step; before the first one, what has moved so far."""
+        """The traffic of the last complete step; before the first one, that of all calls so far."""
         return add_up(self.calls if self.last_step is None else self.last_step)

@@ -1,4 +1,4 @@
-"""The store in a launcher at which the ranks of one machine meet, and which other machines cannot reach.
+"""The rendezvous store of a launcher for the ranks of one machine, which other machines cannot reach.
 
 A store made by rank 0 would listen on every interface, whatever address it is given, and would end with rank 0.
 """
@@ -16,7 +16,7 @@ INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 def store_at(address: str, port: int = 0) -> TCPStore:
     """A store of this process that listens at one address only. OSError: the address is not this machine's, or taken.
 
-    Port 0 is any that is free. The store ends with the object.
+    Port 0 means any free port. The store ends with the object.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=4096) as listener:

@@ -1,8 +1,8 @@
-"""Detection of ranks that wait for each other in vain.
+"""Detection of ranks that wait for each other forever.
 
-Every rank has a thread that looks at the store of the process group about twice a second. When its own rank has waited
-for a while, it asks all others where they are, and every thread answers for its rank: the collective it waits in, or
-its stack. The first thread to find that the ranks cannot go on writes a verdict, which is raised on every rank. That is
+Every rank has a thread that reads the store of the process group about twice a second. When its own rank has waited for
+a while, it asks all others where they are, and every thread answers for its rank: the collective it waits in, or its
+stack. The first thread to find that the ranks cannot go on writes a verdict, which is raised on every rank. That is
 certain when
 
 - a rank announces a collective (`collective_order.py`) and another has gone on with something else,
@@ -43,7 +43,7 @@ TICK_S = 0.5
 SLICE = timedelta(seconds=0.5)
 # A rank that has announced something asks the others after this long.
 ANNOUNCED_S = 1.0
-# A rank that fails because another one is gone waits this long for that rank's last words.
+# A rank that fails because another one is gone waits this long for that rank's own error.
 LAST_WORDS_S = 3.0
 NUM_SHOWN = 16
 # How many times `hang_s` a rank may do nothing in code of its own, or be stopped, while others wait for it.
@@ -143,7 +143,7 @@ class Watch:
     def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool, patience_s: float) -> None:
         """Wait for work on a CPU that was not done within a slice of time."""
         if is_meeting and threading.current_thread() is not threading.main_thread():
-            work.wait()  # of a thread beside the training
+            work.wait()  # in a background thread
             return
         doing: Doing = "meeting" if is_meeting else "collective"
         phase = "" if is_meeting else self._in_phase()
@@ -222,7 +222,7 @@ class Watch:
                 self._look()
             except RuntimeError as error:
                 if self._wait is None or self._closing.is_set():
-                    return  # the process group is gone, and nobody minds
+                    return  # the process group is gone, and no rank waits
                 self.verdict = (
                     self.verdict or f"the store of the process group, which rank 0 may serve, is gone: {error}"
                 )
@@ -349,7 +349,7 @@ class Watch:
         return "\n".join(lines)
 
     def _judge(self, text: str) -> None:
-        """The first verdict counts, on every rank."""
+        """Write a verdict, unless there is one already: the first counts, on every rank."""
         self.verdict = self._store.compare_set("verdict", "", text).decode()
         self.order.stop()
 
@@ -363,13 +363,13 @@ def describe(event: Event) -> str:
 
 
 def _is_deadlock(states: dict[int, State], hang_s: float) -> bool:
-    """All wait, and not in collectives alone: of those, the first one is always under way."""
+    """True if all ranks wait, and not only in collectives: the first of those would still make progress."""
     doing = {(s.doing, "" if s.doing == "collective" else s.what, s.announced) for s in states.values()}
     return all(state.doing == "barrier" or state.waited_s > hang_s for state in states.values()) and len(doing) > 1
 
 
 def _is_alive(pid: int) -> bool:
-    """Also where nobody has asked for its exit code yet."""
+    """True if a process runs; False also for one that has ended and was not waited for."""
     try:
         os.kill(pid, 0)
         return state_of(pid) not in ("Z", "X")

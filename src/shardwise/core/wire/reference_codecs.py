@@ -27,7 +27,7 @@ from ...base.errors import ConfigurationError
 from . import cpu_codecs
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
-# Few enough for the caches, and enough for torch's threads.
+# Elements per piece: few enough for the caches, and enough for torch's threads.
 PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
 
@@ -56,7 +56,7 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
 
 @torch.no_grad()
 def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    """The values that were encoded, into `out`. What travelled as it is must be of `out`'s dtype."""
+    """Decode rows into `out`. Values that were sent unencoded must have the dtype of `out`."""
     _check_values(codec, "out", out)
     num_elems = _part_elems(codec, rows, out)
     _check_rows(codec, rows, out, num_elems)
@@ -71,8 +71,8 @@ def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    """Into `out` the sum of what the rows, of as many elements each, decode to: in fp32, in the order of the rows, and
-    rounded to `out`'s dtype once. Nothing as large as `out` is needed besides it."""
+    """Decode rows of `out`'s size and write their sum to `out`: summed in fp32, in the order of the rows, and rounded
+    to the dtype of `out` once. No other memory as large as `out` is needed."""
     _check_values(codec, "out", out)
     _check_rows(codec, rows, out, out.numel())
     if out.is_cuda and out.numel():

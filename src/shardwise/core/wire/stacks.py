@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 
 NUM_FRAMES = 6
-# Processor seconds between two looks: less is waking up and going to sleep again.
+# Processor seconds between two looks that count as idle: a thread that only wakes up and sleeps again uses less.
 LITTLE_S = 0.02
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _BARRIERS = ("barrier", "monitored_barrier")

@@ -25,7 +25,7 @@ _NEAREST = tl.constexpr(1.5 * 2.0**23)
 
 _PAYLOAD = {"int8": torch.uint8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Of a tile each thread has 16 or 32 elements, so that all it reads and writes is 16 bytes or several times that.
+# Each thread has 16 or 32 elements of a tile, so that it reads and writes 16 bytes or a multiple of that at a time.
 _NUM_WARPS = 4
 _ENCODED_ELEMS = 4096
 _DECODED_ELEMS = 2048
@@ -62,7 +62,7 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
 
 
 def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
-    """Each row to its part of `out`, or the sum of them all; that also of a codec without scales."""
+    """Decode each row to its part of `out`, or write the sum of all rows; sums also for a codec without scales."""
     num_outs = 1 if is_sum else len(rows)
     num_elems = out.numel() // num_outs
     if codec.has_scales:
