@@ -1,4 +1,4 @@
-"""The public verbs: `shard` and what goes with it."""
+"""The public function `shard`, and small functions about a sharded model."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ from .planner.training import Training
 logger = logging.getLogger("shardwise")
 
 M = TypeVar("M", bound=nn.Module)
-# What "auto" chose, by model.
+# The plan that "auto" chose, by model.
 _CHOSEN: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 
 
@@ -84,27 +84,27 @@ def shard(
     batch: Batch | None = None,
     disk_path: str | Path | None = None,
 ) -> tuple[M, ShardedOptimizer | list[ShardedOptimizer] | None]:
-    """Shard a model and its optimizer; returns the same module, hooked, and an optimizer that steps on shards.
+    """Shard a model and its optimizer; returns the same module, with hooks, and an optimizer that updates shards.
 
-    optimizer: or several, each with parameters of its own; then a list comes back. In fp16 they share one loss scale.
+    optimizer: one, or a list with different parameters; then a list is returned. In fp16 they share one loss scale.
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
-        plan that fits into the memory that is free. Behind a name, what rests elsewhere: "zero3+optimizer=host:0.6",
-        and what travels in fewer bits: "hsdp+grads_as=int8".
+        plan that fits into the free memory. A name may be followed by offloaded state, "zero3+optimizer=host:0.6", and
+        by codecs for collectives, "hsdp+grads_as=int8".
     precision: fp32, bf16 (fp32 masters), bf16-autocast (fp32 weights, the model runs under torch.autocast), fp16 (fp32
         masters, loss scaling), pure-bf16, or a `Precision`.
-    reduce_dtype: what gradients travel as and are summed in, if not what the precision says.
-    node_size: ranks per node; torchrun's local world size unless given.
-    units: "auto", class names of the modules that travel as one, or a number of parameters.
-    memory_budget: bytes for units gathered ahead; unless given, one unit is gathered ahead of the one computing.
-    early_update: update a unit as soon as its gradient is final, while the backward of others still runs. No clipping,
-        and nobody may read weights between backward() and step().
-    skip_nonfinite: leave out steps whose gradient is not finite, on all ranks, as fp16 does always; else a NaN becomes
+    reduce_dtype: the dtype in which gradients are sent and summed (default: that of the precision).
+    node_size: ranks per node (default: torchrun's local world size).
+    units: "auto", class names of the modules that are gathered as one unit, or a number of parameters.
+    memory_budget: bytes for gathered units (default: two units, the one that computes and the next one).
+    early_update: update a unit as soon as its gradient is final, while the backward of others still runs. Clipping is
+        not possible then, and weights must not be read between backward() and step().
+    skip_nonfinite: skip steps whose gradient is not finite, on all ranks, as fp16 always does; else a NaN gets into the
         weights. The host waits for the gradients' norm.
-    seed: for weights of a model built on the meta device.
-    batch: for "auto", what activations depend on: sequences of a micro-batch, tokens of each, and how many
-        micro-batches make a step (one unless given). Without it a quarter of the memory is left to them.
-    disk_path: a folder on a local disk for what rests on disk; nothing is left in it afterwards. "auto" uses it where
-        the host is short, too.
+    seed: initialises the weights of a model built on the meta device.
+    batch: for "auto", the size of the activations: sequences per micro-batch, tokens per sequence, and micro-batches
+        per step (default: one). Without it a quarter of the memory is reserved for them.
+    disk_path: a folder on a local disk for state on disk; no file is left in it afterwards. "auto" uses it if host
+        memory is short.
     """
     world = everyone()
     whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
@@ -140,7 +140,7 @@ def shard(
 
 
 def chosen_plan(model: nn.Module) -> Plan | None:
-    """The plan that "auto" chose for this model; None where the strategy was named."""
+    """The plan that "auto" chose for this model; None if the strategy was given."""
     return _CHOSEN.get(model)
 
 
@@ -159,7 +159,7 @@ def _layouts_as_named(
 
 
 def _given(model: Any, optimizer: Any, whole_numbers: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers. Arguments of another kind than they should be are refused."""
+    """Return the optimizers as a list. Refuse arguments of a wrong type."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"sw.shard(model, optimizer, strategy): the model is a {_kind(model)}, no nn.Module")
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
@@ -190,13 +190,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def num_cores() -> int:
-    """That update on the host for this rank."""
+    """Number of processor cores that run updates on the host for this rank."""
     return len(cores_for(local_rank(), num_local_ranks()).ids)
 
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """A micro-batch that is not the last: gradients are added up, and reduced only as far as the layout wants."""
+    """Inside, run micro-batches before the last: gradients are summed, and reduced only as far as they are split."""
     engine = engine_of(model)
     before = engine.is_sync
     engine.is_sync = False
@@ -259,7 +259,7 @@ def _training(optimizers: list[torch.optim.Optimizer], precision: Precision, bat
 
 
 def free_bytes_here() -> int:
-    """Memory that this rank could take: its GPU's, or its share of the machine's."""
+    """Free memory for this rank: that of its GPU, or its share of the machine's."""
     where = device()
     if where.type == "cuda":
         return torch.cuda.mem_get_info(where)[0]

@@ -74,11 +74,11 @@ def init(
 ) -> None:
     """Join the process group that torchrun's environment describes, or make a world of one.
 
-    A group that is already there is adopted. `device` is this rank's (default: its GPU, else the CPU),
-    `backend` torch.distributed's (default: nccl for GPUs, gloo for CPUs). Collectives that take longer
-    than `timeout_s` fail on every rank (default: what was said before, else 600); ranks that wait for each other in
-    different places fail after `hang_timeout_s` (else 10), at once where that is certain. On a GPU the allocator is set
-    to expandable segments, unless PYTORCH_ALLOC_CONF says something.
+    A group that exists already is used. `device` is this rank's (default: its GPU, else the CPU), `backend` that of
+    torch.distributed (default: nccl for GPUs, gloo for CPUs). Collectives that take longer than `timeout_s` fail on
+    every rank (default: the value of an earlier call, else 600); ranks that wait for each other in different places
+    fail after `hang_timeout_s` (likewise, else 10), or at once if that is certain. On a GPU the allocator is set to
+    expandable segments, unless PYTORCH_ALLOC_CONF is set.
     """
     global _device, _timeout
     found = _choose_device(device)
@@ -99,8 +99,8 @@ def init(
         torch.cuda.set_device(found)
         _let_segments_grow()
     if _device is None:
-        # A communicator's thread lets go of its last tensors after `wait` has returned, and needs the interpreter for
-        # that: if there is none any more, the process aborts.
+        # A communicator's thread drops its last tensors after `wait` has returned, and needs the interpreter for that:
+        # if there is none any more, the process aborts.
         atexit.register(time.sleep, 0.1)
     _device, _timeout = found, timeout
     _limits.timeout_s = timeout.total_seconds()
@@ -115,15 +115,15 @@ def device() -> torch.device:
 
 
 def everyone() -> Channel:
-    """All ranks over the default group, before there is a mesh."""
+    """A channel of all ranks over the default group, before there is a mesh."""
     device()
     return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger(), watch=_watch())
 
 
 def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
-    """All ranks over a gloo group: numbers on the host, exchanged while the devices work.
+    """A channel of all ranks over a gloo group, to exchange values on the host while the devices work.
 
-    `timeout_s` replaces that of `init` where one rank may keep the others waiting; `purpose` makes a separate group.
+    `timeout_s` replaces that of `init` if one rank may keep the others waiting; `purpose` makes a separate group.
     """
     device()
     ranks = tuple(range(dist.get_world_size()))
@@ -136,7 +136,7 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
 
 
 def patient_hosts() -> Channel:
-    """All ranks, for work that takes as long as the slowest disk, beside the devices, whose watchdogs would end it."""
+    """A channel of all ranks for work that waits for disks; not through GPUs, whose watchdogs would end the wait."""
     return hosts(_DISK_PATIENCE * timeout_s(), purpose="checkpoints")
 
 
@@ -208,9 +208,9 @@ def require_nodes(world_size: int, node_size: int) -> None:
 
 
 def connect(axes: Axes) -> Mesh:
-    """Make the communicators. All ranks must mean the same axes."""
+    """Make the communicators. All ranks must give the same axes."""
     ledger = Ledger()
-    # A mean multiplies by 1/N in the dtype that travels, which is exact for powers of two only.
+    # A mean multiplies by 1/N in the dtype that is sent, which is exact for powers of two only.
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     watch = _watch()
     number = 0 if watch is None else watch.number_mesh()
@@ -224,7 +224,7 @@ def connect(axes: Axes) -> Mesh:
     return Mesh(axes.rank, axes.world_size, axes.node_size, device(), channels, ledger)
 
 
-# Backends that take means; gloo only sums.
+# Backends that can compute means; gloo only sums.
 AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None

@@ -1,11 +1,11 @@
 """Number formats of computation, master weights and gradients.
 
-`compute` is what forward and backward read, `master` what the optimizer updates, `reduce` what gradients
-travel as, rest as and are summed in. Frozen parameters have no master: they rest in the dtype they
-were given in, so that nothing is lost, and are cast when gathered.
+`compute` is the dtype that forward and backward read, `master` the dtype that the optimizer updates, `reduce` the dtype
+in which gradients are sent, stored and summed. Frozen parameters have no master: they are stored in their original
+dtype, so that nothing is lost, and are cast when gathered.
 
-With `autocast` the model runs under `torch.autocast`: parameters are gathered in `compute`, and each operation casts
-what it is given, matrix products to this dtype. That suits models which mix dtypes; weights travel as fp32, though.
+With `autocast` the model runs under `torch.autocast`: parameters are gathered in `compute` (fp32 in the preset), and
+each operation casts its inputs, matrix products to the dtype of `autocast`. That suits models which mix dtypes.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from ..base.errors import ConfigurationError, did_you_mean
 
 @dataclass(frozen=True, slots=True, init=False)
 class Precision:
-    """The dtypes of a training. They are given as torch's own or by name."""
+    """The dtypes of a training, given as torch's dtypes or by name."""
 
     compute: DType
     master: DType

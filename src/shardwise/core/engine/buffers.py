@@ -1,4 +1,4 @@
-"""Buffers, which every rank has for itself: running statistics come from its own batches, and differ between ranks."""
+"""Buffers of modules. Every rank has its own: running statistics come from its batches, and differ between ranks."""
 
 import logging
 

@@ -1,11 +1,11 @@
 """A whole training step as one CUDA graph: no Python and no launches between its kernels.
 
-The first calls run as they are, so that optimizer state, communicators and the order of units exist. Then one call is
+The first calls run as usual, so that optimizer state, communicators and the order of units exist. Then one call is
 recorded: gathers, forward, backward, reductions, update and the gathers for the next step, on all lanes. From then on a
-call copies its inputs to where the recording reads them, and replays. Slots have constant addresses and every step
-begins as the last one ended, with the first units gathered, so the recording is right for every later step; where
-something else has used the slots in between (an evaluation), they are gathered again first, and what it gathered
-besides is forgotten.
+call copies its inputs to where the recording reads them, and replays. Slots have constant addresses, and every step
+begins in the state in which the last one ended, with the first units gathered, so the recording is right for every
+later step. If something else has used the slots in between (an evaluation), the first units are gathered again before,
+and what else was gathered is dropped.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class Replay:
 
     def begin(self) -> None:
         """Bring all units to the state of the recording. Units that an evaluation has gathered count as stale: a
-        recording that relied on them would never gather them again. No unit is gathered into memory that the step gives
-        back, because it would lie elsewhere the next time."""
+        recording that relied on them would never gather them again. No unit is gathered into memory that the step
+        releases, because it would have another address the next time."""
         self._engine.begin_step()
         self._engine.abandon_backward()
         if any(state.gradient.stage != "empty" for state in self._engine.trainable_states):
@@ -73,7 +73,7 @@ class Replay:
                 self._engine.units[status.index].stamp(status.version)
 
     def _gather_frozen_as_left(self) -> None:
-        """Frozen weights stay as the last backward gathered them, which may be more exact than a forward would."""
+        """Gather encoded frozen weights again, exact, as a backward leaves them at the end of a step."""
         for index in self._gathers.schedule.after_step:
             status, plan = self._engine.statuses[index], self._engine.statuses[index].plan
             is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in plan.flats)
@@ -81,14 +81,14 @@ class Replay:
                 self._gathers.start(index, "backward", needed_now=False)
 
     def _gather_frozen_anew(self) -> None:
-        """Frozen weights lie where the recording found them, which does not gather them: unless they were written."""
+        """Gather frozen weights that were lost since: the recording expects them in place, and does not gather them."""
         for status, was_held in zip(self._engine.statuses, self._held_at_first, strict=False):
             is_frozen = any(not flat.trainable for flat in status.plan.flats)
             if was_held and is_frozen and status.weights is Weights.SHARDED:
                 self._gathers.start(status.index, "forward", needed_now=False)
 
     def _lose_the_rest(self) -> None:
-        """Lose units besides the first, in slots and in memory that is given back: the next to run will be others."""
+        """Make units SHARDED whose memory the step releases, and those in slots, except the first ones of a step."""
         after_step = self._gathers.schedule.after_step
         for status in self._engine.statuses:
             self._gathers.drop(status)
@@ -134,7 +134,7 @@ class CapturedStep:
         self._settings = plain_settings(self._optimizer)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # What the calls so far needed is not needed again: the recording has memory of its own.
+        # Memory of the calls so far is not needed again: the recording has memory of its own.
         torch.cuda.empty_cache()
         try:
             with self._compute.capture(graph):

@@ -1,11 +1,11 @@
-"""Linear layers whose weight gradient is written straight to where its reduction reads it.
+"""Linear layers that write their weight gradient directly into the memory that is reduced.
 
-Autograd would allocate each gradient, and the engine copy it into the reduction slot: a second pass over every
-gradient, and a second place for it. Instead the backward of a linear layer multiplies into the open place of its
+Autograd would allocate each gradient, and the engine would copy it into the reduction slot: a second pass over every
+gradient, and a second buffer for it. Instead the backward of a linear layer multiplies into the open place of its
 weight (`Gradient.put`), with the cast, the mean over ranks and the sum over micro-batches inside the product.
 
-It is a matter of speed only. Where no place is open, the graph is compiled, or somebody asks for the gradient itself
-(`torch.autograd.grad`, `create_graph`), the layer is an ordinary one and its gradient takes the ordinary path.
+This changes speed only. If no place is open, the graph is compiled, or the gradient itself is requested
+(`torch.autograd.grad`, `create_graph`), the layer is an ordinary one, and its gradient is copied as usual.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class _Linear(torch.autograd.Function):
         ctx.engine, ctx.state, ctx.index = engine, state, index
         keep(ctx, x, weight if x.requires_grad else None)
         out = F.linear(x, weight, bias)
-        # What a custom function returns as a view may not be changed in place, as an activation after it may want to.
+        # A view that a custom function returns may not be changed in place, as an activation after it may do.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -38,8 +38,8 @@ class _Linear(torch.autograd.Function):
         inputs = x.reshape(-1, x.shape[-1])
         gradient, param = ctx.state.gradient, ctx.state.compute_params[ctx.index]
         try:
-            # Whether this backward is meant to add to weight.grad, which next_functions[1] does, and nobody wants to
-            # see the gradient on its way there.
+            # True if this backward is meant to add to weight.grad, which next_functions[1] does, and no hook needs the
+            # gradient as a tensor.
             is_direct = (
                 gradient.places is not None
                 and not torch.is_grad_enabled()
@@ -49,7 +49,7 @@ class _Linear(torch.autograd.Function):
                 and not param._post_accumulate_grad_hooks
             )
         except RuntimeError:
-            is_direct = False  # torch.autograd.grad was asked for this very weight
+            is_direct = False  # torch.autograd.grad was called for this very weight
         if is_direct:
             gradient.put(ctx.index, rows, inputs, ctx.engine.scale)
         return (
@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-# Without the checks for functorch that apply makes in Python; they are made below.
+# `apply` without its checks for functorch in Python; they are made below.
 _apply_linear: Any = super(torch.autograd.Function, _Linear).apply
 
 

@@ -12,9 +12,9 @@ from ..wire.collectives import broadcast_from_first
 from .guards import engine_of
 from .runtime import Engine, channels_of
 
-# A parameter of the user, and what stands in its place at the end of `sw.whole`.
+# A user's parameter, and the object that is registered in its place at the end of `sw.whole`.
 Found = Iterable[tuple[nn.Parameter, nn.Parameter | None]]
-# What `sw.whole` shows in the place of the user's parameters.
+# The parameters that `sw.whole` shows in the place of the user's.
 Views = Mapping[nn.Parameter, nn.Parameter]
 
 
@@ -39,7 +39,7 @@ def complete(engine: Engine, states: Iterable[FlatState]) -> None:
 
 
 class HiddenGradients:
-    """Inside `sw.whole` for weights alone, gradients that exist are stand-ins that say so."""
+    """Gradients inside `sw.whole(model)`, which shows weights only: stand-ins for gradients that exist."""
 
     def __init__(self, states: Iterable[FlatState]) -> None:
         self.shown = {
@@ -60,7 +60,7 @@ class HiddenGradients:
 
 
 class WholeGradients:
-    """Inside `sw.whole`, in the masters' precision, which is what the optimizer reads."""
+    """Gradients inside `sw.whole(model, grads=True)`, in the masters' precision, which the optimizer reads."""
 
     def __init__(self, engine: Engine, states: Iterable[FlatState]) -> None:
         self._engine = engine
@@ -104,9 +104,9 @@ class WholeGradients:
         return torch.equal(buffer[own.start : own.stop].view(torch.uint8), final.view(torch.uint8))
 
     def write(self, views: Views, found: Found) -> None:
-        """Let what rank 0 has left in `param.grad`, or None, be the gradients of all ranks.
+        """Set the gradients of all ranks to those that rank 0 has left in `param.grad`, or to None.
 
-        A parameter that was put in the place of another brings its gradient, if it has one.
+        If a parameter was replaced by another, the gradient of the new one counts, if it has one.
         """
         world, device = self._engine.mesh.world, self._engine.mesh.device
         left = {user: view.grad for user, view in views.items()}

@@ -24,7 +24,7 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     """Inside, the parameters of `module` (a sharded model or a part of it) are whole, in their masters' precision.
 
     With `grads`, their `.grad` is the whole gradient as the optimizer would read it, the mean over all ranks, or None
-    where no rank has one. With `write`, what rank 0 leaves in them (and in `.grad`) becomes that of all ranks.
+    where no rank has one. With `write`, the values that rank 0 leaves in them (and in `.grad`) are set on all ranks.
     """
     engine = engine_of(module)
     if grads and write:
@@ -57,7 +57,7 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     complaints.append(gradients.complaint(views, write))
     if not write and not all(_is_unchanged(state, buffer) for state, buffer in shown):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
-    # Every rank hears of it: the others would wait for this one in the next collective.
+    # Every rank must know: the others would wait for this one in the next collective.
     reports = exchange(engine.mesh.world, next((complaint for complaint in complaints if complaint), ""))
     complaint = next((report for report in reports if report), "")
     if complaint:
@@ -76,7 +76,7 @@ def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Te
 
 
 def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
-    """Let references to parameters find the same as the modules show."""
+    """Make the user's references to parameters see the same tensors as the modules."""
     for user, view in views.items():
         place = place_of(user)
         assert place is not None
@@ -84,7 +84,7 @@ def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
 
 
 def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
-    """A parameter, or its data, may have been put in the place of the one shown: its values count, if they fit."""
+    """Copy the values of a parameter, or data, that replaced the one shown; return a complaint if it does not fit."""
     if current is None or current.shape != place.shape:
         shape = None if current is None else tuple(current.shape)
         return f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)"
@@ -112,10 +112,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 def whole_parts(
     model: nn.Module, *, rank0_only: bool = False, wants: Callable[[str], bool] = lambda name: True
 ) -> Iterator[dict[str, Tensor]]:
-    """The entries of `full_state_dict`, one unit after the other, then what is no parameter: never more than a unit.
+    """Yield the entries of `full_state_dict`, one unit after the other, then those that are no parameters.
 
-    Every rank runs it to its end; with `rank0_only` the others get empty dicts. A tied weight comes once for each of
-    its names, as one tensor. What `wants` says no to is left out, and not gathered where a whole flat is not wanted.
+    Every rank must run it to its end; with `rank0_only` the others get empty dicts. A tied weight comes once for each
+    of its names, as one tensor. Names for which `wants` is False are left out; a flat with only such is not gathered.
     """
     engine = engine_of(model)
     engine.rest()
@@ -149,8 +149,8 @@ def whole_parts(
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
     """Set the model's weights and buffers from whole tensors by original name.
 
-    Every rank gives the mapping, or rank 0 alone does and the others give None. Tensors are asked for one unit at a
-    time, so a mapping that reads lazily from files never has more than that in memory.
+    Every rank gives the mapping, or rank 0 alone does and the others give None. Tensors are read one unit at a time, so
+    a mapping that reads lazily from files never has more than that in memory.
     """
     engine = engine_of(model)
     engine.rest()

@@ -33,7 +33,7 @@ class MetaModel:
         ][:1]
 
     def fill(self, unit: FoundUnit) -> None:
-        """Give the meta parameters of a unit, and the meta buffers beside them, memory and their initial values."""
+        """Give the meta parameters of a unit, and the meta buffers of the same modules, memory and initial values."""
         owners = []
         for param in unit.params:
             first = param.sites[0]

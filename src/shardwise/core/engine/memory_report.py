@@ -1,9 +1,9 @@
-"""Memory of one rank at this moment, in bytes by class, counted on the tensors themselves, and as it was predicted.
+"""Memory of one rank at this moment, in bytes by class: measured on the tensors themselves, and predicted.
 
-Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory comes and
-goes: a GPU gives that of gradients back with `zero_grad`, and units gathered until the backward give theirs back there.
-The tensors stay, so what they had at most is known at any time. What the allocator has lent besides is activations. A
-CPU's keeps no such books: there the process as a whole is all that is known.
+Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory is released
+for a time: that of gradients on a GPU by `zero_grad`, and that of units gathered until the backward. The tensors stay,
+so their largest size is known at any time. All else that the GPU's allocator has allocated counts as activations. A
+CPU's allocator does not report its memory: there only the memory of the whole process is known.
 """
 
 import resource
@@ -29,9 +29,9 @@ from .runtime import Engine
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`params` are copies that stay between steps, in the compute dtype or encoded, `grads` are gradients and what
-    encoding lost of them, `optimizer` is masters and moments, `buffers` are gather slots, reduction slots, what modules
-    registered, and counters.
+    """`params` are copies that stay between steps, in the compute dtype or encoded. `grads` are gradients and their
+    encoding errors. `optimizer` is masters and moments. `buffers` are gather slots, reduction slots, buffers of
+    modules, and counters.
 
     `now` and `peak` are all that is allocated on a GPU, or the resident memory of the process on a CPU.
     """
@@ -43,20 +43,20 @@ class Memory:
     activations: int | None  # all else that is allocated, libraries' workspaces too; None on a CPU
     peak_grads: int
     peak_buffers: int
-    peak_activations: int | None  # what the others leave of `peak`, all at their own
+    peak_activations: int | None  # `peak` minus the peaks of the other classes
     now: int
     peak: int
-    reserved: int | None  # what a GPU's allocator has taken from the driver
-    host: int  # of the arena, what is in use, and what an optimizer keeps on the host besides
+    reserved: int | None  # memory that a GPU's allocator has taken from the driver
+    host: int  # the used part of the arena, and moments that an optimizer has on the host outside it
     disk: int
-    planned: StateBytes  # equal to `seen` after the first step, but for moments, which padding has none of
+    planned: StateBytes  # equal to `seen` after the first step, except that padding has no moments
     planned_buffers: int
     planned_host: int
     planned_disk: int
 
     @property
     def seen(self) -> StateBytes:
-        """The state at most, beside `planned`."""
+        """The largest measured state, to compare with `planned`."""
         return StateBytes(self.params, self.peak_grads, self.optimizer)
 
     def by_class(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class Memory:
         return parts if self.activations is None else {**parts, "activations": self.activations}
 
     def highest(self, other: "Memory") -> "Memory":
-        """The larger of two, class by class; what was planned is this one's."""
+        """The larger of two, class by class; the planned values are those of `self`."""
         larger: dict[str, Any] = {}
         for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -82,7 +82,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
             "sw.shard returned"
         )
-    # Stand-ins for what is on disk are asked for their storage only; they need not check that.
+    # Of stand-ins for state on disk only the storage is read, which needs no check.
     with torch._C.DisableTorchFunctionSubclass():
         return _count(engine, model, optimizer)
 
@@ -143,8 +143,8 @@ def _beside_arena(engine: Engine, states: list[FlatState], optimizer: ShardedOpt
 
 
 class _Counter:
-    """Bytes of the storages that tensors lie in, on one device, each storage the first time it is seen. What rests on
-    the host or on disk is none of it, also where the device is a processor."""
+    """Counts the bytes of storages on one device, each storage once. State that is offloaded to the host or to disk is
+    not counted, also if the device is a CPU."""
 
     def __init__(self, device: torch.device, is_on_host: Callable[[Tensor], bool]) -> None:
         self._device = device
@@ -167,7 +167,7 @@ class _Counter:
 
 
 def _given_back(tensors: list[Tensor]) -> int:
-    """Bytes that tensors with a storage each have given back."""
+    """Bytes that tensors with a storage of their own have released."""
     return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -197,7 +197,7 @@ def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
 
 
 def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Counters, flags, and the single numbers that stand behind the user's parameters."""
+    """Counters, flags, and the single numbers that the user's parameters are views of."""
     if optimizer is not None:
         for entries in list(optimizer.inner.state.values()):
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))

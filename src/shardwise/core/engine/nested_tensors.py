@@ -1,4 +1,4 @@
-"""Tensors inside what models take and return: containers, dataclasses and objects of any kind."""
+"""Tensors inside the inputs and outputs of models: in containers, dataclasses and objects of any kind."""
 
 import copy
 import dataclasses
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What holds no tensors that were computed, or is not a plain object.
+# Types that hold no computed tensors, or are no plain objects.
 _OPAQUE = (str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module)
-# Objects inside objects: a cache, its layers, and what these keep. Further away lies what is not the output.
+# The depth of objects inside objects: a cache, its layers, and their attributes. Deeper objects are not the output.
 _DEPTH = 3
 
 
@@ -42,9 +42,9 @@ def _attributes(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed; what holds none that change comes back as it is.
+    """The same value with its tensors changed; the value itself, if none of its tensors changes.
 
-    So does what is neither a container nor a dataclass, and what cannot be made anew.
+    Values that are neither containers nor dataclasses, or cannot be copied, are returned unchanged, too.
     """
     if isinstance(value, Tensor):
         return change(value)

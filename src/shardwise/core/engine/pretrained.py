@@ -41,7 +41,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
         return
     words["state_dict"] = whole_weights(model)
     write = partial(_write_on_first, engine.mesh.rank, words)
-    # Where every rank has all weights, scripts may call it on rank 0 alone.
+    # If every rank has all weights, scripts may call it on rank 0 alone.
     is_split = any(state.flat.depth_of_master for unit in engine.units for state in unit.states)
     if is_split:
         all_or_none(patient_hosts(), write)

@@ -1,7 +1,7 @@
 """How far a forward and a backward have come among the units, in the schedule's order.
 
-A rank may leave out units that other ranks compute. Their collectives keep the schedule's order: whoever
-reaches a unit learns which ones it has passed over, and joins the collectives of each of them as if it had computed.
+A rank may leave out units that other ranks compute. Their collectives keep the schedule's order: when a rank reaches a
+unit, it gets the units that it has passed over, and takes part in the collectives of each as if it had computed it.
 
 A clock numbers the forwards of units, so that a backward can tell which of them autograd has been through: it runs what
 was recorded last first. Facts about one unit are in its `UnitStatus`; their order is here.
@@ -31,20 +31,20 @@ class Progress:
         self._to_reduce: deque[int] = deque()
 
     def follow(self, schedule: Schedule) -> None:
-        """Take over another order of units, between steps."""
+        """Switch to another order of units, between steps."""
         self._order = schedule.order
         self._position_of = {unit: position for position, unit in enumerate(self._order)}
 
     # The forward.
 
     def begin_forward(self) -> None:
-        """A forward of the model begins. What an error has left half done is over."""
+        """Begin a forward of the model. Forwards of units that an error has interrupted count as ended."""
         self._forward_at = 0
         for status in self._statuses:
             status.num_computing = 0
 
     def reach_in_forward(self, index: int | None) -> tuple[int, ...]:
-        """The forward of a unit begins; None is the end of the model's. Returns the units passed over."""
+        """Begin the forward of a unit; None is the end of the model's forward. Returns the units passed over."""
         position = len(self._order)
         if index is not None:
             position = self._position_of[index]
@@ -55,7 +55,7 @@ class Progress:
         return passed
 
     def record(self, status: UnitStatus) -> ForwardCall:
-        """The forward of a unit has ended, and a backward may come back to it."""
+        """Record the forward of a unit that has ended, and that a backward may come back to."""
         self._clock += 1
         call = ForwardCall(status.index, status.began, self._clock, status.version)
         status.forwards.append(weakref.ref(call))
@@ -71,8 +71,8 @@ class Progress:
             status.is_complete = False
 
     def reach_in_backward(self, index: int | None) -> list[int]:
-        """The backward of a unit begins; None is the end. Returns the units passed over. Units that others lie inside
-        begin before those, and count as passed over by whoever comes to what ran before them."""
+        """Begin the backward of a unit; None is the end. Returns the units passed over. Units that hold others begin
+        before those, and count as passed over when the backward reaches a unit that ran before them."""
         position = -1 if index is None else self._position_of[index]
         passed = self._order[position + 1 : self._backward_at]
         self._backward_at = min(self._backward_at, max(position, 0))
@@ -84,7 +84,7 @@ class Progress:
         self._statuses[call.unit].num_computing += 1
 
     def close(self, call: ForwardCall) -> bool:
-        """The backward of one forward has ended. Returns whether this backward is through with the unit."""
+        """End the backward of one forward. Returns True if this backward needs the unit no more."""
         status = self._statuses[call.unit]
         self.opened.discard(call)
         call.is_open = False
@@ -110,7 +110,7 @@ class Progress:
         return sorted(ended, key=attrgetter("began"), reverse=True) if len(ended) > 1 else ended
 
     def abandon_backward(self) -> None:
-        """A backward was broken off: none of the recorded forwards can lead to another one."""
+        """Forget a backward that failed: none of the recorded forwards can lead to another one."""
         self.opened.clear()
         for status in self._statuses:
             status.num_computing = 0

@@ -1,4 +1,4 @@
-"""Before anything is sharded, the ranks make sure that they mean the same model in the same way."""
+"""Checks before anything is sharded: all ranks must have the same model, optimizers and settings."""
 
 import hashlib
 import platform
@@ -42,7 +42,7 @@ def _report(failure: Exception) -> tuple[type[ShardwiseError], str]:
 def attempt(
     world: Channel, do: Callable[[], T], describe: Callable[[Exception], Report]
 ) -> tuple[T | None, Exception | None, list[Report | None]]:
-    """Run `do` on every rank, and meet: its result or failure here, and by rank what failed, None where nothing did."""
+    """Run `do` on every rank. Return its result or failure on this rank, and each rank's report, None if it worked."""
     result: T | None = None
     failure: Exception | None = None
     try:

@@ -2,18 +2,18 @@
 
 One step, in numbered phases:
 
-    1. before a unit's forward: start the gathers the schedule names (this unit, and the next ones ahead), wait
-       for this unit's, show its compute parameters.
-    2. after its forward: show the user's parameters again. Another unit may now take its slot.
+    1. before a unit's forward: start the gathers that the schedule lists (of this unit and the next ones), wait for
+       this unit's, register its compute parameters in the modules.
+    2. after its forward: register the user's parameters again. Another unit may now take its slot.
     3. before its backward: as 1, in reverse order.
-    4. after its backward, when that of an earlier unit begins: hand its gradient to the reduce lane, in the schedule's
+    4. after its backward, when that of an earlier unit begins: start the reduction of its gradient, in the schedule's
        order on every rank.
     5. end of the backward: reduce the remaining gradients (parameters without one count as zero).
     6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
 
 Each unit has one record, its `UnitStatus` (schedule/unit_status.py): where its weights are, who uses them. `Progress`
-knows how far the model has come; `Gathers`, `Reductions` and `HostJobs` hold what is in flight. The engine never asks
-which preset runs: the schedule, the flats' depths and the units' records hold the answers.
+knows how far the model has come; `Gathers`, `Reductions` and `HostJobs` hold what is in flight. The engine does not
+know the preset: it reads the schedule, the flats' depths and the units' records.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -65,7 +65,7 @@ class Engine:
         )
         self.is_loss_scaled = False
         self.is_sync = True
-        # Inside sw.whole: modules that show whole masters, so that their state dict may be taken.
+        # Inside sw.whole: modules whose parameters are whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
         # Hooks before and after a forward of a module; those of the whole model are under None.
         self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
@@ -90,7 +90,7 @@ class Engine:
         self.update_order = self._ordered_for_update()
         self._unit_of = {state: unit for unit in units for state in unit.states}
         self._num_forwards = 0  # of the model, under way
-        # Hosts are not equally fast: gathers that wait for them come in other phases on other ranks, in the same order.
+        # Hosts are not equally fast: gathers that wait for them may be in different phases on different ranks.
         self._gathers_anytime = any(state.flat.host_updates for state in self.trainable_states)
         # Parameters whose gradients may come from outside every unit.
         self._lent: set[nn.Parameter] = set()
@@ -120,7 +120,7 @@ class Engine:
         """Every flat, frozen ones too."""
         return [state for unit in self.units for state in unit.states]
 
-    # Questions of the user's parameters.
+    # Called by the user's parameters.
 
     @property
     def is_computing(self) -> bool:
@@ -128,7 +128,7 @@ class Engine:
         return self._num_forwards > 0 or torch._C._current_graph_task_id() != -1
 
     def lend(self, state: FlatState, index: int) -> nn.Parameter:
-        """Return a compute parameter for a use outside the forward of its unit; its gradient counts."""
+        """Return a compute parameter for a use outside the forward of its unit; its gradient is reduced, too."""
         unit, param = self._unit_of[state], state.compute_params[index]
         if self.scale.loss_scale is not None and not self.is_computing:
             raise StateError(
@@ -184,8 +184,8 @@ class Engine:
         status.num_computing += 1
 
     def _enter_transform(self, index: int) -> None:
-        """Refuse vmap, jvp and the like where they would see a gather: they look at every operation. They wrap the
-        outputs too, so a backward is noticed at the parameters instead."""
+        """Refuse vmap, jvp and other transforms around a gather, because they trace every operation. They also wrap the
+        outputs, so the backward is noticed by hooks on the parameters instead."""
         plan = self.schedule.units[index]
         if plan.layout.gathered_until != "always" or not all(
             self.statuses[unit].is_ready("forward")
@@ -220,12 +220,12 @@ class Engine:
         return None
 
     def _drop_after_forward(self, status: UnitStatus) -> None:
-        """Units that the next backward comes to stay, on every rank: also on one whose forward left them out."""
+        """Drop a unit unless the next backward needs it. A rank whose forward did not run the unit decides the same."""
         if not (self._awaits_backward and self._is_in_backward[status.index]) and not status.live_forwards():
             self.gathers.drop(status)
 
     def _pass_in_forward(self, index: int) -> None:
-        """Join the collectives of a unit that this rank leaves out; other ranks may compute it."""
+        """Take part in the collectives of a unit that this rank does not run; other ranks may run it."""
         self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
         self._drop_after_forward(self.statuses[index])
 
@@ -256,8 +256,8 @@ class Engine:
         self._enter_backward(index, self.gathers.show)
 
     def _come_to(self, call: ForwardCall | None) -> None:
-        """Close the forwards whose backward has run, and pass by the units that were left out. A unit that holds
-        others comes after those. None is the end of the backward."""
+        """Close the forwards whose backward has run, and run the collectives of units that were left out. A unit that
+        holds others comes after those. None is the end of the backward."""
         ended, units = self._progress.opened_after(call), self.gathers.schedule.units
         for other in ended:
             if not units[other.unit].holds_units:
@@ -287,7 +287,7 @@ class Engine:
             self.reductions.open_for_compute(index)
 
     def _pass_in_backward(self, index: int) -> None:
-        """Join the collectives of a unit that this rank leaves out; other ranks may compute it."""
+        """Take part in the collectives of a unit that this rank does not run; other ranks may run it."""
         status = self.statuses[index]
         if self._is_in_backward[index] and not status.plan.holds_units:
             self._enter_backward(index, self.gathers.arrive)
@@ -343,7 +343,7 @@ class Engine:
         return min(begun, key=lambda call: call.began).unit if begun else None
 
     def abandon_backward(self) -> None:
-        """Forget a backward that was broken off by an error; what it had reduced until then stays in the gradients."""
+        """Forget a backward that an error has ended; what it had reduced until then stays in the gradients."""
         if not self._in_backward:
             return
         self.reductions.abandon()
@@ -365,7 +365,7 @@ class Engine:
         if self.is_sync:
             self.gradients.agree_on_use()
 
-    # Phase 6: the step, as the optimizer asks for it.
+    # Phase 6: the step, called by the optimizer.
 
     def begin_step(self) -> None:
         """Refuse replaced parameters, then run the step callbacks. A failed background save raises here."""
@@ -379,9 +379,9 @@ class Engine:
             callback()
 
     def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
-        """Bring gradients, all or those of `states`, to the optimizer's layout, also when no micro-batch was the last.
+        """Reduce gradients, all or those of `states`, to the optimizer's layout, if `accumulate` left them local.
 
-        Under loss scaling all, because the scale may change with a step.
+        With loss scaling always all of them, because the scale may change with a step.
         """
         self.abandon_backward()
         self.gradients.refuse_late()
@@ -392,14 +392,14 @@ class Engine:
             self.gradients.sync(local)
 
     def await_gradients(self) -> None:
-        """Let the computation wait for reductions and updates under way."""
+        """Let the computation wait for reductions and updates in flight."""
         self.updates.wait()
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
         return self.updates.updating(states, early)
 
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
-        """Let the host update flats when their gradients have arrived, clipped as they are now."""
+        """Let the host update flats when their gradients have arrived, with their present clipping factors."""
         self._host_jobs.give(updates, self.schedule.order, self.reductions.arrived)
 
     def await_update_of(self, state: FlatState) -> None:
@@ -414,7 +414,7 @@ class Engine:
         self.gradients.forget(states, set_to_none)
 
     def units_changed_by(self, states: Iterable[FlatState]) -> list[int]:
-        """The units whose weights a step changes that updates these flats; frozen units go with every step."""
+        """The units that a step changes which updates these flats; frozen units count as changed by every step."""
         own = set(states)
         return [
             unit.index for unit in self.units if not unit.trainable_states or not own.isdisjoint(unit.trainable_states)
@@ -442,7 +442,7 @@ class Engine:
         self.host.close_step()
         self._host_jobs.close_step()
         if self._seen_order:
-            # Not while others' forwards may lead to a backward: they are where the order has put them.
+            # Not if other units' forwards may still lead to a backward: their weights must stay where they are.
             if len(changed) == len(self.units):
                 self._follow(self._seen_order)
             self._seen_order = None
@@ -451,9 +451,9 @@ class Engine:
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
-        """Plan for the order in which the units really ran, when no rank saw another one. A rank may have left units
-        out. A unit whose weights were used outside its forward is kept gathered from now on, and reduced last, like one
-        that holds others."""
+        """Make a schedule for the order in which the units really ran, if all ranks saw the same; a rank may have left
+        units out. A unit whose weights were used outside its forward stays gathered from now on, and is reduced last,
+        like one that holds others."""
         lent = [status.index for status in self.statuses if status.is_lent]
         reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), lent))
         called = {index for others, _, _ in reports for index in others}
@@ -481,7 +481,7 @@ class Engine:
             lane.join()
 
     def rest(self) -> None:
-        """Finish everything in flight, and let every module show the user's parameters."""
+        """Finish everything in flight, and register the user's parameters in every module."""
         if self.whole_modules:
             raise StateError("this cannot be done inside `with sw.whole(...)`: leave the context first")
         self.abandon_backward()
