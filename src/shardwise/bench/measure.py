@@ -32,7 +32,7 @@ from .model import batches_of, device_of
 from .names import OFFLOADED_FSDP2, SINGLE_PROCESS
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
-SETTLE = 2  # steps in which the allocator takes memory back after the reset
+SETTLE = 2  # steps after the reset in which the allocator reserves its memory again
 STEPS_BEFORE_CALLS = 4
 LONGEST = 300  # characters of an error; a compiler's first line may be a page
 

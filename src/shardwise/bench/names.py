@@ -3,8 +3,8 @@
 A name is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of
 `shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it: `@early`
 for early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta device
-and never exists whole: `zero3@early@capture`. The argument of `deepspeed` is a
-stage and an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the optimizer, `3+hpz`.
+and is never whole on one device; for example `zero3@early@capture`. The argument of `deepspeed` is a stage and an
+offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the optimizer, `3+hpz`.
 """
 
 import json
@@ -52,7 +52,7 @@ class DeepSpeed:
 
 
 def read_deepspeed(argument: str) -> DeepSpeed:
-    """Parse what follows `deepspeed:` in a contender's name."""
+    """Parse the text after `deepspeed:` in a contender's name."""
     name = f"'{DEEPSPEED}:{argument}'"
     stage, plus, words = argument.partition("+")
     if stage not in ("0", "1", "2", "3"):

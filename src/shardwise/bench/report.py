@@ -14,12 +14,12 @@ from .rows import Row, Spread, rows_of
 
 Cell = Callable[[Row], str]
 
-# Columns that are left out where every row says the same; the note says it once.
+# Columns that are left out if all rows have the same value; the note mentions the value once.
 CONSTANT = ("shape", "tokens", "link GB/s", "reduce")
 
 
 def note_of(findings: Findings) -> str:
-    """How to read the figures."""
+    """Explain how to read the figures."""
     session = findings.session
     case = session.settings[0]
     models = dict.fromkeys(setting.shape for setting in session.settings)

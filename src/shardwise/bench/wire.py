@@ -147,7 +147,7 @@ class Findings:
 
 
 def prepare(request: Request, folder: Path, say: Say) -> None:
-    """Tokenise the data where all runs find it, and check it."""
+    """Tokenise the data into a folder that all runs use, and check it."""
     look_ahead(replace(request.settings, output_dir=str(folder)), request.num_ranks, say)
 
 
@@ -216,7 +216,7 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
     config.write_text(replace(settings, output_dir=str(folder)).to_json())
     metrics = folder / METRICS
     with log.open("w") as sink:
-        # In its own process group: an interruption of this process reaches the run below only, once.
+        # In its own process group: Ctrl-C reaches this process only, which then ends the run once.
         worker = subprocess.Popen(
             [sys.executable, "-m", "shardwise", "train", str(config)],
             env=as_child(os.environ),

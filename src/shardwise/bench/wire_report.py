@@ -91,7 +91,7 @@ def problems(findings: Findings) -> list[str]:
 
 
 def note_of(findings: Findings) -> str:
-    """How to read the figures."""
+    """Explain how to read the figures."""
     request = findings.request
     known = next((run for run in findings.runs.values() if run.num_params and run.tokens_per_step), None)
     size = f", {count(known.num_params or 0)} parameters, {known.tokens_per_step:.0f} tokens per step" if known else ""

@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostCopy:
-    """Memory on the host for what a rank writes, made once; page-locked where it is copied from a device.
+    """Host memory for a rank's share of a save, allocated once; page-locked if it is copied from a device.
 
     torch's own page-locked memory comes in powers of two, which could be twice as much.
     """
@@ -50,13 +50,13 @@ class HostCopy:
     def _make(self, num_bytes: int) -> None:
         if self._unlock is not None:
             self._unlock()
-        self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new one is allocated
         self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         if self._device.type == "cuda":
             address, cuda = self._memory.data_ptr(), torch.cuda.cudart()
             torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
             self._unlock = finalize(self, cuda.cudaHostUnregister, address)
-            self._unlock.atexit = False  # by then there is no device any more
+            self._unlock.atexit = False  # at exit there is no device any more
 
 
 def _num_bytes(portion: Portion) -> int:
@@ -77,7 +77,7 @@ class Saving:
         self._has_failed = False
         self._agreed = threading.Event()  # on the step at which a failure is raised
         self._raise_at = 0
-        # No daemon: a program that ends waits until its checkpoint is written.
+        # Not a daemon: a program that ends waits until its checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
 
     def start(self) -> None:
@@ -109,7 +109,7 @@ class Saving:
     def _run(self) -> None:
         try:
             self._write()
-        except Exception as error:  # noqa: BLE001  it is raised where the training can hear it
+        except Exception as error:  # noqa: BLE001  it is raised again in the training loop
             self._failure = error
             with self._lock:
                 self._has_failed = True
@@ -141,7 +141,7 @@ class Saving:
             _under_way.remove(self)
 
 
-# At most one, whatever model it is of: the threads of two would speak over one channel at once.
+# At most one, for all models: the threads of two would use one channel at the same time.
 _under_way: list[Saving] = []
 _copies: "WeakKeyDictionary[Engine, HostCopy]" = WeakKeyDictionary()
 

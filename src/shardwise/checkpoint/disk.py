@@ -26,7 +26,7 @@ _MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
 def check_bytes(num_bytes: int) -> int:
     """Return how many bytes of a file of this size share a checksum.
 
-    They must be read for a single element, so they are few; but the index of a large checkpoint must not be long.
+    All of them are read for a single element, so they should be few; but the index of a large file must stay short.
     """
     size = _MIN_CHECK_BYTES
     while size < BLOCK_BYTES and num_bytes > _MOST_CHECKS * size:
@@ -47,7 +47,7 @@ class Stream:
         self.checks: list[Check] = []
 
     def write(self, content: Tensor) -> None:
-        """The bytes of a tensor, from whatever device it is on."""
+        """Write the bytes of a tensor, which may be on any device."""
         for row in content.reshape(-1).view(torch.uint8).split(BLOCK_BYTES) if content.numel() else ():
             begin = 0
             while begin < row.numel():
@@ -105,7 +105,7 @@ class _Block:
         self._thread = thread  # one that could not be started is not waited for
 
     def finish(self) -> list[Check]:
-        """The checksums of what was written since the last time."""
+        """Wait for the write, and return the checksums since the last call."""
         self.wait()
         checks, self._checks = self._checks, []
         if self._failure is not None:
@@ -117,7 +117,7 @@ class _Block:
             self._thread.join()
 
     def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
-        # The end of the last block is filled up; the file is cut afterwards.
+        # The end of the last block is padded; the file is truncated afterwards.
         end = min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
         with memoryview(self._memory) as view:
             try:

@@ -2,8 +2,8 @@
 
 A checkpoint is written next to its place, into `<path>.partial`. Its marker comes last, when the disk has everything
 else, and only then is it renamed. The marker holds the digest of the index, so a checkpoint with a marker is as it was
-written. Where one is replaced there are two renames: in between, the new one lies complete under its other name,
-and is found there.
+written. To replace a checkpoint takes two renames: in between, the new one is complete under its other name, and is
+found there.
 """
 
 import errno
@@ -24,7 +24,7 @@ MAX_INDEX_BYTES, MAX_MARKER_BYTES = 256 << 20, 1 << 10
 
 @contextmanager
 def os_errors_as(kind: type[CheckpointError], what: str) -> Iterator[None]:
-    """Raise OSErrors as another kind, with their reason behind `what`."""
+    """Raise OSErrors as another class, with their reason after `what`."""
     try:
         yield
     except OSError as error:
@@ -101,7 +101,7 @@ def begin(path: Path) -> Path:
 
 
 def settle(path: Path) -> None:
-    """Remove what a killed save has left; where it died between two renames, put the checkpoint in place."""
+    """Remove the remains of a killed save; if it died between two renames, put the checkpoint in place."""
     if find(path) == partial_of(path):
         put_in_place(path)
     remove(partial_of(path))
@@ -110,14 +110,14 @@ def settle(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Remove what a save that failed has left, but never a checkpoint that is complete and has no other place."""
+    """Remove the remains of a failed save, but never a complete checkpoint of which there is no other copy."""
     if find(path) != partial_of(path):
         with suppress(OSError):
             remove(partial_of(path))
 
 
 def complete(path: Path, index: str) -> None:
-    """Seal what lies in the partial folder, and put it in its place."""
+    """Seal the content of the partial folder, and rename the folder to `path`."""
     partial, text = partial_of(path), index.encode()
     if len(text) > MAX_INDEX_BYTES:
         raise SaveError(
@@ -127,7 +127,7 @@ def complete(path: Path, index: str) -> None:
     with os_errors_as(SaveError, f"cannot complete {partial}"):
         _write(partial / INDEX, text)
         sync(partial)
-        # Whoever sees the marker sees all of it, also on a disk that is full, or after a death.
+        # The marker appears complete or not at all, also on a full disk or if the process dies.
         draft = partial / f"{MARKER}.draft"
         _write(draft, hashlib.sha256(text).hexdigest().encode())
         draft.rename(partial / MARKER)
@@ -148,7 +148,7 @@ def put_in_place(path: Path) -> None:
             replaced.rename(path)
         raise
     sync(path.parent)
-    # The new one is there, whatever becomes of the old one: who still reads it may keep it from going (NFS).
+    # The new one is in place even if the old one cannot be removed: a reader may prevent that (NFS).
     with suppress(OSError):
         remove(replaced)
 

@@ -61,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file inside the checkpoint's folder. Its checks are in order and cover it; others' files have none."""
+    """A file inside the checkpoint's folder. Checks are in order and cover it; files of other libraries have none."""
 
     name: str
     num_bytes: int
@@ -104,7 +104,7 @@ class Saved:
     """A tensor of a model, under one of its names.
 
     `tied`: the other names that it has in the model. `group`: the number of the optimizer's group that it is in, if it
-    is in one. `state`: what the optimizer keeps for it; a tensor that is shaped like it can be cut like it.
+    is in one. `state`: the optimizer's state; a state tensor with the shape of the parameter is cut like it.
     """
 
     stored: Stored
@@ -154,7 +154,7 @@ class Index:
 
 
 def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
-    """A shape, or other numbers of things, as somebody gave it. Raises ValueError."""
+    """Check a shape or other counts from an untrusted file. Raise ValueError."""
     if type(values) not in (tuple, list) or len(values) > at_most:
         raise ValueError(f"no list of at most {at_most} numbers")
     for value in values:
@@ -164,7 +164,7 @@ def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
 
 
 def shape_from(values: Any) -> tuple[int, ...]:
-    """A shape as somebody gave it, also one without elements. Raises ValueError."""
+    """Check a shape from an untrusted file, also one without elements. Raise ValueError."""
     shape = counts(values)
     if prod(filter(None, shape)) > MAX_COUNT:
         raise ValueError(f"no tensor has the shape {shape}")
@@ -172,9 +172,9 @@ def shape_from(values: Any) -> tuple[int, ...]:
 
 
 def require_sound(index: Index) -> None:
-    """Raises unless every file lies in the folder, and every piece in its file, and the pieces make up the tensors.
+    """Raise unless every file is in the folder, every piece in its file, and the pieces make up the tensors.
 
-    All tensors together have not many times the bytes of the files.
+    The bytes of all tensors together must not be many times those of the files.
     """
     for file in index.files:
         path = PurePosixPath(file.name)
@@ -228,7 +228,7 @@ def parts_of(stored: Stored, wanted: Interval) -> Iterator[Part]:
 
 
 def require_cover(name: str, pieces: Iterable[Piece], num_elems: int) -> None:
-    """Raises unless the pieces, in their order, are all elements of a tensor, each once."""
+    """Raise unless the pieces, in their order, contain every element of a tensor exactly once."""
     end = 0
     for piece in pieces:
         if piece.start != end or piece.stop < piece.start:
@@ -284,7 +284,7 @@ def _stored_to_json(stored: Stored) -> dict[str, Any]:
 
 
 def from_json(text: str | bytes) -> Index:
-    """Raises CheckpointError where the text is no index, of another format, or leads out of its folder or files."""
+    """Parse an index. Raise CheckpointError if it has another format, or points outside of its folder or files."""
     try:
         given = parse(text)
         if (given["format"], given["version"]) != (FORMAT, FORMAT_VERSION):

@@ -48,14 +48,14 @@ def load(
     allow_rounding: bool = False,
     keep_groups: bool = False,
 ) -> dict[str, Any]:
-    """Set weights and buffers of a sharded model, and its optimizer's state, from a checkpoint; returns its `extra`.
+    """Set weights and buffers of a sharded model, and its optimizer's state, from a checkpoint; return its `extra`.
 
-    Every rank calls it. The layout, the world, the mesh and the precision may be others than those that saved, and so
-    may be the program: what torch's DCP, Accelerate, DeepSpeed and Hugging Face write is read as well. The model, and
-    the optimizer's class and groups, must be the same. Weights that would lose digits in the dtype of this model's
-    masters are refused, unless `allow_rounding`. With `keep_groups`, the optimizer's groups and their settings stay as
-    they are, and may be others; what it keeps for each parameter is loaded all the same. Without an optimizer, the
-    weights alone are loaded.
+    Every rank calls it. The layout, the world, the mesh and the precision may differ from those of the save.
+    Checkpoints of torch's DCP, Accelerate, DeepSpeed and Hugging Face are read as well. The model, and the optimizer's
+    class and groups, must be the same. Weights that would lose digits in the dtype of this model's masters are refused,
+    unless `allow_rounding`. With `keep_groups`, the optimizer keeps its current groups and settings, which may differ
+    from the saved ones; the state of each parameter is still loaded. Without an optimizer, only the weights are
+    loaded.
     """
     engine = engine_of(model)
     own = own_optimizers(engine, optimizer)
@@ -120,7 +120,7 @@ def _prepare(
             held = [(want.name, want.saved, want.resting, numbers_of.get(want.resting)) for want in wanted]
             require_same_groups(held, keep_groups)
         job = _Job(opened, wanted, [(value, index.tensors[name].stored) for name, value in buffers.items()])
-        # Every rank sees that those files are there that it reads, and one looks at all.
+        # Every rank checks the files that it reads, and one rank checks all of them.
         numbers = {part.piece.file for want in wanted for part in parts_of(want.saved.stored, want.interval)}
         with opened.reader() as reader:
             for number in range(len(index.files)) if engine.mesh.rank == 0 else sorted(numbers):
@@ -132,7 +132,7 @@ def _prepare(
 
 def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
     homes = homes_in(optimizers)
-    # What is not split is read by every rank.
+    # Parameters that are not split are read by every rank.
     is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
     with job.opened.reader(is_shared) as reader:
         reader.plan(_plan(job, bool(optimizers)))
@@ -152,7 +152,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
 
 
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
-    """Yield what `_read` reads, in its order."""
+    """Yield the reads of `_read`, in its order."""
     for want in job.wanted:
         yield want.saved.stored, want.interval
         for key, item in want.saved.state.items() if has_optimizer else ():
@@ -206,7 +206,7 @@ def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[
 
 
 def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Return whether `dtype` has all numbers of `stored`. torch does not promote floats of 8 bits."""
+    """Return whether `dtype` can represent all values of `stored`. torch does not promote 8-bit floats."""
     if stored.is_floating_point and 1 in (stored.itemsize, dtype.itemsize):
         return stored == dtype or stored.itemsize < dtype.itemsize
     return torch.promote_types(stored, dtype) == dtype
@@ -218,7 +218,7 @@ def _params(engine: Engine) -> list[tuple[Param, torch.dtype]]:
 
 
 def _saved_name(spec: Param, index: Index) -> str:
-    """A tied parameter may have been saved under any of its names; where under several, one has the state."""
+    """Return a parameter's saved name: any of its names if it is tied; of several, the one that has the state."""
     found = [site.name for site in spec.sites if site.name in index.tensors]
     return max(found, key=lambda name: index.tensors[name].group is not None, default=spec.name)
 
@@ -248,11 +248,11 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
 
     `held`: name, saved value, this rank's part, and group, of every parameter that this rank holds.
 
-    With `keep_groups` the groups may differ, but nothing that its optimizer has kept may be lost.
+    With `keep_groups` the groups may differ, but no saved state may be lost.
     """
     found = []
     for name, saved, resting, group in held:
-        # Others also count what is frozen among an optimizer's parameters.
+        # Other libraries also list frozen parameters in an optimizer's groups.
         is_frozen = group is None and not saved.state and not resting.requires_grad
         if saved.group != group and not keep_groups and not is_frozen:
             found.append(

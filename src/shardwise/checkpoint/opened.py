@@ -50,7 +50,7 @@ def _open(path: Path, groups: Groups) -> Opened:
     try:
         return _open_others(path, groups) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
-        if str(error).startswith((f"cannot read {path}", f"{path} ")):  # or something in it: it is named already
+        if str(error).startswith((f"cannot read {path}", f"{path} ")):  # the message has the path already
             raise
         raise type(error)(f"cannot read {path}: {error}") from error
 

@@ -1,8 +1,8 @@
 """The optimizer's part of a checkpoint: its state of each parameter, and the settings of its groups.
 
-State that is shaped like what a rank holds of a parameter is cut like it. Quantised state (torchao's 8 bits) is held in
-blocks that depend on the cut, so it travels as fp32 and is quantised again where it is loaded; since a block never
-crosses a shard, it comes back as it was.
+State with the shape of a rank's part of a parameter is cut like the parameter. Quantised state (torchao's 8 bits) is
+stored in blocks that depend on the cut, so it is saved as fp32 and quantised again when it is loaded. A block never
+crosses a shard, so the loaded values are the saved ones.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -81,12 +81,12 @@ def _name_of(optimizers: Optimizers) -> str:
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
-    # The running program sets what is not plain (a function, say).
+    # The running program sets values that are not plain (a function, for example).
     groups = tuple(
         {key: _plain(value) for key, value in group.items() if key not in _RUNTIME_SETTINGS and _is_plain(value)}
         for group in _groups_of(optimizers)
     )
-    # They share one.
+    # All optimizers share one scaler.
     scaler = optimizers[0].scaler
     return Optimizer(_name_of(optimizers), groups, None if scaler is None else scaler.state())
 
@@ -123,7 +123,7 @@ def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, kee
     if saved is None:
         raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
     name, groups, scaler = _name_of(optimizers), _groups_of(optimizers), optimizers[0].scaler
-    # Others do not always say what it was; then its state has to fit.
+    # Other libraries do not always save the class; then only the state has to fit.
     if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
     if not keep_groups and len(saved.groups) != len(groups):
@@ -217,9 +217,9 @@ def restore_state(
     saved: Saved,
     read: Callable[[str, Tensor], None],
 ) -> None:
-    """Set what the optimizer keeps for a parameter; `read` fills a row with what this rank holds of a tensor.
+    """Set the optimizer's state of a parameter; `read` fills a row with this rank's part of a tensor.
 
-    Tensors that are there already are written into, because a recorded step reads them where they are.
+    Existing tensors are overwritten in place, because a step in a CUDA graph reads them at their address.
     """
     kept = optimizer.inner.state[resting]
     for key in [key for key in kept if key not in saved.state]:
@@ -256,8 +256,8 @@ def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
 def _quantise(target: Any, values: Tensor) -> None:
     """Quantise so that values which were quantised before get the same codes again.
 
-    torchao's levels reach to 1 but not to -1: a block whose largest element is negative comes out of it smaller, by the
-    lowest level, and would shrink again with every save. So that element is made as large as it was.
+    torchao's levels include 1 but not -1: a block whose largest element is negative becomes smaller, by the lowest
+    level, and would shrink again with every save. So that element gets its old size back.
     """
     names, _ = target.__tensor_flatten__()
     if "qmap" in names and target.qmap[0] < 0:
@@ -271,7 +271,7 @@ def _quantise(target: Any, values: Tensor) -> None:
 def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
     if not isinstance(target, Tensor) or isinstance(target, OnDisk) or target.shape != shape:
         return False
-    # What is quantised takes any numbers.
+    # Quantised state accepts values of any dtype.
     return type(target) is not Tensor or (target.dtype == dtype and target.is_contiguous())
 
 

@@ -28,17 +28,17 @@ from .index import Check, File, Piece, Stored, parts_of
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
-# Bytes of a block without checksums: of large tensors, and of small ones that are neighbours.
+# Block size in files without checksums: for large tensors, and for neighbouring small ones.
 _UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
-# Blocks of smaller files are small, and the kernel's own reading ahead asks the disk for more at once.
+# Smaller files have small blocks, and the kernel's own read-ahead then reads more at once.
 _DIRECT_BYTES = 1 << 30
 
 
 class Reader:
-    """The files of a checkpoint. They must be as long as the index says, or nothing of them is read.
+    """The files of a checkpoint. A file whose length differs from the index is refused.
 
-    `is_shared`: others on this machine read the same bytes, so they go through the page cache, and the disk is asked
-    once.
+    `is_shared`: other processes on this machine read the same bytes. The page cache is used, so that the disk is read
+    only once.
     """
 
     def __init__(self, folder: Path, files: Sequence[File], is_shared: bool = False) -> None:
@@ -46,13 +46,13 @@ class Reader:
         self._files = files
         self._is_shared = is_shared
         self._open: OrderedDict[int, int] = OrderedDict()  # descriptors, by number of file
-        self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the last used one is the last
+        self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the most recently used one is last
         self._planned: Iterator[tuple[int, Check]] = iter(())
-        self._ahead: deque[tuple[int, Check]] = deque()  # of the plan, begun and not asked for yet
+        self._ahead: deque[tuple[int, Check]] = deque()  # planned blocks whose read has started
         self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
-        """Announce what will be read, in order: threads begin to read ahead. Reading something else is no error."""
+        """Announce the next reads, in order: threads begin to read ahead. Other reads are still allowed."""
         self._planned = (
             (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
         )
@@ -67,7 +67,7 @@ class Reader:
             at += values.numel()
 
     def rows(self, stored: Stored, wanted: Interval) -> Iterator[Tensor]:
-        """Elements of a tensor in order, at most a block at a time; they are gone when the next are asked for."""
+        """Yield elements of a tensor in order, at most a block at a time; each row is valid until the next one."""
         if not self._ahead:
             self.plan([(stored, wanted)])
         dtype = stored.torch_dtype
@@ -109,7 +109,7 @@ class Reader:
                 offset = stop
 
     def _content(self, number: int, block: Check) -> Tensor:
-        """A block's bytes, until another one is asked for; and the next ones of the plan are begun."""
+        """Return a block's bytes, valid until the next call, and start to read the next planned blocks."""
         if (number, block) in self._ahead:
             while self._ahead.popleft() != (number, block):
                 pass
@@ -125,7 +125,7 @@ class Reader:
                     self._ahead.append(planned)
 
     def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
-        """Read a block into a slot, if it is in none: a new one, or that which was used longest ago."""
+        """Start to read a block, unless a slot has it: into a new slot, or into the least recently used one."""
         slot = self._slots.pop((number, block), None)
         if slot is None:
             if block.num_bytes > BLOCK_BYTES:
@@ -188,7 +188,7 @@ class _Span:
 
 
 class _Slot:
-    """Memory for a block. It is of whole pages, as O_DIRECT wants it, and its first one is where the block begins."""
+    """Memory for a block: whole pages, as O_DIRECT requires; the first one is the page in which the block begins."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
@@ -217,7 +217,7 @@ class _Slot:
 
 
 def _unsummed(offset: int, end: int, num_bytes: int) -> Check:
-    """A block for bytes of a file without checksums: what lies in one part of it is read with its neighbours."""
+    """Return a block for bytes of a file without checksums; small neighbouring tensors share a block."""
     begin = offset // _SHARED_BYTES * _SHARED_BYTES
     stop = min(begin + _SHARED_BYTES, num_bytes)
     return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)

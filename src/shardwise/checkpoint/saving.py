@@ -1,11 +1,11 @@
 """Write a checkpoint. Every rank calls it and writes its own share.
 
     1. rank 0 makes an empty folder next to the place of the checkpoint.
-    2. every rank writes its parts: into a file of its own, or, where whole tensors are asked for, into its places of
-       two files that all ranks share. The places follow from the shapes alone, so nothing is gathered.
-    3. rank 0 collects what was written, and writes the index, then the marker; then it renames.
+    2. every rank writes its parts: into a file of its own, or, if whole tensors are requested, at its offsets in two
+       files that all ranks share. The offsets follow from the shapes alone, so nothing is gathered.
+    3. rank 0 collects the list of written parts, and writes the index, then the marker; then it renames the folder.
 
-After each phase the ranks wait for each other: a failure on one fails on all, and an older checkpoint stays as it was.
+After each phase the ranks wait for each other: a failure on one rank is raised on all, and an older checkpoint stays.
 In the background (`start_save`) a thread does the same, over a group of its own, from copies on the host.
 """
 
@@ -51,9 +51,9 @@ def save(
 ) -> None:
     """Write the model's weights and buffers, the optimizer's state and `extra` (JSON, rank 0's) to a folder.
 
-    Every rank calls it between steps, with the same path on a file system that all of them see. A checkpoint that is
-    there already is replaced once the new one is complete. Gradients are not saved. With `whole`, every tensor lies in
-    one piece and under its own name, in `model.safetensors` and `optimizer.safetensors`; anything loads either.
+    Every rank calls it between steps, with the same path on a file system that all of them share. An existing
+    checkpoint is replaced once the new one is complete. Gradients are not saved. With `whole`, every tensor is stored
+    in one piece under its own name, in `model.safetensors` and `optimizer.safetensors`; `load` reads both forms.
     """
     content = _content("save", path, model, optimizer, extra, whole)
     _write(content, patient_hosts())
@@ -69,9 +69,9 @@ def start_save(
 ) -> Saving:
     """Save like `save`, but in a thread: return when everything is copied to the host, so that training goes on.
 
-    The copies stay for the next time. The next save, of either kind and of any model, waits for this one. If it fails,
-    the next `optimizer.step()` raises, on every rank the same one; so does `finish()` of what is returned. State that
-    is offloaded to disk does not fit on the host, and is refused.
+    The host memory is reused by the next save. The next save, of either kind and of any model, waits for this one. If
+    it fails, a later `optimizer.step()` raises, the same one on every rank; so does `finish()` of the returned value.
+    State that is offloaded to disk does not fit on the host, and is refused.
     """
     engine = engine_of(model)
     on_disk = next((unit for unit in engine.schedule.units if unit.layout.uses_disk), None)
@@ -125,7 +125,7 @@ def _content(
 def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizers: Optimizers, facts: Facts = ()
 ) -> None:
-    """Wait for transfers and for the last save, refuse half an update, and require that all ranks ask for the same."""
+    """Wait for transfers and for the last save, refuse half an update, and require the same request on all ranks."""
     engine.updates.refuse_after_early(verb)
     finish_last()
     engine.rest()
@@ -274,7 +274,7 @@ def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Sa
 def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:
     """Run `do` on every rank and wait for all. If it fails on one, raise on every rank, with the first one's reason.
 
-    What is raised is an `error`; without one, the kind of CheckpointError that it was on that rank.
+    The exception is an `error`; by default, it has the class of the CheckpointError on that rank.
     """
     result, failure, reports = attempt(world, do, _report)
     first = next((report for report in reports if report is not None), None)

@@ -1,7 +1,7 @@
 """The share of a checkpoint that a rank writes: parts of the model's tensors and of the optimizer's state.
 
-Copies of a part are the same on every rank that holds one, so each of these writes a share of it: all ranks write at
-once, under every layout, and nothing is written twice. Rank 0 writes the buffers.
+If several ranks hold the same part, each of them writes a share of it: all ranks write at the same time, under every
+layout, and nothing is written twice. Rank 0 writes the buffers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ from .tensor_files import Source
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """An interval of a tensor that this rank writes: of the model's, or of what the optimizer keeps under `key`."""
+    """An interval of a tensor that this rank writes: of the model, or of the optimizer's state under `key`."""
 
     name: str
     key: str | None
@@ -66,7 +66,7 @@ def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers) -> Share:
     for unit in engine.units:
         for state in unit.states:
             flat = state.flat
-            # One rank names every parameter, so that an empty one is there too.
+            # Rank 0 lists every parameter, so that empty ones are included.
             if engine.mesh.rank == 0:
                 tensors |= {spec.name: _described(spec, flat) for spec in flat.params}
             held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
@@ -145,9 +145,9 @@ def _span_to_write(flat: Flat) -> Interval:
 
 
 def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
-    """Return the tensors of an index from what each rank wrote of them. Plain values are the first rank's.
+    """Combine the tensors that each rank wrote into those of an index. Plain values are those of the first rank.
 
-    The pieces are put in order; `require_sound` says whether they are complete.
+    The pieces are sorted; `require_sound` checks that they are complete.
     """
     found: dict[str, list[Saved]] = {}
     for share in shares:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .folder import find, partial_of, remove, replaced_of, settle
 
-CHECKPOINTS = "checkpoints"  # where a run has them
-INSIDE = "shardwise"  # where a folder of the Trainer's or of Accelerate's has ours; of further models, shardwise_1 ...
+CHECKPOINTS = "checkpoints"  # their folder in a run folder
+INSIDE = "shardwise"  # our checkpoint in a folder of the Trainer or of Accelerate; further models: shardwise_1 ...
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})(\.partial|\.replaced)?")
 
@@ -62,10 +62,10 @@ def point_to(root: Path, step: int) -> None:
 
 
 def go_on_from(root: Path, step: int) -> Path | None:
-    """Prepare to continue a run from this checkpoint, and remove what killed saves have left.
+    """Prepare to continue a run from this checkpoint, and remove the remains of killed saves.
 
-    Later checkpoints, also damaged ones, belong to another branch and are moved away. Return their new folder, if there
-    are any.
+    Later checkpoints, also damaged ones, belong to another branch and are moved to another folder. Return this folder,
+    if there are any.
     """
     for number in all_steps(root):
         settle(step_folder(root, number))
@@ -85,9 +85,9 @@ def go_on_from(root: Path, step: int) -> Path | None:
 
 
 def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and what older saves left unfinished.
+    """Remove all but the newest `keep` complete checkpoints, and unfinished ones of older saves.
 
-    The newest one that `is_good` stays too, and so does everything where none is.
+    The newest one that `is_good` stays too. If none is good, nothing is removed.
     """
     if keep < 1:
         raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")

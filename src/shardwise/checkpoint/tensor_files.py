@@ -1,8 +1,8 @@
 """Write files of tensors in the safetensors format a block at a time, and read their headers.
 
 The format is eight bytes with the length of a JSON header, the header (dtype, shape and place of every tensor), and the
-tensors' bytes. The library's own writer is not used, because a tensor on its way to the file must not need more memory
-than a block besides itself, because every block gets a checksum on its way, and because no page cache is filled.
+tensors' bytes. The library's own writer is not used: here a write needs only one block of memory in addition to the
+tensor, every block gets a checksum, and the page cache is not filled.
 """
 
 import json
@@ -24,7 +24,7 @@ from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, File, Piece, Stored, counts, in_words, shape_from
 
 MAX_HEADER_BYTES = 100_000_000  # the library does not open longer ones
-OnBytes = Callable[[int], None]  # is called with the number of bytes that were dealt with since the last call
+OnBytes = Callable[[int], None]  # called with the number of bytes that were processed since the last call
 
 
 @dataclass(frozen=True, slots=True)

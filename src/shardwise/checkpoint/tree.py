@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"^[0-9]{1,18}(?![0-9])")
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Bytes by class, and counts; None where others' files do not say. What may be a buffer is counted as a weight."""
+    """Bytes by class, and counts; None if another library's files lack them. A possible buffer counts as a weight."""
 
     num_tensors: int
     num_params: int
@@ -61,7 +61,7 @@ def _by_dtype(tensors: list[Stored]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Node:
-    """A module, or a tensor where `saved` is there. `times`: how many alike modules it stands for."""
+    """A module, or a tensor if `saved` is set. `times`: the number of alike modules that it represents."""
 
     name: str
     children: list["Node"] = field(default_factory=list)

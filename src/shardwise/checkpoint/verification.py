@@ -129,7 +129,7 @@ def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
                 report.damage.append(str(error))
                 on_bytes(file.num_bytes)
                 continue
-            # Without checksums there is nothing to look at but numbers.
+            # Without checksums only the numbers can be checked.
             everything = [_Range(number, 0, file.num_bytes, places[number])]
             for wanted in everything if file.checks else _together(number, places[number]):
                 _look_through(reader, wanted, file.checks, numbers, report.damage, on_bytes)
@@ -149,7 +149,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Range:
-    """Bytes of a file, and what lies in them, in order."""
+    """Bytes of a file, and the tensors in them, in order."""
 
     file: int
     start: int
@@ -171,7 +171,7 @@ def _places(index: Index) -> list[list[_Place]]:
 
 
 def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
-    """The bytes of all places; those that touch or overlap are read once, if blocks end between their elements."""
+    """Join places that touch or overlap into ranges that are read once, if blocks end between their elements."""
     found: list[_Range] = []
     for place in places:
         last = found[-1] if found else None

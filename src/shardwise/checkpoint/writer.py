@@ -32,7 +32,7 @@ from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_fil
 
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
-NOTE = "shardwise.json"  # in an exported folder: who wrote it, and from what
+NOTE = "shardwise.json"  # in an exported folder: its writer and its source
 
 
 def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype | None = None) -> Source:
@@ -72,7 +72,7 @@ def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
 def write_sources(
     path: Path, sources: Sequence[Source], on_bytes: OnBytes, is_summed: bool = False
 ) -> tuple[File, Layout]:
-    """Write one file, with checksums where the caller keeps them, and wait until the disk has it."""
+    """Write one file, with checksums if `is_summed`, and wait until the disk has it."""
     layout = lay_out(sources, {"format": "pt"})  # transformers requires this entry
     return write_file(path, layout, on_bytes, is_summed), layout
 

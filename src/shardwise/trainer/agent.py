@@ -124,9 +124,9 @@ def say(text: str) -> None:
 
 
 class _Notes(LogsSpecs):
-    """Answers the agent, before each start, where ranks write to. They open their logs themselves (see `rank`):
+    """Tells the agent, before each start, where ranks write their output.
 
-    the agent would open a file twice, for either stream, and empty it at every start.
+    Ranks open their logs themselves (see `rank`): the agent would open a file twice, for each stream, and empty it.
     """
 
     def __init__(self, folder: Path, on_start: Callable[[Path, int], None]) -> None:

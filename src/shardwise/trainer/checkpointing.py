@@ -1,25 +1,25 @@
-"""Activation checkpointing of a model's blocks: which tensors a block keeps for its backward, and which it recomputes.
+"""Activation checkpointing of a model's blocks: which tensors a block saves for its backward, and which it recomputes.
 
-    none       everything that autograd asks for
-    selective  the block's input, attention, and products that are worth their bytes; the rest is recomputed
-    full       the block's input alone
+    none       all tensors that autograd needs
+    selective  the block's input, attention, and products that are worth their memory; the rest is recomputed
+    full       the block's input only
 
-A product of k terms costs 2k operations for every element that is kept, so per byte all products of one input are
-equally worth keeping, and attention (two operations per position seen) more as sequences grow. Elementwise
-operations are never worth it. With h the width of a Llama block, h / 4 that of its keys and values and 3.5 h that of
-its feed-forward, in elements per token:
+A product of k terms costs 2k operations for every element that is saved, so per byte all products of one input are
+equally worth saving. Attention (two operations per position that a token attends to) is worth more as sequences grow.
+Elementwise operations are never worth it. With h the width of a Llama block, h / 4 that of its keys and values and
+3.5 h that of its feed-forward, in elements per token:
 
                               none      selective   full
-    kept                      20.5 h    7.5 h       1 h
-    products computed again   0         31 %        73 %, and attention
+    saved                     20.5 h    7.5 h       1 h
+    recomputed products       0         31 %        73 %, and attention
 
-What is selected: attention; products that keep the width (query, out); of the products that widen (gate and up, or a
-fused qkv and up), which make most of the bytes, every second. Not those that narrow to half or less: down, whose result
-goes into the residual stream, where no backward reads it and no recompute comes to it; and keys and values of grouped
-queries, which are cheap. The usual rule (every second product, in the order of execution) keeps 7.75 h here,
-of which 1 h is never read, and computes 37 % again.
+Selective checkpointing saves attention, products that keep the width (query, out), and every second one of the products
+that widen (gate and up, or a fused qkv and up), which have most of the bytes. It does not save products that narrow to
+half or less: down, whose result goes into the residual stream, where neither a backward nor a recompute reads it; and
+keys and values of grouped queries, which are cheap. The usual rule (every second product, in the order of execution)
+saves 7.75 h here, of which 1 h is never read, and recomputes 37 %.
 
-The wrapper lies inside the module's call and around its forward: hooks, and so the engine's gathers, are outside of it.
+The wrapper is inside the module's call and around its forward: hooks, and so the engine's gathers, are outside of it.
 A recompute runs in the block's backward, for which the block is gathered anyway.
 """
 
@@ -42,7 +42,7 @@ from ..core.schedule.units import find_blocks, modules_of_class
 
 Mode = Literal["none", "selective", "full"]
 
-# Matrix products, and at which of their arguments the two matrices begin.
+# Matrix products, and the index of the first of their two matrices among the arguments.
 _PRODUCTS = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -56,10 +56,10 @@ _BATCHED_PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.defau
 def checkpoint_blocks(
     model: nn.Module, mode: Mode, *, blocks: Sequence[str | type[nn.Module]] | None = None
 ) -> list[str]:
-    """Make the blocks of a model keep less for the backward, and return the blocks' paths.
+    """Make the blocks of a model save less for the backward, and return the blocks' paths.
 
-    Blocks are the modules that a model repeats, or those of the classes in `blocks`. Losses and gradients are those of
-    the same model without it, bit for bit. Before or after `sw.shard` is the same. Blocks may be compiled too
+    Blocks are the modules that a model repeats, or those of the classes in `blocks`. Losses and gradients stay the same
+    bit for bit. It can be called before or after `sw.shard`. Blocks may be compiled too
     (`block.compile()`, `torch.compile(block)`, before or after): the compiler then plans the recomputation. A second
     call replaces the mode of the first.
     """
@@ -106,7 +106,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _Selection:
-    """Decides what one forward of a block keeps. Some versions of torch ask again in the recompute: same answers."""
+    """Decides what a block's forward saves. Some torch versions ask again in the recompute: the answers are equal."""
 
     def __init__(self) -> None:
         self._num_wide = {False: 0, True: 0}

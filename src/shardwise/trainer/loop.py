@@ -25,7 +25,7 @@ from .settings import interval_of
 from .signals import INTERRUPTED, TERMINATED, Requests
 from .step_records import StepRecords, StepResult
 
-# Exit codes of requests to stop. If ranks were asked for different ones, the first of these counts.
+# Exit codes of requests to stop. If ranks got different requests, the first of these counts.
 STOP_CODES = (TERMINATED, INTERRUPTED)
 
 
@@ -67,7 +67,7 @@ def run_steps(
             records.pause()
             if records.complaint:
                 return Ending(step, complaint=records.complaint)
-            # The save comes first: a process that was asked to stop may not have much time left.
+            # The save comes first: a process that has to stop may not have much time left.
             if saves or agreed.save or late.save or stop is not None:
                 callbacks.save(step)
             if stop is not None:
@@ -164,7 +164,7 @@ class Agreed:
 class HostExchange:
     """One small vector per step, summed over the hosts of all ranks while the devices compute.
 
-    An exchange starts after a step was queued and finishes before the next one is, so nobody waits for it. It brings
+    An exchange starts after a step was queued and finishes before the next one is, so no device waits for it. It brings
     the number of targets of the coming step, the requests to save or to stop that any rank has received, and the loss
     of an earlier step. All ranks read the same sums at the same place of the loop, so they decide alike.
     """

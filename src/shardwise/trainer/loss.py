@@ -29,7 +29,7 @@ from ..base.errors import ConfigurationError, did_you_mean
 # hides that on a GPU, also for a vocabulary of 128k.
 CHUNK_LOGITS_BYTES = 256 * 2**20
 
-# Chunks are multiples of this many tokens, as matrix units like them.
+# The number of tokens of a chunk is a multiple of this, because matrix units are faster then.
 CHUNK_MULTIPLE = 64
 
 Reduction = Literal["mean", "sum"]
@@ -47,7 +47,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight), targets)` in fp32, without the logits.
+    """Compute `F.cross_entropy(F.linear(hidden, weight), targets)` in fp32, without all logits in memory.
 
     hidden (..., hidden), weight (vocab, hidden), targets (...). The mean is over the targets that are not
     `ignore_index`; without any it is NaN, with gradients of zero, as in torch. With `reduction="sum"` a mean over more
@@ -138,7 +138,7 @@ def _sums(
         rows = slice(start, start + chunk_tokens)
         states, is_ignored = hidden[rows], (targets[rows] == ignore_index)[:, None]
         wanted = targets[rows, None].masked_fill(is_ignored, 0)
-        # (chunk, vocab) in fp32, twice: the logits end where their softmax begins.
+        # Two tensors (chunk, vocab) in fp32: the logits are freed when their log-softmax exists.
         scores = F.log_softmax(_product(states, weight.t(), wide), dim=-1)
         chosen = scores.gather(1, wanted)
         total -= chosen.masked_fill(is_ignored, 0).sum()

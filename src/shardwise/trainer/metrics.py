@@ -160,7 +160,7 @@ class _WandB:
         self._run.log({name: value for name, value in row.items() if value is not None and name != "time"})
 
     def restart(self, step: int) -> None:
-        """Points cannot be removed there: later ones of the same step are drawn next to the earlier ones."""
+        """Do nothing: wandb cannot remove points, so it shows both points of a step that is repeated."""
 
     def close(self) -> None:
         self._run.finish()

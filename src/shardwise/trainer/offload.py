@@ -2,7 +2,7 @@
 
     optimizer=host        all of it; optimizer=host:0.6 is a part, and the rest stays on the device
     params=disk:/nvme     on disk, in this folder
-    disk:/nvme            the folder alone: for a strategy that uses a disk itself, and for `auto`, which then may
+    disk:/nvme            only the folder: for a strategy that uses a disk itself; it also allows `auto` to use one
 
     params=int8           on the wire: a codec
     params=int8:forward   only in the forward; the backward uses exact parameters

@@ -4,7 +4,7 @@ The error is caught wherever it is raised, also during the set-up. Every rank th
 folder, which `shardwise doctor oom` shows again.
 
 Names of the largest blocks come from the engine's tensors. Tensors that autograd saves for the backward have no name in
-Python: they are the rest. The CPU's allocator counts nothing, so there only blocks with a name are found.
+Python: they are the rest. The CPU's allocator has no statistics, so on a CPU only blocks with a name are found.
 """
 
 import gc
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SET_UP = "the set-up"
 NUM_LARGEST = 5
-# Shares of memory from which on fragmentation, or one large unit, is the cause.
+# From these shares of memory on, fragmentation, or one large unit, is reported as the cause.
 FRAGMENTED_SHARE, ONE_UNIT_SHARE = 0.1, 0.5
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -123,7 +123,7 @@ def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
     return {**report, "text": _text(report, planned, changes)}
 
 
-# When it happened, and what the plan expected then
+# The instant of the failure, and the memory that the plan expected then
 
 
 def _instant(trace: TracebackType | None, context: FailureContext, engine: Engine | None) -> str:
@@ -166,7 +166,7 @@ def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in found.items() if name not in unknown}
 
 
-# What the device held
+# Memory of the device at the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class AllocatorPool:
 
     allocated: int
     reserved: int
-    limit: int  # the most that this process may have
+    limit: int  # maximum memory of this process
     grows: bool  # segments are expandable, so that nearly nothing is lost between blocks
 
     @property
@@ -250,7 +250,7 @@ def _engine_tensors(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Ten
 
 def _python_tensors() -> Iterator[tuple[Tensor, str]]:
     for value in gc.get_objects():
-        # By type: isinstance asks the object, which would load lazy ones. Fake tensors have no memory.
+        # By type: isinstance may call code of the object, which would load lazy ones. Fake tensors have no memory.
         if issubclass(type(value), Tensor) and not issubclass(type(value), FakeTensor):
             yield value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 

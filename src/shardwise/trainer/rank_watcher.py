@@ -4,7 +4,7 @@ The agent owns the main thread, which may be deep in a rendezvous. So signals ar
 the ranks until they can handle them; this thread unblocks them and reads their numbers from a pipe. To end the agent,
 it sends SIGUSR2 to the main thread, which then raises an exception that the agent knows.
 
-- SIGTERM, SIGUSR1, SIGHUP: the ranks are asked to stop, once each, also those that are still starting.
+- SIGTERM, SIGUSR1, SIGHUP: each rank gets one request to stop, also those that are still starting.
 - SIGINT: the same; a second one kills them.
 - A rank has died: the agent ends the others, but those that wait inside a collective would notice after half a minute.
   They are killed earlier.
@@ -54,8 +54,8 @@ _RAISED_BY = re.compile(r"rank (\d+): ")
 @dataclass(slots=True)
 class WatchedRank:
     started: Started
-    is_asked: bool = False  # to stop
-    is_killed: bool = False  # by us
+    is_asked: bool = False  # it got a request to stop
+    is_killed: bool = False  # by the watcher
     where: str = ""  # its stack when it was killed
     gone_s: float | None = None
     status: int | None = None  # its exit code, negative for a signal; None: it runs, or the agent reaped it first

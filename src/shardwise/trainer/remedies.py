@@ -52,7 +52,7 @@ class Remedy:
 
 
 def remedies(planned: RunPlan, room: int | None = None) -> list[Remedy]:
-    """Return the changes that help. `room` is what the run may need; by default what was free before it."""
+    """Return the changes that help. `room`: memory that the run may use; default: the free memory before the run."""
     entry = planned.entry
     room = entry.machine.memory_bytes if room is None else room
     found = [
@@ -81,7 +81,7 @@ def _saves(entry: Assessment, changed: Assessment) -> bool:
 
 
 def _remedy(words: str, planned: RunPlan, changed: Assessment, room: int) -> Remedy:
-    """Without planned activations, neither the time nor the needed memory is known."""
+    """Make a remedy; without planned activations, its time and needed memory are unknown."""
     entry = planned.entry
     saved = entry.needed_bytes - changed.needed_bytes
     if planned.note:
@@ -105,7 +105,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
 
 
 def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assessment]]:
-    """The same strategy with more and more state in host memory. Only the planner splits the optimizer state."""
+    """Yield the same strategy with more and more state in host memory. Only the planner splits the optimizer state."""
     layout = entry.layouts[0]
     if len(set(entry.layouts)) > 1 or layout.uses_disk:
         return
@@ -118,7 +118,7 @@ def _offloads(entry: Assessment, assess: Assessor) -> Iterator[tuple[str, Assess
 
 
 def offload_flag(layout: Layout) -> str:
-    """Flag of `shardwise train` for this offload, next to the strategy and the wire as they were given."""
+    """Return the flag of `shardwise train` for this offload; strategy and wire stay as they were given."""
     return f"--offload {','.join(layout.moves)}"
 
 

@@ -114,7 +114,7 @@ def _write_divergence(run: Run, ending: Ending) -> Path:
 
 
 def _json_numbers(result: StepResult) -> dict[str, float | None]:
-    """JSON has neither NaN nor infinity: they become None."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     values = dataclasses.asdict(result).items()
     return {name: value if value is not None and math.isfinite(value) else None for name, value in values}
 

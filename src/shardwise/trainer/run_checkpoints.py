@@ -34,13 +34,13 @@ from .settings import Settings, interval_of
 PROBE_BYTES = 8 << 20  # written once, to predict the time of a save
 # Share of the free host memory that a copy may take; the rest is for the data and the system.
 MAX_HOST_SHARE = 0.9
-# Types of the values in the extra of a checkpoint that `shardwise train` saved. Others have a step at most.
+# Types of the values in the extra of a checkpoint that `shardwise train` saved. Other checkpoints have at most a step.
 _OWN = {"step": int, "num_samples_seen": int, "global_batch_size": int, "data": dict, "book": dict}
 
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """`num_bytes` of one checkpoint, of all ranks. `why_not`: why a requested background save is not possible."""
+    """How a run saves. `num_bytes`: one checkpoint of all ranks. `why_not`: why it cannot save in the background."""
 
     num_bytes: int
     in_background: bool

@@ -114,9 +114,9 @@ def _config_in(checkpoint: Path) -> tuple[str, str] | None:
 
 
 def claim(settings: Settings) -> Path:
-    """Take the chosen folder for this run. One rank calls it, after all checks.
+    """Take the chosen folder for this run and write config.json. One rank calls it, after all checks.
 
-    The file is for training again, so it has neither the folder, which is taken, nor the checkpoint.
+    config.json is a file to train with again, so it has neither the folder, which is taken, nor the checkpoint.
     """
     folder = run_folder(settings)
     try:

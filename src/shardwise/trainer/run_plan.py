@@ -45,7 +45,7 @@ from .settings import Settings, units_asked
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """`entry` is the strategy that runs, `assess` costs others. `note` says why activations are unknown."""
+    """The plan of a run. `entry`: the strategy that runs; `assess`: for others; `note`: why activations are unknown."""
 
     entry: Assessment
     assess: Assessor
@@ -126,7 +126,7 @@ def _works_or_note(built: Built, settings: Settings, training: Training, names: 
 
 
 def _works_of(built: Built, settings: Settings) -> Works:
-    """Compiled blocks cannot be probed: those of the in-tree transformer are known, others count as not compiled."""
+    """Work by unit. Compiled blocks cannot be probed: in-tree ones have known work, others count as not compiled."""
     model = built.model
     if settings.compile and isinstance(model, Transformer):
         shape = model.shape
@@ -157,7 +157,7 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
 
 
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
-    """Plan what runs."""
+    """Plan the sharded model that runs."""
     engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
     off_device = _off_device(engine)
     layouts = [unit.layout for unit in engine.schedule.units]
@@ -227,7 +227,7 @@ def as_json(planned: RunPlan) -> dict[str, Any]:
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
-    """Write the plan. `starts` lists what ran from which step on, the newest last, which is this plan's."""
+    """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
     text = as_json(planned)
     runs = text["strategies"][0]
     what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}

@@ -281,7 +281,7 @@ def _losses(facts: End) -> str:
 def _memory_table(facts: End) -> list[str]:
     held = facts.memory
     planned, seen = held.planned, held.seen
-    is_process = held.peak_activations is None  # the CPU's allocator counts nothing; only the whole process is known
+    is_process = held.peak_activations is None  # on a CPU only the memory of the whole process is known
     columns: dict[str, tuple[int | None, int | None]] = {
         "params": (planned.params, seen.params),
         "grads": (planned.grads, seen.grads),

@@ -51,11 +51,11 @@ TOKENISING_S = 24 * 3600  # the other ranks wait for the one that tokenises
 
 
 def set_up(settings: Settings, context: FailureContext) -> Run:
-    """Make the run of this rank; `context` learns what there is to say if memory is not enough."""
+    """Make the run of this rank; `context` collects facts for the report if memory is not enough."""
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     say: Callable[[str], None] = partial(print, flush=True) if rank == 0 else _silent
-    # The first rank chooses, because a folder's name may contain the time. Machines that joined late were started once.
+    # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
     chosen = all_or_none(world, lambda: _chosen(given, num_restarts) if rank == 0 else given)
@@ -168,7 +168,7 @@ def _take_folder(settings: Settings, resumed: Resumed, planned: RunPlan) -> None
 
 
 def _data(settings: Settings, checked: Checked, say: Callable[[str], None]) -> tuple[Prepared, Samples, Samples | None]:
-    """One rank of each machine makes the token stores, unless the launcher has; then all ranks open them."""
+    """Prepare and open the data: one rank per machine writes the token stores, unless the launcher has done so."""
     where = run_folder(settings) / DATA
     patient = mesh.hosts(TOKENISING_S)
 

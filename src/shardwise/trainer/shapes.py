@@ -39,9 +39,9 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`shape` has all fields of a `TransformerShape` except the vocabulary, which is the tokenizer's.
+    """A named shape. `shape` has all fields of a `TransformerShape` except the vocabulary, which is the tokenizer's.
 
-    Benchmarks use `vocab`. `settings` are defaults of the run for this shape.
+    Benchmarks use `vocab`. `settings`: defaults of a run with this shape.
     """
 
     shape: dict[str, Any]

@@ -8,7 +8,7 @@ Ctrl-C reaches every process of a terminal. A rank under `launch` ignores it: th
 asks its ranks with SIGUSR2. A rank under torchrun or srun has no such launcher, and counts for itself.
 
 A terminal may go away. SIGHUP reports that late, and only to the leader of its session; so a rank notices by itself,
-when it writes, and from then on writes to nowhere.
+when it writes, and from then on discards its output.
 """
 
 import errno
@@ -120,7 +120,7 @@ def _remove(file: Path) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """Once the terminal is gone, this writes to nowhere: an error would end a run in the middle of its save."""
+    """Discards output once the terminal is gone: an error would end a run in the middle of its save."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -111,7 +111,7 @@ class Run:
 
     @torch.no_grad()
     def _evaluation_loss(self, samples: Samples) -> float:
-        """All ranks call the model equally often; repeated samples at the end have no targets."""
+        """Return the mean loss. All ranks call the model equally often; repeated samples at the end have no targets."""
         model, device, hosts = self.job.model, self.job.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.job.batching.micro_size

@@ -89,7 +89,7 @@ class StepRecords:
     last_loss: float = math.nan
     complaint: str = ""
     last: deque[StepResult] = field(default_factory=lambda: deque(maxlen=NUM_LAST))
-    seconds: float = 0.0  # of training alone, without the first row
+    seconds: float = 0.0  # duration of training only, without the first row
     num_timed: int = 0
     _since: float = field(default_factory=time.perf_counter)
     _row_seconds: float = 0.0

@@ -35,7 +35,7 @@ _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": 
 
 
 def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
-    """Write a checkpoint in memory of one part of a tensor."""
+    """Write a checkpoint; at most one part of a tensor is in memory."""
     with new_folder(path) as into, opened.reader() as reader:
         metadata = Metadata({}, planner_data={})
         with _Files(into) as files:
@@ -50,7 +50,7 @@ def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: 
 
 
 class _Files:
-    """Files of a bounded size, one after the other, named as if each were of a rank of its own."""
+    """Files of a bounded size, one after the other, named as if each came from another rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -75,7 +75,7 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
         try:
             sources, names = _gathered_sources(model, parts, wants)
             write_export(Content(model, built.facts, sources, names, is_adapted, max_bytes=MAX_FILE_BYTES), folder)
-        except Exception as error:  # noqa: BLE001  the other ranks are gathering, and must be told
+        except Exception as error:  # noqa: BLE001  the other ranks are gathering, and need to know
             problem = f"{type(error).__name__}: {error}"
     for _ in parts:
         pass

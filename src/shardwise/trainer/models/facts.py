@@ -41,7 +41,7 @@ class ModelFacts:
     kind: Kind
     max_seq: int
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
-    tokenizer: str  # of the settings, else the model's, else, with random weights, bytes
+    tokenizer: str  # from the settings, else the model's, else (with random weights) "bytes"
     origin: str  # its name, its id, or the folder that was given; never a folder of the cache
     folder: Path | None  # None: an in-tree shape by name
     config_file: Path | None

@@ -89,7 +89,7 @@ def _name(model: Any) -> str:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Hooks stay, and with them the engine's gathers. The engine may have replaced the forward before."""
+    """Replace a forward. Hooks stay, and so do the engine's gathers. The engine may have replaced it before."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -129,7 +129,7 @@ def _returns_head_output_unchanged(model: Any) -> bool:
     with _forward_replaced(body, lambda *_, **__: _Body((hidden,))), _forward_replaced(head, projection):
         try:
             output = model(input_ids=tokens)
-        except Exception:  # noqa: BLE001  an architecture that fails here is not for this path
+        except Exception:  # noqa: BLE001  an architecture that fails here cannot use this path
             return False
     return output.logits is mark and shapes == [hidden.shape]
 
