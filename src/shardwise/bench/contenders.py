@@ -245,7 +245,7 @@ def deepspeed(case: Case, argument: str) -> Run:
 
 
 def refuse_what_deepspeed_ignores(case: Case, parts: Sequence[str], ranks_per_node: int) -> None:
-    """Refuse what DeepSpeed would silently ignore. `ranks_per_node` is its own count: the devices of this machine."""
+    """Refuse settings that DeepSpeed silently ignores. `ranks_per_node`: its own count, the devices of this machine."""
     if "hpz" in parts and case.node_size == 1:
         raise ConfigurationError("deepspeed splits hpz's second copy in a node, and a node has 1 rank: give it more")
     if "qgz" in parts and ranks_per_node != case.node_size:

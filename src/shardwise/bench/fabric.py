@@ -80,7 +80,7 @@ class _NoStore(Store):
 
 
 class _HostTransfer(dist.Work):
-    """Complete at an instant of the host's clock."""
+    """A transfer that is complete at an instant of the host's clock."""
 
     def __init__(self, done_s: float, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _HostTransfer(dist.Work):
 
 
 class _DeviceTransfer(dist.Work):
-    """Complete when `event` is. Keeps the tensors alive as long as the caller keeps this object."""
+    """A transfer that is complete when `event` is. It keeps the tensors alive as long as the caller keeps it."""
 
     def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ def trace(step: Callable[[], object], synchronise: Callable[[], None], device: s
         schedule=schedule(wait=0, warmup=1, active=STEPS_IN_TRACE, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        acc_events=True,  # without it torch warns about cycles that are dropped, and there is only one
+        acc_events=True,  # otherwise torch warns about dropped cycles, although there is only one
     ) as profiler:
         for number in range(TRACED_STEPS):
             step()

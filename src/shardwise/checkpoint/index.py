@@ -136,7 +136,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """All of a checkpoint but the tensors' bytes. `origin`: who wrote it. `extra`: the program's own values."""
+    """Everything in a checkpoint but the tensors' bytes. `origin`: its writer. `extra`: the program's own values."""
 
     files: tuple[File, ...]
     tensors: dict[str, Saved]

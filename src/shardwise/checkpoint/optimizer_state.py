@@ -34,7 +34,7 @@ Optimizers = Sequence[ShardedOptimizer]
 
 
 def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
-    """Refuse what `sw.shard` did not return together with the model."""
+    """Return the optimizers; refuse one that `sw.shard` did not return together with the model."""
     given: list[Any] = [] if optimizer is None else [optimizer]
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
     for each in given:

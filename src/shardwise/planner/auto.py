@@ -44,7 +44,7 @@ NUM_PROBES = 5
 # Latency of a collective on a device while the host has already queued further work.
 LATENCY_US = 20.0
 # The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
-# at 3 % and decoded at 5 to 8 % of what it copies at.
+# at 3 % and decoded at 5 to 8 % of its copy rate.
 PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4, coding=0.05)
 # Measurements differ by this fraction from one start to the next.
 PROCESSOR_TIE = 0.1

@@ -1,5 +1,5 @@
 """A real module as something that can be planned: its units are found, and one block of each kind is probed on the meta
-device, with the activation checkpointing that the module has, or that is asked for where the module was built here."""
+device, with the module's own activation checkpointing, or with the requested one if the planner built the module."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def refusals(self) -> dict[str, str]:
-        """For each strategy that does not fit, the change that would make it fit."""
+        """The change that would make a strategy fit, for each one that does not."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ def _value(value: object) -> str:
 
 
 def title(text: str) -> str:
-    """The text that is shown when a pointer rests on an element, and read aloud for it."""
+    """Return a tooltip, which screen readers also read aloud."""
     return element("title", escape(text))
 
 
@@ -73,7 +73,7 @@ def ticks(most: float, about: int = 5) -> list[float]:
     return [at * step for at in range(math.floor(most / step * 1.000001) + 1)]
 
 
-# Bars that are longer than this many GPUs are cut, so that those near the limit can be told apart.
+# Bars that are longer than this many GPUs are cut, so that those near the limit can be distinguished.
 MOST_GPUS = 1.5
 # A GPU that is this many times larger than the longest bar is not drawn: everything else would be too small to see.
 FAR = 4

@@ -2,8 +2,8 @@
 
 Torch's agent provides the rendezvous of machines, the restarts and the store at which ranks meet. Its messages and its
 signal handling are replaced, see `rank_watcher`. So is the place where the launchers meet. One machine meets on the
-loopback. Torch's rendezvous of several machines keeps a pickle in a store that everybody on the network can write to,
-and whoever does executes code in the launchers. Here the pickle is signed with a key in the run folder, which the
+loopback. Torch's rendezvous of several machines keeps a pickle in a store that anyone on the network can write to, and
+a pickle can execute code in the launchers. Here the pickle is signed with a key in the run folder, which the
 machines share and other users cannot read; a pickle without that signature is not loaded.
 """
 

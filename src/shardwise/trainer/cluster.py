@@ -24,7 +24,7 @@ Variables = Mapping[str, str]
 DEFAULT_GPUS = 8  # of a machine
 SAVE_S = 120  # seconds for the last save
 PORT = 29400
-FINAL_CODES = (2, 3, 4, 5, 130)  # another start would end in the same way, or somebody has stopped the run
+FINAL_CODES = (2, 3, 4, 5, 130)  # another start would end in the same way, or a user has stopped the run
 
 _SLURM = """\
 #!/bin/bash

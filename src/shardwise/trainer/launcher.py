@@ -143,7 +143,7 @@ def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> No
 
 
 def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
-    """For one srun task per node: add the number of nodes, where they meet, and the place of this one."""
+    """Add Slurm's facts if srun runs one task per node: number of nodes, rendezvous endpoint, rank of this node."""
     nodes = cluster.num_nodes(os.environ)
     if not cluster.is_step(os.environ) or nodes == 1:
         return settings

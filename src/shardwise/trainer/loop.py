@@ -31,7 +31,7 @@ STOP_CODES = (TERMINATED, INTERRUPTED)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`step` steps are done. `stop` is the requested exit code; `complaint` says how the training diverged."""
+    """The end of the loop after `step` steps. `stop`: requested exit code; `complaint`: how the training diverged."""
 
     step: int
     stop: int | None = None

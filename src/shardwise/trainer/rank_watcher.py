@@ -279,7 +279,7 @@ def first_failure(
 ) -> str:
     """Describe the first failure, and the ranks that had to be killed: the first may have failed waiting for them.
 
-    All by local rank. `reported` is what the agent knows: the rank and the exit code of one that failed.
+    All arguments are by local rank. `reported`: the agent's report, with rank and exit code of one that failed.
     """
     text = _first_failure(ranks, endings, reported, host)
     killed = [seen.where for seen in ranks.values() if seen.is_killed and seen.where]

@@ -61,7 +61,7 @@ class RunPlan:
         return self.by_class(self.entry.memory.peak.name)
 
     def left_at_peak(self) -> int:
-        """Return the bytes at the peak besides `rests`: activations and temporary tensors."""
+        """Return the bytes at the peak without those in `rests`: activations and temporary tensors."""
         return max(self.entry.memory.peak.total - sum(self.rests.values()), 0)
 
     def by_class(self, name: str) -> dict[str, int]:

@@ -192,7 +192,7 @@ class Run:
             self.removing = None
 
     def extra(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of the trainer has besides weights and optimizer state."""
+        """Return the trainer's values in a checkpoint, in addition to weights and optimizer state."""
         return {
             "step": step,
             "learning_rate": learning_rate(self.settings, step - 1, self.job.num_steps) if step else None,

@@ -162,7 +162,7 @@ class StepRecords:
         self._since = time.perf_counter()
 
     def to_extra(self) -> dict[str, Any]:
-        """Return what a checkpoint saves of the records."""
+        """Return the part of the records that a checkpoint saves."""
         lowest = self.divergence.lowest
         return {
             "loss_sum": self.loss_sum,

@@ -1,7 +1,7 @@
 """Read DeepSpeed's `global_stepN` folders: master weights and optimizer state from the ranks' parts, and the rest.
 
-A file of model states has the names and shapes of what the parts hold, in their order, and buffers and frozen
-parameters; a file of optimizer states for every rank has its parts of the flat groups. Below stage 3 there is one file
+A file of model states has the names and shapes of the trained parameters, in their order, and buffers and frozen
+parameters; each rank has a file of optimizer states with its parts of the flat groups. Below stage 3 there is one file
 of model states; in stage 3 there is one for each rank, with its parts of the frozen parameters.
 """
 

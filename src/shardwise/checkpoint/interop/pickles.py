@@ -28,7 +28,7 @@ _Load = Callable[[Any], object]
 
 
 def read(data: bytes, find_storage: Callable[[Any], Any]) -> Any:
-    """Return the value of a pickle. `find_storage` maps a persistent id to what lies outside of the pickle."""
+    """Return the value of a pickle. `find_storage` maps a persistent id to data outside of the pickle."""
     if len(data) > MAX_PICKLE_BYTES:
         raise CheckpointError(f"a pickle has {len(data)} bytes, and at most {MAX_PICKLE_BYTES} are read")
     try:

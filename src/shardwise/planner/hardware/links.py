@@ -1,4 +1,4 @@
-"""A fabric as a value: how many nodes of how many ranks, what their links do, and what an operation takes on them.
+"""A fabric as a value: its nodes and ranks, the speed of their links, and the time of an operation on them.
 
 Each rank has two wires, both full duplex: one to the other ranks of its node (`intra`, NVLink) and one to the
 other nodes (`inter`, its own NIC). Which of them a group uses follows from its ranks:

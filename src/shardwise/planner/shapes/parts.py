@@ -1,4 +1,4 @@
-"""Modules as sizes: what owns parameters, adapters beside them, and how they fall into units.
+"""Modules as sizes: the modules with parameters, their adapters, and their division into units.
 
 The rules are those of `core/schedule/units.py`, which works on the modules themselves: every block is a unit, or its
 large parts are. An outer module that is large, or holds at least half a block, is a unit, too. The root has the rest.

@@ -35,19 +35,19 @@ class ModelShape:
     vocab: int
     tied: bool = False  # the output projection is the embedding
     gated: bool = True  # the feed-forward has a third matrix
-    bias: bool = False  # of the attention's output and the feed-forward
+    bias: bool = False  # for the attention's output and the feed-forward
     qkv_bias: bool = False
-    head_bias: bool = False  # of the output projection
+    head_bias: bool = False  # for the output projection
     norm: Norm = "rms"
-    norm_bias: bool = True  # of a layer norm; RMS norms have none
-    num_norms: int = 2  # of a block
+    norm_bias: bool = True  # for layer norms; RMS norms have none
+    num_norms: int = 2  # per block
     qk_norm: bool = False  # queries and keys are normalised, each head by itself
-    num_positions: int = 0  # learned
+    num_positions: int = 0  # number of learned positions
     num_experts: int = 1
     num_active_experts: int = 1
     expert_ffn: int = 0
-    other_elems: int = 0  # of every block
-    other_outside_elems: int = 0  # of what is no block
+    other_elems: int = 0  # further parameters of every block
+    other_outside_elems: int = 0  # further parameters outside of blocks
     code: Code = "hf"
     dtype: DType = FP32
 

@@ -2,7 +2,7 @@
 
 The in-tree block (trainer/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's;
 and the blocks of published measurements: torchtitan's Llama and llm-foundry's MPT. A compiled block is the same code
-with its elementwise chains fused: what they would save in between is computed again.
+with its elementwise chains fused: their intermediate results are recomputed instead of saved.
 """
 
 from dataclasses import replace

@@ -226,7 +226,7 @@ class Counting(TorchDispatchMode):
 
 
 def _is_accumulation(args: Any) -> bool:
-    """Return True if autograd adds a gradient to one that nobody else holds: it then does so in place."""
+    """Return True if autograd adds a gradient to one that nothing else holds: it then does so in place."""
     num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
 

@@ -1,9 +1,9 @@
-"""A small autograd of byte counts: what torch's eager autograd allocates and frees, without tensors.
+"""A small autograd of byte counts: it predicts what torch's eager autograd allocates and frees, without real tensors.
 
 A forward is written like the torch code that it stands for, with the methods of `Tape` in place of operations. A
 `Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
 and the graph how long a saved tensor lives. The backward runs nodes in torch's order, the last recorded first, frees
-what a node saved once it has run, and adds gradients in place where torch does: where nobody else holds the storage.
+what a node saved once it has run, and adds gradients in place where torch does: if nothing else holds the storage.
 
 Operations differ by values, not by classes: how large the result is, what is saved, and which gradients are new memory
 (an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does. `measure` runs

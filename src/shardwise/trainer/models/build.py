@@ -115,7 +115,7 @@ def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
         config.use_cache = False
         config.return_dict = True
         with torch.device("meta"):
-            # In the dtype of its files, which exports and frozen weights keep. Trainable weights have masters.
+            # Use the dtype of the files, which exports and frozen weights keep. Trainable weights have masters.
             model = auto.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
