@@ -23,8 +23,8 @@ Tree = Any
 MOST_BYTES = 4_000_000
 MOST_NODES = 100_000
 YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
-# Strings as they are, and comments; then, without these, commas before a closing bracket. A string without an end is
-# matched all the same, and never given back: so no character is looked at again and again.
+# Matches strings and comments; and, once comments are removed, strings and commas before a closing bracket. A string
+# without an end is matched, too, and without backtracking, so that no character is read again and again.
 JSON_STRING = r'("(?:\\.|[^"\\\n])*+"?+)'
 JSON_COMMENT = re.compile(rf"{JSON_STRING}|(?://|#)[^\n]*|/\*.*?\*/|/(?=\*)", re.S)
 JSON_COMMA = re.compile(rf"{JSON_STRING}|,(?=\s*[}}\]])", re.S)

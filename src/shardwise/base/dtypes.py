@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`name` is torch's."""
+    """A number format. `name` is torch's name for it."""
 
     name: str
     itemsize: int

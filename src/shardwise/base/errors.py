@@ -1,7 +1,7 @@
 """The errors users see. Each names the thing, both values that disagree, and the fix.
 
-`exit_code` is what a command ends with. 1 is a crash, which a launcher may answer with another start; every other one
-was decided, and would be decided again.
+`exit_code` is the exit code of a command that ends with the error. 1 is a crash, after which a launcher may start
+again; after any other code a new start would fail in the same way.
 """
 
 import difflib
@@ -22,7 +22,7 @@ class ShardwiseError(Exception):
     """Base of all errors of shardwise. Its text may contain names from files, so it is made printable."""
 
     exit_code = 1
-    has_lines = False  # or one line, whatever is in it
+    has_lines = False  # False: the text is one line, and line ends in it are escaped
 
     def __str__(self) -> str:
         return printable_lines(super().__str__()) if self.has_lines else printable(super().__str__())

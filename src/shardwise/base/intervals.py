@@ -1,7 +1,7 @@
 """Interval arithmetic: where a parameter lies in a flat buffer, and which part of it a rank holds.
 
 Everything here is pure and counts elements. The engine, the optimizer, the planner and the checkpoints
-all ask this module, so that they cannot disagree.
+all use this module, so that they cannot disagree.
 
 A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS` (or of a codec's larger block), the
 whole padded so that it divides into equal shards that again are multiples of it. So no shard boundary ever cuts a

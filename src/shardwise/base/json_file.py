@@ -8,8 +8,8 @@ from .errors import ConfigurationError
 from .regular_file import read_regular
 
 MOST_BYTES = 64 * 10**6
-# An empty list is two characters, and takes thirty times as many bytes in memory. What people write is not made of
-# them: a file may have this many lists and objects, and one more for every eight of its bytes.
+# An empty list is two characters, and takes thirty times as many bytes in memory. Ordinary files have few of them: a
+# file may have this many lists and objects, and one more for every eight of its bytes.
 MANY_BRACKETS = 1_000_000
 
 

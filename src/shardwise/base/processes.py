@@ -51,8 +51,8 @@ def state_of(pid: int) -> str:
 def temporary_folder(place: str | Path | None = None) -> Iterator[Path]:
     """A folder in `place` (default: where temporary files go) that is removed at the end.
 
-    It is locked as long as this process lives. What others of this machine have left in the same place without a lock
-    is removed first: they were killed.
+    It is locked as long as this process lives. Folders without a lock, which killed processes of this machine have left
+    in the same place, are removed first.
     """
     place = Path(tempfile.gettempdir() if place is None else place)
     # A lock may not be seen on other machines that share the place.
@@ -65,7 +65,7 @@ def temporary_folder(place: str | Path | None = None) -> Iterator[Path]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # it was found, and taken for abandoned, in the instant before it was opened
             continue
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned, either
+        with contextlib.suppress(OSError):  # a file system without locks: no process removes it, either
             fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             break

@@ -271,9 +271,7 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 def _let_segments_grow() -> None:
-    """Set the allocator to expandable segments, so that hardly any memory is reserved and unused, unless the user has
-    set it.
-    """
+    """Set the allocator to expandable segments, unless the user has set it: less memory is reserved and unused."""
     if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

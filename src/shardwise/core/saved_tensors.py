@@ -26,7 +26,7 @@ def keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """Return the saved tensors, in the backward; once, unless the graph is kept for another backward.
+    """Return the saved tensors, in the backward; once, unless the graph is retained for another backward.
 
     The hooks are dropped, too, because those of checkpointing hold the inputs of the block.
     """

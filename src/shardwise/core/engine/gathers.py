@@ -251,7 +251,7 @@ class Gathers:
                 return
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
-        """The state of a unit to read from disk. A resting copy that the gather is about to renew is not read."""
+        """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
         return [state.away for state in at_rest if state.away is not None and state.flat.is_staged]

@@ -47,7 +47,7 @@ def attempt(
     failure: Exception | None = None
     try:
         result = do()
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001  any failure: the other ranks wait for this report
         failure = error
     return result, failure, exchange(world, None if failure is None else describe(failure))
 

@@ -43,7 +43,7 @@ ChooseLayouts = Callable[[list[FoundUnit], tuple[str, ...]], list[Layout]]
 
 @dataclass(frozen=True, slots=True)
 class ShardRequest:
-    """The arguments of `sw.shard` besides the strategy."""
+    """The arguments of `sw.shard`, except the strategy."""
 
     precision: Precision
     axes: Axes
@@ -269,7 +269,7 @@ def _build_units(
                     state.compute_params[position].__dict__.update(original.__dict__)
                     state.user_params.append(original)
                     places.append((original, Place(state, position)))
-        # On the meta device again: the initialisation of other units must not find this one's parts.
+        # Back to the meta device: the initialisation of other units must not write to this one's parameters.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original
         built.append((index, found.name, modules[found.path], states))

@@ -54,7 +54,7 @@ class Updates:
         return lane
 
     def wait(self) -> None:
-        """Let the computation wait for reductions and updates under way."""
+        """Let the computation wait for reductions and updates in flight."""
         self.lane.join()
         self._reductions.wait()
 

@@ -5,8 +5,8 @@ time, and takes the interpreter's lock once per call.
 
 The checksum costs little more than reading the memory, about a third of zlib's CRC. The 8-byte words of a page are
 multiplied by fixed odd numbers and added, and so are the pages of a block, modulo 2**64. A change in a single word
-always changes the sum, because an odd number has an inverse. What a disk may return instead (zeros, older bytes, bytes
-of another place) is detected except by negligible chance. The sum is weakest where only the highest bits of several
+always changes the sum, because an odd number has an inverse. Wrong data from a disk (zeros, older bytes, bytes of
+another place) is detected, except with negligible probability. The sum is weakest if only the highest bits of several
 words of a page differ. It does not protect against deliberate changes.
 """
 
@@ -42,7 +42,7 @@ class _Factors(ctypes.Structure):
 def checked_io(library: ctypes.CDLL | None) -> CheckedIO:
     if library is None:
         return CheckedIO(_write, _read)
-    # Computed before threads ask for them: `cache` may compute a value twice and keep one, and C may hold the other.
+    # Computed before threads need them: `cache` may compute a value twice and keep one, and C may hold the other.
     factors_of_words(), factors_of_pages()
     write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
     write.restype = read.restype = ctypes.c_int64
@@ -73,7 +73,7 @@ def _run_in_c(function: Any, in_python: Transfer, file: int, memory: memoryview,
         ctypes.byref(factors),
         sums,
     )
-    # Python meets the same obstacle, and works around it or reports it.
+    # If C fails, Python meets the same problem, and works around it or reports it.
     return list(sums) if num == len(memory) else in_python(file, memory, offset)
 
 

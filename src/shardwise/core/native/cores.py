@@ -25,8 +25,8 @@ class Cores:
 def cores_for(local_rank: int, num_local_ranks: int) -> Cores:
     """The share of rank `local_rank` of `num_local_ranks` on this machine: at least one processor.
 
-    Shares are those of the processors this process may run on. Where a launcher has bound every rank to its own, say
-    `cores_for(0, 1)`.
+    The processors that this process may run on are shared. If a launcher has bound every rank to processors of its own,
+    call `cores_for(0, 1)`.
     """
     ordered = near_each_other(os.sched_getaffinity(0), SYSTEM)
     return share(ordered, cpu_limit(cgroup_values("cpu.max", None)), local_rank, num_local_ranks)

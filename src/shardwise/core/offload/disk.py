@@ -91,7 +91,7 @@ class Disk:
         return self._start(region, into, at, is_put=False)
 
     def flush(self) -> None:
-        """Wait for every request under way."""
+        """Wait for every request in flight."""
         with self._lock:
             under_way = [pending for region in self._regions for pending in region.under_way()]
         for pending in under_way:

@@ -230,12 +230,12 @@ class Flat:
 
     @cached_property
     def gathered_row_bytes(self) -> int:
-        """Bytes of rows under way in a gather."""
+        """Bytes of the rows of a gather in flight."""
         return self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """Bytes of rows under way in a reduction: sent and received, in the largest of its hops."""
+        """Bytes of the rows of a reduction in flight: sent and received, in the largest of its hops."""
         if self.grads_codec is None:
             return 0
         return max(

@@ -29,9 +29,8 @@ class StateBytes:
 
 
 def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
-    """Bytes of a rank between backward and step, padding included. Adam keeps two moments in the master's dtype;
-    moments in fewer bits count as fractions.
-    """
+    """Bytes of a rank between backward and step, padding included. Adam has two moments in the master's dtype; moments
+    in fewer bits count as fractions."""
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
     return StateBytes(

@@ -24,11 +24,11 @@ from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
 ALIGN_BYTES = 2 * BLOCK_ELEMS
-# Reduction slots: one is reduced while the next is written. Gradients that are kept whole need none.
+# Reduction slots: one is reduced while the next is written. Gradients that stay whole on the device need none.
 NUM_REDUCTIONS = 2
-# Gathers of encoded parameters that are under way at a time.
+# The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
-# Units whose gradients are on the device at once while they leave for the host: being written, reduced, copied.
+# The number of units whose gradients are on the device at once if they go to the host: written, reduced, copied.
 NUM_LEAVING = 3
 # The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
 # running it. Norms are taken of pieces of this many.

@@ -2,8 +2,8 @@
 
 [Note: states of a unit]
 
-    SHARDED    This rank holds its shard only. The memory for the whole weights belongs to another unit, or to nobody.
-    GATHERING  An all-gather into that memory is in flight. Nobody may read it yet.
+    SHARDED    This rank holds its shard only. The memory for the whole weights belongs to another unit, or is free.
+    GATHERING  An all-gather into that memory is in flight. It must not be read yet.
     GATHERED   That memory holds the newest weights. A forward or a backward may read them.
     STALE      That memory holds the weights from before the last update. Frozen flats in it are still right.
 

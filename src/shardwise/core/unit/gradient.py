@@ -345,7 +345,7 @@ class Gradient:
         self.stage = "local"
 
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
-        """Set the mean over all ranks from outside, while nobody reads the last one."""
+        """Set the mean over all ranks from outside, while no update reads the last one."""
         self.fetch()
         self.final_at_hand.copy_(part)
         self.square = self.clipped_by = None
@@ -403,7 +403,7 @@ class Gradient:
         return {index: row.view(flat.params[index].shape) for index, row in rows.items()}
 
     def apply_clip(self) -> None:
-        """Multiply a gradient on the host, which nobody reads now, by its clipping factor."""
+        """Multiply a gradient on the host, which no update reads now, by its clipping factor."""
         if self.clipped_by is not None:
             self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
             self.square = self.clipped_by = None

@@ -61,7 +61,7 @@ class State:
     what: str
     waited_s: float
     passed: int
-    announced: int  # stands for the event
+    announced: int  # a number computed from the event
     recent: list[str]
     where: str
     idle_s: float = 0.0

@@ -3,8 +3,8 @@
 Each is one pass: a program reads a tile of whole blocks once, in steps of 16 bytes, has scales and codes in registers,
 and writes them. What keeps the bits equal: products and sums are not fused (`enable_fp_fusion=False`); an inverse is
 one division for a block, rounded to nearest; the nearest integer comes from adding 1.5 * 2^23, where fp32 is spaced by
-1 and ties go to even; absmax, minimum and maximum are of the values' bits, as integers in the order of the numbers,
-which no NaN gets lost in.
+1 and ties go to even; absmax, minimum and maximum are computed on the values' bits, as integers in the order of the
+numbers, so that no NaN is lost.
 
 Kernels are launched on the current device, which must be that of the tensors.
 """
