@@ -53,8 +53,8 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together. `collected_bytes`: output of the collective; `gathered_bytes`: the
-    parameters copied out of it; `part_bytes`: this rank's input. With a single rank there is only cast and copy."""
+    """Parameters that are gathered together. `collected_bytes`: output of the collective; `gathered_bytes`: parameters
+    copied out of it; `part_bytes`: this rank's input, if it is cast. A single rank needs no collective."""
 
     gathered_bytes: int
     collected_bytes: int
