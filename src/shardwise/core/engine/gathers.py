@@ -35,8 +35,7 @@ GATHERING = Weights.GATHERING
 
 @dataclass(slots=True)
 class GatherInFlight:
-    """A gather in flight. `staged` is the host memory from which weights are copied to the device, `row_slot` the
-    memory for encoded parameters."""
+    """A gather in flight. `staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
 
     journeys: list[Journey]
     queued: Mark

@@ -55,6 +55,8 @@ class Stepper(Protocol):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
+    """The optimizer that `sw.shard` returns: use it like the original. It also clips and scales sharded gradients."""
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,

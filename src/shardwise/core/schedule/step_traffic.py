@@ -15,6 +15,8 @@ from .events import Event, Way
 
 @dataclass(frozen=True, slots=True)
 class Moved:
+    """Bytes of one rank. `by_call` are its collectives by axis; the last four are the moves of `events.Way`."""
+
     by_call: Traffic
     intra_node: float
     inter_node: float
