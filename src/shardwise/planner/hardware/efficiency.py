@@ -103,6 +103,6 @@ def _row(gpu_name: str) -> tuple[str, tuple[str, ...], Efficiency]:
     found = next((row for row in _TABLE if gpu_name.startswith(row[1])), None)
     if found is None:
         raise ConfigurationError(
-            f"GPU {gpu_name!r}: what it reaches of its peak is not known; see plan/hardware/efficiency.py"
+            f"GPU {gpu_name!r}: what it reaches of its peak is not known; see planner/hardware/efficiency.py"
         )
     return found
