@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.planner.hardware.efficiency import Efficiency, Wear, generation_of
+from shardwise.planner.hardware.efficiency import Efficiency, Overheads, generation_of
 
 from .planner_published import Row, Step, predicted_s, steps_and_left_out, unit_seconds
 
@@ -76,8 +76,8 @@ def efficiency_for(step: Step, constants: Constants) -> Efficiency:
     )
 
 
-def wear_for(constants: Constants) -> Wear:
-    return Wear(constants.contention, constants.hop_us)
+def wear_for(constants: Constants) -> Overheads:
+    return Overheads(constants.contention, constants.hop_us)
 
 
 def time_of(step: Step, constants: Constants) -> float:

@@ -59,7 +59,7 @@ from shardwise.core.mesh import everyone, make_axes
 from shardwise.core.precision import precision_of
 from shardwise.core.schedule.units import find_units
 from shardwise.planner.assess import Assessment
-from shardwise.planner.auto import Asked, choose, machine_here
+from shardwise.planner.auto import AutoRequest, choose, machine_here
 from shardwise.planner.planning import Plan
 from shardwise.planner.search import strategy_of
 from shardwise.trainer.optimizers import optimizer_for
@@ -136,7 +136,7 @@ def plan_with_all(case: Case, device: torch.device) -> Plan:
         training = api._training(optimizer_for(model, Settings()), precision, batch_of(case))
         axes = make_axes(emulated.node_size)
         here = machine_here(everyone(), axes, ENDLESS)
-        return choose(model, find_units(model, "auto"), Asked(training, batch_of(case), "auto", None, ()), here)
+        return choose(model, find_units(model, "auto"), AutoRequest(training, batch_of(case), "auto", None, ()), here)
 
 
 def batch_of(case: Case) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_sched
 from shardwise.planner.cost.compute import UnitSeconds, seconds_of, speed_of
 from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import Efficiency, Wear
+from shardwise.planner.hardware.efficiency import Efficiency, Overheads
 from shardwise.planner.shapes.families import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Checkpointing, Lora, Training
@@ -145,7 +145,7 @@ def unit_seconds(step: Step, efficiency: Efficiency) -> dict[str, UnitSeconds]:
     return {name: found[index % len(found)][name] for index, name in enumerate(found[0])}
 
 
-def predicted_s(step: Step, efficiency: Efficiency, wear: Wear) -> float:
+def predicted_s(step: Step, efficiency: Efficiency, wear: Overheads) -> float:
     """Seconds of a step."""
     seconds = unit_seconds(step, efficiency)
     played = [step_time(*plan, seconds, step.cluster, wear).step_s for plan in step.plans]

@@ -15,7 +15,7 @@ from torch import nn
 from .base.container_limits import cgroup_values, memory_limit
 from .base.dtypes import DTypeLike
 from .base.errors import ConfigurationError
-from .core.engine.buffers import tell_of_statistics
+from .core.engine.buffers import warn_about_running_statistics
 from .core.engine.guards import engine_of
 from .core.engine.rank_agreement import all_or_none
 from .core.engine.sharding import ShardRequest, shard_model
@@ -25,13 +25,13 @@ from .core.native.cores import cores_for
 from .core.optim.probe import num_moments
 from .core.optim.sharded_optimizer import ShardedOptimizer
 from .core.precision import Precision, precision_of
-from .core.schedule.model import FoundUnit
+from .core.schedule.model import UnitSpec
 from .core.schedule.state_bytes import state_bytes
 from .core.schedule.units import Units
 from .core.wire.collectives import Channel, exchange
 from .core.wire.ledger import Traffic
 from .planner.assess import Machine
-from .planner.auto import Asked, Batch, choose, layouts_in, machine_here
+from .planner.auto import AutoRequest, Batch, choose, layouts_in, machine_here
 from .planner.planning import Plan
 from .planner.search import moves_behind_auto
 from .planner.training import Training
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 _CHOSEN: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 
 
-class _Words(TypedDict, total=False):
+class _ShardKeywords(TypedDict, total=False):
     """The keywords of `shard`, for type checkers."""
 
     precision: str | Precision
@@ -59,14 +59,16 @@ class _Words(TypedDict, total=False):
 
 
 @overload
-def shard(model: M, optimizer: None = None, strategy: Strategy = AUTO, **words: Unpack[_Words]) -> tuple[M, None]: ...
+def shard(
+    model: M, optimizer: None = None, strategy: Strategy = AUTO, **words: Unpack[_ShardKeywords]
+) -> tuple[M, None]: ...
 @overload
 def shard(
-    model: M, optimizer: torch.optim.Optimizer, strategy: Strategy = AUTO, **words: Unpack[_Words]
+    model: M, optimizer: torch.optim.Optimizer, strategy: Strategy = AUTO, **words: Unpack[_ShardKeywords]
 ) -> tuple[M, ShardedOptimizer]: ...
 @overload
 def shard(
-    model: M, optimizer: Sequence[torch.optim.Optimizer], strategy: Strategy = AUTO, **words: Unpack[_Words]
+    model: M, optimizer: Sequence[torch.optim.Optimizer], strategy: Strategy = AUTO, **words: Unpack[_ShardKeywords]
 ) -> tuple[M, list[ShardedOptimizer]]: ...
 def shard(
     model: M,
@@ -119,11 +121,11 @@ def shard(
         ),
     )  # fmt: skip
 
-    def choose_layouts(found: list[FoundUnit], keep_fp32: tuple[str, ...]) -> list[Layout]:
+    def choose_layouts(found: list[UnitSpec], keep_fp32: tuple[str, ...]) -> list[Layout]:
         if machine is None:
             return _layouts_as_named(strategy, found, batch, path)
         training = _training(optimizers, request.precision, batch)
-        asked = Asked(training, batch, units, memory_budget, keep_fp32, moves_behind_auto(strategy) or (), path)
+        asked = AutoRequest(training, batch, units, memory_budget, keep_fp32, moves_behind_auto(strategy) or (), path)
         chosen = _CHOSEN[model] = choose(model, found, asked, machine)
         return layouts_in(chosen)
 
@@ -133,7 +135,7 @@ def shard(
         logger.info("%s", describe(model))
         if sharded.optimizers and sharded.unoptimized:
             logger.warning("trained by no optimizer, though requires_grad is True: %s", _some(sharded.unoptimized))
-    tell_of_statistics(model, mesh)
+    warn_about_running_statistics(model, mesh)
     if optimizer is None:
         return model, None
     return model, sharded.optimizers[0] if optimizer in optimizers else sharded.optimizers
@@ -145,7 +147,7 @@ def chosen_plan(model: nn.Module) -> Plan | None:
 
 
 def _layouts_as_named(
-    strategy: Strategy, found: list[FoundUnit], batch: Batch | None, disk_path: Path | None
+    strategy: Strategy, found: list[UnitSpec], batch: Batch | None, disk_path: Path | None
 ) -> list[Layout]:
     if batch is not None:
         raise ConfigurationError(f"batch={batch} with strategy={strategy!r}: only 'auto' asks for it; leave it out")

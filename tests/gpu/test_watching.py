@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.memory_report import Memory
-from shardwise.core.engine.streams import Later
+from shardwise.core.engine.streams import PendingHostCopy
 from shardwise.trainer.profile import Profile
 from tests.gpu.test_gpu import batch, build
 from tests.harness import Pool
@@ -63,7 +63,7 @@ def test_memory_by_class_is_the_allocators(run_ranks: Pool, strategy: str) -> No
 def test_numbers_read_later_wait_for_their_copy_alone() -> None:
     source = torch.full((3,), 2.5, device="cuda")
     torch.cuda.synchronize()
-    later = Later(source)
+    later = PendingHostCopy(source)
     source.zero_()
     torch.cuda._sleep(2_000_000_000)  # about a second of other work
     behind = torch.cuda.Event()

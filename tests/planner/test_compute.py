@@ -20,7 +20,7 @@ from shardwise.planner.cost.compute import (
 )
 from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import EMULATED, REAL, Efficiency, Wear, efficiency_of
+from shardwise.planner.hardware.efficiency import EMULATED, REAL, Efficiency, Overheads, efficiency_of
 from shardwise.planner.hardware.gpus import GPUS, gpu_named
 from shardwise.planner.hardware.links import Link
 from shardwise.planner.shapes.families import shape_named
@@ -109,7 +109,9 @@ def schedule_of(shape: ModelShape, training: Training, on: Cluster, strategy: st
     return make_schedule(units, range(len(units)), None)
 
 
-def predicted_s(name: str, training: Training, on: Cluster, strategy: str, wear: Wear, clips: bool = False) -> float:
+def predicted_s(
+    name: str, training: Training, on: Cluster, strategy: str, wear: Overheads, clips: bool = False
+) -> float:
     shape = shape_named(name)
     plan = schedule_of(shape, training, on, strategy)
     speed = speed_of(on.gpu, efficiency_of(on.gpu.name), training, shape.head_dim)

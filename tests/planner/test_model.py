@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.schedule import model as limits
-from shardwise.core.schedule.model import FoundUnit, matches
+from shardwise.core.schedule.model import UnitSpec, matches
 from shardwise.core.schedule.units import find_units
 from tests.support.models import HUGGING_FACE, MODELS
 
@@ -32,11 +32,11 @@ class Stack(nn.Module):
         self.head = nn.Linear(8, vocab, bias=False)
 
 
-def names(units: list[FoundUnit]) -> list[str]:
+def names(units: list[UnitSpec]) -> list[str]:
     return [unit.name for unit in units]
 
 
-def owned(units: list[FoundUnit]) -> dict[str, str]:
+def owned(units: list[UnitSpec]) -> dict[str, str]:
     """Each parameter's unit."""
     return {param.name: unit.name for unit in units for param in unit.params}
 

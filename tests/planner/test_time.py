@@ -11,7 +11,7 @@ from shardwise.core.layout import Layout, layout_of, layouts_for
 from shardwise.core.precision import precision_of
 from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
-from shardwise.core.schedule.model import FoundUnit, Param, Site
+from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.core.wire.codec import encoded_bytes
 from shardwise.planner.cost.compute import UnitSeconds
@@ -19,7 +19,7 @@ from shardwise.planner.cost.lanes import BOTH_WAYS, COLLECTIVES, Lanes
 from shardwise.planner.cost.peak import with_stowing
 from shardwise.planner.cost.step_time import Timing, days_for, mfu, step_time
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import CODING, IDEAL, Wear
+from shardwise.planner.hardware.efficiency import CODING, IDEAL, Overheads
 from shardwise.planner.hardware.links import Link
 
 ELEMS = 1 << 20
@@ -36,13 +36,13 @@ def schedule(num_units: int, strategy: str | Layout = "zero3", nodes: int = 1, r
     units = []
     for name, layout in zip(names, layouts_for(strategy, names), strict=True):
         param = Param(f"{name}.weight", (1024, ELEMS // 1024), FP32, True, (Site(name, "weight"),))
-        flats = flats_of(FoundUnit(name, name, (param,), False, True), layout, precision_of("bf16", reduce), axes, ())
+        flats = flats_of(UnitSpec(name, name, (param,), False, True), layout, precision_of("bf16", reduce), axes, ())
         units.append(UnitPlan(name, layout, flats, False, True))
     return make_schedule(units, range(num_units), None)
 
 
 def play(
-    plan: Schedule, each: UnitSeconds, on: Cluster, wear: Wear = IDEAL, clips: bool = False, num: int = 1
+    plan: Schedule, each: UnitSeconds, on: Cluster, wear: Overheads = IDEAL, clips: bool = False, num: int = 1
 ) -> Timing:
     events = step_events(plan, num, clips=clips)
     return step_time(plan, events, {unit.name: each for unit in plan.units}, on, wear)
@@ -105,7 +105,7 @@ def test_collectives_slow_down_what_runs_beside_them() -> None:
     plan = schedule(4)
     each = UnitSeconds(forward=1e-3, backward=2e-3)
     alone = play(plan, each, cluster()).step_s
-    beside = play(plan, each, cluster(), Wear(contention=2.0))
+    beside = play(plan, each, cluster(), Overheads(contention=2.0))
     busy_s = beside.busy_s["intra"]
     assert alone < beside.step_s <= alone + busy_s / 2 + 1e-6
 
@@ -113,7 +113,7 @@ def test_collectives_slow_down_what_runs_beside_them() -> None:
 def test_the_computation_cannot_overtake_the_host() -> None:
     plan = schedule(4, "ddp")
     each = UnitSeconds(forward=1e-4, backward=2e-4, forward_kernels=10, backward_kernels=20)
-    assert play(plan, each, cluster(1e9), Wear(launch_s=1e-4)).step_s == pytest.approx(12e-3, rel=0.01)
+    assert play(plan, each, cluster(1e9), Overheads(launch_s=1e-4)).step_s == pytest.approx(12e-3, rel=0.01)
 
 
 def test_updates_hide_behind_the_last_reductions_unless_gradients_are_clipped() -> None:

@@ -7,7 +7,7 @@ from shardwise.core.layout import layout_of
 from shardwise.core.precision import precision_of
 from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
-from shardwise.core.schedule.model import FoundUnit, Param, Site
+from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import UnitPlan, make_schedule
 from shardwise.core.schedule.step_traffic import crossing_bytes
 from shardwise.core.wire.ledger import Call, describe_call
@@ -100,7 +100,7 @@ def crossing_of(strategy: str, num_units: int = 64) -> tuple[float, float]:
     axes = {"world": (NODES * NODE, 0), "node": (NODE, 0), "replicate": (NODES, 0)}
     units = []
     for name in map(str, range(num_units)):
-        found = FoundUnit(name, name, (Param(name, (1024, 1024), FP32, True, (Site(name, "weight"),)),), False, True)
+        found = UnitSpec(name, name, (Param(name, (1024, 1024), FP32, True, (Site(name, "weight"),)),), False, True)
         flats = flats_of(found, layout, precision_of("bf16", "bf16"), axes, ())
         units.append(UnitPlan(name, layout, flats, False, True))
     events = step_events(make_schedule(units, range(num_units), None))

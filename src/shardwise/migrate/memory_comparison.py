@@ -16,7 +16,7 @@ from ..base.errors import ConfigurationError
 from ..core.layout import FSDP2_HAS, Layout, Split, layout_of
 from ..core.precision import Precision
 from ..core.schedule.flat import flats_of
-from ..core.schedule.model import ROOT, FoundUnit, Param, Site
+from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.offload import off_device
 from ..core.schedule.state_bytes import state_bytes
 from ..planner.hardware.cluster import Cluster, make_cluster
@@ -170,14 +170,14 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
 
 def _units(
     model: str | None, training: Training, cluster: Cluster, migrated: Migrated
-) -> tuple[Sequence[FoundUnit], str, tuple[float | None, float | None]]:
+) -> tuple[Sequence[UnitSpec], str, tuple[float | None, float | None]]:
     """The units, the model's name, and both peaks where the planner knows them."""
     if model is None:
         # Many tensors, because an optimizer is offloaded in part by whole tensors.
         size, dtype = (1, NUM_PARAMS // NUM_TENSORS), training.formats.master
         names = map(str, range(NUM_TENSORS))
         params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)
-        return [FoundUnit(ROOT, "", params, False, True)], "a billion parameters", (None, None)
+        return [UnitSpec(ROOT, "", params, False, True)], "a billion parameters", (None, None)
     knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS
     trainings = [training, replace(training, engine="fsdp2")] if knows_theirs else [training]
     made = [plan(model, cluster, asked, strategy=migrated.strategy) for asked in trainings]

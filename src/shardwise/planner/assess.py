@@ -11,15 +11,15 @@ from functools import cached_property
 from ..core.layout import Layout, layout_of_unit
 from ..core.schedule.events import Event, step_events
 from ..core.schedule.flat import Flat, flats_of
-from ..core.schedule.model import FoundUnit, matches
+from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
-from ..core.schedule.step_traffic import Moved, traffic_of
+from ..core.schedule.step_traffic import StepTraffic, traffic_of
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
 from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of, stowed_bytes, with_stowing
 from .cost.step_time import Timing, step_time
 from .hardware.cluster import Cluster
-from .hardware.efficiency import Efficiency, Wear
+from .hardware.efficiency import Efficiency, Overheads
 from .training import Training
 from .work.work import Work
 
@@ -31,7 +31,7 @@ class Subject:
     """A model to plan: its units, and the work of one micro-batch in each of them."""
 
     name: str
-    units: tuple[FoundUnit, ...]
+    units: tuple[UnitSpec, ...]
     works: Works
     flops_per_token: float  # forward and backward, at the training's sequence length
     facts: Mapping[str, object]  # shown with the plan
@@ -46,7 +46,7 @@ class Machine:
 
     cluster: Cluster
     efficiency: Efficiency
-    wear: Wear
+    wear: Overheads
     free_bytes: int | None = None
     has_reserve: bool = True
 
@@ -120,7 +120,7 @@ class Assessment:
         return reserved_of(self.schedule, self.memory, self.training, is_recomputed)
 
     @cached_property
-    def moved(self) -> Moved:
+    def moved(self) -> StepTraffic:
         cluster = self.machine.cluster
         found = traffic_of(self._told(self.events), cluster.num_nodes, cluster.node_size)
         if self.num_left_out:
@@ -267,7 +267,7 @@ class Assessor:
         return self._flats[key]
 
 
-def _signature(unit: FoundUnit, keep_fp32: Sequence[str]) -> object:
+def _signature(unit: UnitSpec, keep_fp32: Sequence[str]) -> object:
     kept = [bool(keep_fp32) and matches(param.sites[0].module, keep_fp32) for param in unit.params]
     return tuple(
         (param.shape, param.dtype, param.trainable, param.is_table, is_kept)

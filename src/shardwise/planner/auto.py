@@ -22,12 +22,12 @@ from ..base.container_limits import cgroup_values, memory_limit
 from ..base.errors import MemoryExceededError, PlaceError
 from ..core.layout import AUTO, Layout
 from ..core.mesh import Axes, device, num_local_ranks
-from ..core.schedule.model import FoundUnit
+from ..core.schedule.model import UnitSpec
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange, gather_seconds
 from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
-from .hardware.efficiency import IDEAL, Efficiency, Wear, efficiency_of
+from .hardware.efficiency import IDEAL, Efficiency, Overheads, efficiency_of
 from .hardware.gpus import Gpu, gpu_named, gpu_of_device
 from .hardware.links import Link
 from .module import subject_of_module
@@ -45,7 +45,7 @@ NUM_PROBES = 5
 LATENCY_US = 20.0
 # The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
 # at 3 % and decoded at 5 to 8 % of its copy rate.
-PROCESSOR_WEAR = Wear(contention=2.0, event_s=5e-4, coding=0.05)
+PROCESSOR_WEAR = Overheads(contention=2.0, event_s=5e-4, coding=0.05)
 # Measurements differ by this fraction from one start to the next.
 PROCESSOR_TIE = 0.1
 # The rates of a CPU are measured, so they are reached in full.
@@ -53,7 +53,7 @@ PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1
 
 MEMORY = Path("/proc/meminfo")
 # Assumed free bytes if a file system does not report them.
-UNTOLD = 1 << 50
+UNKNOWN_FREE_BYTES = 1 << 50
 
 logger = logging.getLogger("shardwise")
 
@@ -62,7 +62,7 @@ Batch = tuple[int, int] | tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AutoRequest:
     """The arguments of `sw.shard` that the choice of a strategy depends on."""
 
     training: Training
@@ -74,7 +74,7 @@ class Asked:
     disk_path: Path | None = None
 
 
-def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Machine) -> Plan:
+def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine: Machine) -> Plan:
     """Plan with the fastest strategy that fits and is exact, or quantised as requested, in its `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
@@ -106,7 +106,7 @@ def choose(model: nn.Module, found: list[FoundUnit], asked: Asked, machine: Mach
     return plan
 
 
-def _or_a_disk(asked: Asked) -> str:
+def _or_a_disk(asked: AutoRequest) -> str:
     return "" if asked.disk_path is not None else "; or let state rest on disk: name a folder with disk_path="
 
 
@@ -115,7 +115,7 @@ def layouts_in(plan: Plan) -> list[Layout]:
     return list(plan.recommended.layouts)
 
 
-def _probed(model: nn.Module, asked: Asked) -> Subject | None:
+def _probed(model: nn.Module, asked: AutoRequest) -> Subject | None:
     try:
         return subject_of_module(model, asked.training, asked.units)
     except Exception as error:  # noqa: BLE001  any model's own code runs here
@@ -127,7 +127,7 @@ def _probed(model: nn.Module, asked: Asked) -> Subject | None:
         return None
 
 
-def _without_activations(name: str, found: list[FoundUnit]) -> Subject:
+def _without_activations(name: str, found: list[UnitSpec]) -> Subject:
     nothing: Mapping[str, Work] = {unit.name: Work(0, 0, 0, 0) for unit in found}
     return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
 
@@ -175,7 +175,7 @@ def free_bytes_on(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     seen = os.statvfs(folder)
-    return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNTOLD
+    return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNKNOWN_FREE_BYTES
 
 
 def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..base.errors import ConfigurationError
-from ..core.schedule.model import FoundUnit
+from ..core.schedule.model import UnitSpec
 from ..core.schedule.units import Units, find_units
 from .assess import Subject
 from .shapes.shape import StatesOnly
@@ -102,7 +102,7 @@ def _checkpointed(forward: Forward) -> Forward:
     return partial(checkpoint, forward, use_reentrant=False)
 
 
-def _idle(found: list[FoundUnit], works: Mapping[str, Work]) -> str:
+def _idle(found: list[UnitSpec], works: Mapping[str, Work]) -> str:
     """Name the units that token ids alone do not reach, such as a vision encoder."""
     idle = [unit for unit in found if works[unit.name] is _NOTHING and not unit.holds_units]
     if not idle:
@@ -113,5 +113,5 @@ def _idle(found: list[FoundUnit], works: Mapping[str, Work]) -> str:
     )
 
 
-def num_elems_of(units: list[FoundUnit]) -> int:
+def num_elems_of(units: list[UnitSpec]) -> int:
     return sum(param.num_elems for unit in units for param in unit.params)

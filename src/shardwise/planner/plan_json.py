@@ -10,7 +10,7 @@ from typing import Any
 from ..core.layout import Layout, Place, Split, Strategy
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..core.schedule.step_traffic import Moved
+from ..core.schedule.step_traffic import StepTraffic
 from ..version import VERSION
 from .assess import Assessment, Machine
 from .cost.lanes import Span
@@ -304,7 +304,7 @@ def _strategy(strategy: Strategy) -> Any:
     return strategy if isinstance(strategy, str) else dict(strategy)
 
 
-def _traffic(moved: Moved) -> Json:
+def _traffic(moved: StepTraffic) -> Json:
     return {
         "traffic_bytes": {
             "intra_node": round(moved.intra_node),

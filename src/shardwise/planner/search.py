@@ -31,7 +31,7 @@ from ..core.layout import (
     layouts_for,
 )
 from ..core.schedule.flat import kept_params
-from ..core.schedule.model import FoundUnit
+from ..core.schedule.model import UnitSpec
 from .assess import Assessment, Assessor
 from .training import Checkpointing, EngineName, Training
 
@@ -284,7 +284,7 @@ def on_host(layout: Layout) -> Layout:
     return replace(layout, params_on=params_on, optimizer_on="host")
 
 
-def _parts(units: Sequence[FoundUnit]) -> list[float]:
+def _parts(units: Sequence[UnitSpec]) -> list[float]:
     """Return the fractions that keep different parameters on the device, the smallest one of each choice."""
     kinds = {tuple((param.shape, param.trainable) for param in unit.params): unit for unit in units}
     found: dict[tuple[frozenset[str], ...], float] = {}

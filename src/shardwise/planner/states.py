@@ -13,10 +13,10 @@ from ..base.errors import ConfigurationError
 from ..core.layout import PRESETS, Layout, Split, Strategy, layouts_for
 from ..core.schedule.events import gather_event, reduce_event, update_event
 from ..core.schedule.flat import Pass, flats_of
-from ..core.schedule.model import ROOT, FoundUnit, Param, Site
+from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import UnitPlan
-from ..core.schedule.step_traffic import Moved, traffic_of
+from ..core.schedule.step_traffic import StepTraffic, traffic_of
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .search import moved_presets, moves_behind_auto
@@ -35,7 +35,7 @@ class StatesRow:
     optimizer: int
     host_bytes: int  # per node, like `disk_bytes`
     disk_bytes: int
-    moved: Moved
+    moved: StepTraffic
 
     @property
     def total(self) -> int:
@@ -116,11 +116,11 @@ def _unit(layout: Layout, num_params: int, machine: Machine, training: Training)
     if formats.compute in (BF16, FP16):
         formats = replace(formats, reduce=formats.compute)
     param = Param("weight", (1, num_params), formats.master, True, (Site("", "weight"),))
-    found = FoundUnit(ROOT, "", (param,), False, True)
+    found = UnitSpec(ROOT, "", (param,), False, True)
     return UnitPlan(ROOT, layout, flats_of(found, layout, formats, machine.cluster.axes, ()), False, True)
 
 
-def _moved(unit: UnitPlan, machine: Machine, training: Training) -> Moved:
+def _moved(unit: UnitPlan, machine: Machine, training: Training) -> StepTraffic:
     cluster = machine.cluster
     num = training.num_micro_batches
     until = unit.layout.gathered_until

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import accumulate
-from ..core.engine.streams import Later
+from ..core.engine.streams import PendingHostCopy
 from ..core.wire.collectives import Channel, InFlight, finish, start_all_reduce
 from .data.order import key
 from .data.samples import Batch
@@ -118,7 +118,7 @@ def _take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int
         numbers.append(job.optimizer.clip_grad_norm(job.settings.max_grad_norm or float("inf")))
     job.optimizer.step()
     job.optimizer.zero_grad()
-    return _QueuedStep(step, num_targets, rate, Later(torch.stack(numbers)))
+    return _QueuedStep(step, num_targets, rate, PendingHostCopy(torch.stack(numbers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _QueuedStep:
     step: int
     num_targets: int
     learning_rate: float
-    numbers: Later
+    numbers: PendingHostCopy
 
     def loss_sum(self) -> float:
         return self.numbers.read()[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.engine.memory_report import Memory
-from shardwise.core.engine.streams import Later
+from shardwise.core.engine.streams import PendingHostCopy
 from shardwise.core.layout import Strategy
 from shardwise.core.optim.groups import shard_groups
 from shardwise.core.schedule.state_bytes import StateBytes
@@ -211,8 +211,8 @@ def message_for_inner_optimizer() -> str:
 
 def test_numbers_read_later_are_those_of_then() -> None:
     tensor = torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
-    later = Later(tensor)
+    later = PendingHostCopy(tensor)
     with torch.no_grad():
         tensor.zero_()
     assert later.read() == later.read() == [1.5, 2.0]
-    assert Later(torch.tensor(3)).read() == [3.0]
+    assert PendingHostCopy(torch.tensor(3)).read() == [3.0]

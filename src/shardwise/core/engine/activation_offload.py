@@ -78,7 +78,7 @@ class _Memory:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Stretch:
+class _ForwardSegment:
     """The memories of one stretch. They live as long as the autograd graph that holds them."""
 
     serial: int
@@ -93,7 +93,7 @@ class _Stretch:
 class _Flight:
     """Copies that are queued up to `mark`, and the device memory that they read or write."""
 
-    stretch: _Stretch
+    stretch: _ForwardSegment
     tensors: list[Tensor]
     mark: Mark
 
@@ -103,7 +103,7 @@ class _Part:
     """A view of a `_Memory`."""
 
     memory: _Memory
-    stretch: _Stretch
+    stretch: _ForwardSegment
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -146,15 +146,15 @@ class HostActivations:
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
         self._undecided: list[weakref.ref[_Saved]] = []
         self._num_stretches = 0
-        self._stretches: weakref.WeakValueDictionary[int, _Stretch] = weakref.WeakValueDictionary()
+        self._stretches: weakref.WeakValueDictionary[int, _ForwardSegment] = weakref.WeakValueDictionary()
         # The stretch that runs, and the last one that is over.
-        self._running: _Stretch | None = None
-        self._last: _Stretch | None = None
+        self._running: _ForwardSegment | None = None
+        self._last: _ForwardSegment | None = None
         self._leaving: list[_Flight] = []
         self._arriving: list[_Flight] = []
         # Stretches that are copied and may be on the device as well, and the one that the backward has come to.
-        self._here: list[_Stretch] = []
-        self._reached: _Stretch | None = None
+        self._here: list[_ForwardSegment] = []
+        self._reached: _ForwardSegment | None = None
 
     # Reports of the engine.
 
@@ -260,18 +260,18 @@ class HostActivations:
         offset = int(tensor.storage_offset())
         saved.found = _Part(memory, self._running, tensor.dtype, offset, tensor.shape, tensor.stride())
 
-    def _begin_stretch(self) -> _Stretch:
+    def _begin_stretch(self) -> _ForwardSegment:
         """Begin a stretch: queue the last one's copy to the host, release the one before it from the device."""
         self.join()
         self._let_go_of_all_but(self._last)
         if self._last is not None and self._last.live():
             self._start_sending(self._last)
         self._num_stretches += 1
-        stretch = _Stretch(self._num_stretches, self._units[self._open[-1].index].name)
+        stretch = _ForwardSegment(self._num_stretches, self._units[self._open[-1].index].name)
         self._stretches[stretch.serial] = stretch
         return stretch
 
-    def _start_sending(self, stretch: _Stretch) -> None:
+    def _start_sending(self, stretch: _ForwardSegment) -> None:
         tensors = []
         with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
             for memory in stretch.live():
@@ -305,7 +305,7 @@ class HostActivations:
         view = torch.empty(0, dtype=found.dtype, device=self._device)
         return view.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
 
-    def _reach(self, stretch: _Stretch) -> None:
+    def _reach(self, stretch: _ForwardSegment) -> None:
         """Called when the backward reaches a stretch: release others, fetch this one, prefetch the one before it."""
         self._reached = stretch
         self.join()
@@ -318,7 +318,7 @@ class HostActivations:
             self._here.append(ahead)
             self._start_fetching(ahead)
 
-    def _last_before(self, stretch: _Stretch) -> _Stretch | None:
+    def _last_before(self, stretch: _ForwardSegment) -> _ForwardSegment | None:
         """The nearest earlier stretch that still has live storages."""
         for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
             found = self._stretches.get(serial)
@@ -326,7 +326,7 @@ class HostActivations:
                 return found
         return None
 
-    def _let_go_of_all_but(self, *stretches: _Stretch | None) -> None:
+    def _let_go_of_all_but(self, *stretches: _ForwardSegment | None) -> None:
         kept = {memory for stretch in stretches if stretch is not None for memory in stretch.live()}
         for stretch in self._here:
             for memory in stretch.live():
@@ -334,7 +334,7 @@ class HostActivations:
                     memory.let_go()
         self._here.clear()
 
-    def _start_fetching(self, stretch: _Stretch) -> None:
+    def _start_fetching(self, stretch: _ForwardSegment) -> None:
         away = [memory for memory in stretch.live() if memory.here is None]
         if not away:
             return

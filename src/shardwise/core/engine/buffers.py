@@ -35,7 +35,7 @@ def sync_buffers(model: nn.Module) -> None:
             buffer.copy_(first)
 
 
-def tell_of_statistics(model: nn.Module, mesh: Mesh) -> None:
+def warn_about_running_statistics(model: nn.Module, mesh: Mesh) -> None:
     """Warn once that each rank will have running statistics of its own."""
     own = [
         path

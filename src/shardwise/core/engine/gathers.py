@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
-from ..offload.host_memory import Away, Staging
+from ..offload.host_memory import OffloadedState, Staging
 from ..schedule.flat import Flat, Pass
 from ..schedule.offload import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.carrier import Channels
 from ..unit.state import Unit
-from ..wire.collectives import Journey
+from ..wire.collectives import HopChain
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
 
@@ -37,7 +37,7 @@ GATHERING = Weights.GATHERING
 class GatherInFlight:
     """A gather in flight. `staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
 
-    journeys: list[Journey]
+    journeys: list[HopChain]
     queued: Mark
     staged: Tensor | None
     row_slot: Tensor | None
@@ -180,7 +180,7 @@ class Gathers:
         row_slot = self._take_row_slot() if is_encoded else None
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
-            journeys: list[Journey] = []
+            journeys: list[HopChain] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
             if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
@@ -249,7 +249,7 @@ class Gathers:
             if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._staging.ask(other, wanted)):
                 return
 
-    def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[Away]:
+    def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
         found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]

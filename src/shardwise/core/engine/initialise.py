@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
 from ..offload.arena import temporary_zeros
-from ..schedule.model import FoundUnit
+from ..schedule.model import UnitSpec
 
 
 class MetaModel:
@@ -32,7 +32,7 @@ class MetaModel:
             if callable(getattr(module, "_init_weights", None))
         ][:1]
 
-    def fill(self, unit: FoundUnit) -> None:
+    def fill(self, unit: UnitSpec) -> None:
         """Give the meta parameters of a unit, and the meta buffers of the same modules, memory and initial values."""
         owners = []
         for param in unit.params:

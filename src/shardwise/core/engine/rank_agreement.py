@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, ShardwiseError, WireError
 from ...version import VERSION
-from ..schedule.model import FoundUnit
+from ..schedule.model import UnitSpec
 from ..schedule.step_schedule import UnitPlan
 from ..wire.collectives import Channel, exchange
 
@@ -66,7 +66,7 @@ def require_agreement(world: Channel, facts: Facts) -> None:
     raise WireError("the ranks differ in how many parameters their models have")
 
 
-def facts_about(model: nn.Module, found: list[FoundUnit], plans: list[UnitPlan], settings: dict[str, Any]) -> Facts:
+def facts_about(model: nn.Module, found: list[UnitSpec], plans: list[UnitPlan], settings: dict[str, Any]) -> Facts:
     """Facts that must be the same on every rank, from the general to the particular."""
     facts = [
         ("shardwise's version", VERSION),

@@ -17,10 +17,10 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule, aligned
 from ..unit.carrier import Channels
-from ..unit.gradient import GradScale, ReductionInFlight, Room
+from ..unit.gradient import GradScale, ReductionInFlight, SlotViews
 from ..unit.state import FlatState, Unit
 from ..wire.collectives import Channel, finish, start_all_reduce
-from .streams import Lane, Later, Mark, host_waits_for, is_capturing
+from .streams import Lane, Mark, PendingHostCopy, host_waits_for, is_capturing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Opened:
     """The slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
 
     slot: int | None
-    rooms: list[Room]
+    rooms: list[SlotViews]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +241,18 @@ class ReductionMemory:
         self._device = device
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
-        self._views: dict[tuple[int, int | None], list[Room]] = {}
+        self._views: dict[tuple[int, int | None], list[SlotViews]] = {}
         # The points after which a slot may be written again.
         self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
         self._scratch: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
-    def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
+    def rooms(self, unit: Unit, slot: int | None) -> list[SlotViews]:
         """The memory in a slot for every trainable flat of a unit."""
         memory = None if slot is None else self._fetch(slot)
         key = (unit.index, slot)
         if key not in self._views:
-            found: list[Room] = []
+            found: list[SlotViews] = []
             start = 0
 
             def take(num_bytes: int) -> Tensor:
@@ -266,7 +266,7 @@ class ReductionMemory:
                 in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has no slot
                 grads = take(flat.num_elems * flat.reduce.itemsize) if in_slot else None
                 rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
-                found.append(Room(None if grads is None else grads.view(flat.reduce.torch), rows))
+                found.append(SlotViews(None if grads is None else grads.view(flat.reduce.torch), rows))
             self._views[key] = found
         return self._views[key]
 
@@ -313,7 +313,7 @@ class Gradients:
         self.all_used: Tensor | None = None
         # A small number computed from the optimizers' settings; and the last sum of all ranks' numbers, not yet read.
         self.settings: Callable[[], int] = lambda: 0
-        self._sum: tuple[Later, int] | None = None
+        self._sum: tuple[PendingHostCopy, int] | None = None
 
     def refuse_late(self) -> None:
         for state in self._states:
@@ -347,7 +347,7 @@ class Gradients:
             flags[-1:].fill_(settings)
             finish(start_all_reduce(self._channel, flags, "which parameters were used", sums=True))
             if not is_recorded:
-                self._sum = (Later(flags[-1]), settings)
+                self._sum = (PendingHostCopy(flags[-1]), settings)
         if self._device.type == "cpu":
             self._refuse_other_settings()
         if left_out:

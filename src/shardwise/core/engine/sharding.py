@@ -17,11 +17,11 @@ from ..offload.host_memory import HostMemory
 from ..optim.clip import LossScaler
 from ..optim.groups import cut_state, optimizer_of_each, settings_number
 from ..optim.host_updates import HostUpdates, is_eight_bit
-from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, rows_kept
+from ..optim.probe import refuse_unless_elementwise, refuse_unless_rows, state_tensor_names
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..precision import Precision
 from ..schedule.flat import Flat, flats_of
-from ..schedule.model import FoundUnit
+from ..schedule.model import UnitSpec
 from ..schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from ..schedule.units import Units, find_units
 from ..unit.shard_tensor import Place
@@ -38,7 +38,7 @@ from .rank_agreement import Facts, all_or_none, facts_about, facts_about_optimiz
 from .runtime import Engine, channels_of
 
 # A function from the units of a model, and the patterns of modules that stay in fp32, to the layout of each unit.
-ChooseLayouts = Callable[[list[FoundUnit], tuple[str, ...]], list[Layout]]
+ChooseLayouts = Callable[[list[UnitSpec], tuple[str, ...]], list[Layout]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ShardRequest:
 class _Prepared:
     """Everything that is decided before anything is changed."""
 
-    found: list[FoundUnit]
+    found: list[UnitSpec]
     schedule: Schedule
     keep_fp32: tuple[str, ...]
     row_names: list[tuple[str, ...]]  # by optimizer: the tensors that it keeps where the host updates
@@ -174,7 +174,7 @@ def _prepare(
             )
     for number, optimizer in enumerate(optimizers):
         own = [flat for flat in flats if flat.trainable and flat.optimizer == number]
-        row_names.append(rows_kept(optimizer) if any(flat.host_updates for flat in own) else ())
+        row_names.append(state_tensor_names(optimizer) if any(flat.host_updates for flat in own) else ())
         if any(flat.depth_of_master or flat.master_on == "disk" for flat in own):
             refuse_unless_elementwise(optimizer, device())
         if any(flat.master_on == "disk" for flat in own):
@@ -217,7 +217,7 @@ def _prepare(
     return _Prepared(found, schedule, keep_fp32, row_names, unoptimized, facts)
 
 
-def _numbered(unit: FoundUnit, optimizer_of: dict[str, int]) -> FoundUnit:
+def _numbered(unit: UnitSpec, optimizer_of: dict[str, int]) -> UnitSpec:
     """Add the number of its optimizer to each parameter; 0 where no optimizer has it."""
     return replace(
         unit, params=tuple(replace(param, optimizer=optimizer_of.get(param.name, 0)) for param in unit.params)

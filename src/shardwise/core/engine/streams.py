@@ -112,7 +112,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class Later:
+class PendingHostCopy:
     """A small tensor that is copied to the host, to be read later.
 
     Reading waits for the copy alone, not for work that was queued on the GPU since.

@@ -12,7 +12,7 @@ from ..offload.host_lane import HostLane, Job
 from ..optim.host_updates import FlatUpdate
 from ..unit.state import FlatState, Unit
 from .reductions import Reductions
-from .streams import Lane, Later, Mark, has_passed, host_waits_for
+from .streams import Lane, Mark, PendingHostCopy, has_passed, host_waits_for
 
 
 class Updates:
@@ -76,7 +76,7 @@ class HostJobs:
         weakref.finalize(self, self._lane.end)
         self._jobs: dict[FlatState, Job] = {}
         # The clipping factors of this step, on their way to the host.
-        self._clips: dict[Tensor, Later] = {}
+        self._clips: dict[Tensor, PendingHostCopy] = {}
 
     def give(self, updates: Iterable[FlatUpdate], order: Sequence[int], arrived: Mapping[FlatState, Mark]) -> None:
         """Queue updates, each to run when its gradient has `arrived`. Units that come first in `order`, the forward's,
@@ -87,7 +87,7 @@ class HostJobs:
             state, clipped_by = update.state, update.state.gradient.clipped_by
             clip = None
             if clipped_by is not None:
-                clip = self._clips.get(clipped_by) or Later(clipped_by)
+                clip = self._clips.get(clipped_by) or PendingHostCopy(clipped_by)
                 self._clips[clipped_by] = clip
             mark = arrived.get(state)
             run, is_ready = partial(_run_update, update, mark, clip), partial(has_passed, mark)
@@ -118,7 +118,7 @@ class HostJobs:
         self._clips.clear()
 
 
-def _run_update(update: FlatUpdate, arrived: Mark, clip: Later | None, ask_ahead: Callable[[], None]) -> None:
+def _run_update(update: FlatUpdate, arrived: Mark, clip: PendingHostCopy | None, ask_ahead: Callable[[], None]) -> None:
     host_waits_for(arrived)
     factor = 1.0 if clip is None else clip.read()[0]
     update.run(factor, ask_ahead)

@@ -74,7 +74,7 @@ class HostMemory:
     def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
         return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
 
-    def away_for(self, flat: Flat, unit_name: str) -> "Away | None":
+    def away_for(self, flat: Flat, unit_name: str) -> "OffloadedState | None":
         if flat.master_on == "device" and flat.rest_on in (None, "device"):
             return None
         rows = None
@@ -88,7 +88,7 @@ class HostMemory:
         if flat.rest_on == "disk":
             assert self.disk is not None
             region = self.disk.region(flat.num_rest * flat.compute.itemsize, f"parameters of unit {unit_name!r}")
-        return Away(self, flat, rows, taken.get("out"), taken.get("rest"), region, taken.get("grads"))
+        return OffloadedState(self, flat, rows, taken.get("out"), taken.get("rest"), region, taken.get("grads"))
 
     def close_step(self) -> None:
         self.last_moves, self.moves = self.moves, Moves()
@@ -196,7 +196,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class OffloadedState:
     """The offloaded state of one flat. `region` is the copy at rest on disk."""
 
     memory: HostMemory
@@ -311,9 +311,9 @@ class Staging:
     def __init__(self, places: list[Tensor]) -> None:
         # Each with a function that waits until it may be written again.
         self._free: deque[tuple[Tensor, Callable[[], None]]] = deque((place, lambda: None) for place in places)
-        self._asked: dict[int, tuple[Tensor, Sequence[Away], list[Pending]]] = {}
+        self._asked: dict[int, tuple[Tensor, Sequence[OffloadedState], list[Pending]]] = {}
 
-    def ask(self, unit: int, wanted: Sequence["Away"]) -> bool:
+    def ask(self, unit: int, wanted: Sequence["OffloadedState"]) -> bool:
         """Start to read these flats of a unit, if a place is free; False if none is."""
         if unit in self._asked:
             return True
@@ -328,7 +328,7 @@ class Staging:
         )
         return True
 
-    def take(self, unit: int, wanted: Sequence["Away"]) -> tuple[Tensor, dict[Flat, Tensor]]:
+    def take(self, unit: int, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
         """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
         if unit in self._asked and not _are_same(self._asked[unit][1], wanted):
             self._forget_one(unit)
@@ -355,11 +355,11 @@ class Staging:
             self._forget_one(unit)
 
 
-def _are_same(some: Sequence["Away"], others: Sequence["Away"]) -> bool:
+def _are_same(some: Sequence["OffloadedState"], others: Sequence["OffloadedState"]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
-def _views(place: Tensor, wanted: Sequence["Away"]) -> list[tuple[Tensor, "Away"]]:
+def _views(place: Tensor, wanted: Sequence["OffloadedState"]) -> list[tuple[Tensor, "OffloadedState"]]:
     found, start = [], 0
     for away in wanted:
         num_bytes = away.flat.num_rest * away.flat.compute.itemsize
@@ -368,7 +368,7 @@ def _views(place: Tensor, wanted: Sequence["Away"]) -> list[tuple[Tensor, "Away"
     return found
 
 
-def _read(view: Tensor, away: "Away") -> list[Pending]:
+def _read(view: Tensor, away: "OffloadedState") -> list[Pending]:
     disk = away.memory.disk
     assert disk is not None
     away.memory.moves.add("read", view.nbytes)

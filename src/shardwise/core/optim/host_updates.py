@@ -22,13 +22,13 @@ from ..offload.host_memory import MASTER, Moves, Rows
 from ..schedule.flat import Flat
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
-from .probe import KNOWN_PACKAGES, rows_kept, shadow_of
+from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class UpdatedPart:
     """A parameter of a flat, of which this rank updates a part."""
 
     index: int
@@ -59,7 +59,7 @@ class HostUpdates:
         self._row_names = row_names
         self._cores = cores
 
-    def _way_to_update(self, flat: Flat) -> Callable[[FlatState, list[Held]], ChunkUpdate]:
+    def _way_to_update(self, flat: Flat) -> Callable[[FlatState, list[UpdatedPart]], ChunkUpdate]:
         optimizer = self._optimizer
         if is_eight_bit(optimizer):
             return self._eight_bit
@@ -70,7 +70,7 @@ class HostUpdates:
 
     def refuse_other_rows(self) -> None:
         """Refuse settings with which the optimizer keeps more than it did when the model was sharded."""
-        more = [name for name in rows_kept(self._optimizer) if self._row_names and name not in self._row_names]
+        more = [name for name in state_tensor_names(self._optimizer) if self._row_names and name not in self._row_names]
         if more:
             raise ConfigurationError(
                 f"optimizer {type(self._optimizer).__name__} would keep {more[0]!r} with these settings, and there is "
@@ -113,7 +113,7 @@ class HostUpdates:
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
         """Make the update of a flat with its current gradients and settings."""
         held = [
-            Held(index, resting, Interval(where.start, where.stop), groups[resting])
+            UpdatedPart(index, resting, Interval(where.start, where.stop), groups[resting])
             for index, where in sorted(state.held.items())
             if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
         ]
@@ -123,7 +123,7 @@ class HostUpdates:
 
     # AdamW and Adam in one pass.
 
-    def _one_pass(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+    def _one_pass(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
         runs = _joined([(each, self._adam_settings(state, each)) for each in held])
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
@@ -136,7 +136,7 @@ class HostUpdates:
 
         return update
 
-    def _adam_settings(self, state: FlatState, held: Held) -> AdamSettings:
+    def _adam_settings(self, state: FlatState, held: UpdatedPart) -> AdamSettings:
         """Count the step, and return its settings."""
         kept = self.show(state, held.index)
         if "step" not in kept:
@@ -147,7 +147,7 @@ class HostUpdates:
 
     # The same with moments of 8 bits, which are in the state of torchao's optimizers.
 
-    def _eight_bit(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+    def _eight_bit(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
         optimizer: Any = self._optimizer
         todo: list[tuple[Interval, dict[str, Any], AdamSettings]] = []
         for each in held:
@@ -171,7 +171,7 @@ class HostUpdates:
 
     # Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as its parameters.
 
-    def _its_own(self, state: FlatState, held: list[Held]) -> ChunkUpdate:
+    def _its_own(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
         before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
         # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
         known = {each.index: self._row_names_in(self.show(state, each.index)) for each in held}
@@ -179,7 +179,7 @@ class HostUpdates:
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             groups: list[dict[str, Any]] = []
-            each_of: dict[nn.Parameter, tuple[Held, slice]] = {}
+            each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             shadow = shadow_of(self._optimizer)
             for each in held:
                 cut = _inside(each.where, start, grad.numel())
@@ -207,7 +207,9 @@ class HostUpdates:
     def _beside_rows(self, kept: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in kept.items() if key not in self._row_names}
 
-    def _keep(self, state: FlatState, held: Held, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]) -> None:
+    def _keep(
+        self, state: FlatState, held: UpdatedPart, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]
+    ) -> None:
         """Store the state that an update left, in the rows and in the optimizer's own state."""
         kept = self.show(state, held.index) if found else {}
         for key, value in found.items():
@@ -308,12 +310,12 @@ def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSet
     )
 
 
-def _joined(runs: list[tuple[Held, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
+def _joined(runs: list[tuple[UpdatedPart, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
     """Join neighbouring parameters with equal settings into one interval; the padding between them stays zero. They are
     not joined if a parameter between them is not updated, or if torch's fused update has a remainder after the first,
     which it rounds differently."""
     found: list[tuple[Interval, AdamSettings]] = []
-    last: Held | None = None
+    last: UpdatedPart | None = None
     for held, settings in runs:
         is_next = last is not None and held.index == last.index + 1
         has_remainder = settings.fused and last is not None and last.where.num_elems % FUSED_LANES

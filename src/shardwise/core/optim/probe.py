@@ -80,7 +80,7 @@ def _numbers(trial: Any) -> Iterator[tuple[str, float]]:
                 yield key, float(value)
 
 
-def rows_kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Names of the tensors that one of torch's own optimizers keeps for each parameter, found by a trial step."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return ()

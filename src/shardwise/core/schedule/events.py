@@ -71,7 +71,7 @@ def step_events(
     return events
 
 
-class _Happening(NamedTuple):
+class _Action(NamedTuple):
     """An action of the engine, before its bytes are known. `is_first` and `is_last` are about a unit's reductions."""
 
     verb: Verb
@@ -88,7 +88,7 @@ class _EventMaker:
         self._units = schedule.units
         self._known: dict[tuple[object, ...], Event] = {}
 
-    def __call__(self, happening: _Happening) -> Event:
+    def __call__(self, happening: _Action) -> Event:
         unit = self._units[happening.unit]
         if happening.verb not in ("gather", "reduce"):
             return Event(happening.verb, unit.name)
@@ -123,28 +123,28 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
                 yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
 
 
-def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Happening]:
+def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Action]:
     units = schedule.units
     is_trained = [unit.trainable for unit in units]
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(statuses, schedule.before_forward[unit], "forward")
-            yield _Happening("forward", unit)
+            yield _Action("forward", unit)
         yield from _gathers(statuses, schedule.read_holders, "backward")
         for unit in reversed(schedule.order):
             yield from _gathers(statuses, schedule.before_backward[unit], "backward")
-            yield _Happening("backward", unit)
+            yield _Action("backward", unit)
             if units[unit].gives_back:
                 statuses[unit].lose()
             if is_trained[unit]:
-                yield _Happening("reduce", unit, (), index == 0, index == num_micro_batches - 1)
+                yield _Action("reduce", unit, (), index == 0, index == num_micro_batches - 1)
 
 
-def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Happening]:
+def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Action]:
     for unit in units:
         status = statuses[unit]
         if not status.is_ready(pass_):
-            yield _Happening("gather", unit, tuple(status.start_gather(pass_)))
+            yield _Action("gather", unit, tuple(status.start_gather(pass_)))
             status.finish_gather()
 
 

@@ -29,7 +29,7 @@ from ..layout import Layout, Place
 from ..precision import Precision
 from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
 from ..wire.ledger import Kind
-from .model import FoundUnit, Param, matches
+from .model import Param, UnitSpec, matches
 
 # The pass that parameters are gathered for.
 Pass = Literal["forward", "backward"]
@@ -304,7 +304,7 @@ class Flat:
 
 
 def flats_of(
-    unit: FoundUnit,
+    unit: UnitSpec,
     layout: Layout,
     precision: Precision,
     axes: dict[str, tuple[int, int]],

@@ -51,7 +51,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundUnit:
+class UnitSpec:
     """`path` is the module's path in the model; `holds_units` says that other units lie inside it.
 
     `backward_reads` is False where a backward computes gradients without the weights: plain embeddings.

@@ -14,7 +14,7 @@ from .events import Event, Way
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class StepTraffic:
     """Bytes of one rank. `by_call` are its collectives by axis; the last four are the moves of `events.Way`."""
 
     by_call: Traffic
@@ -25,7 +25,7 @@ class Moved:
     read: int
     write: int
 
-    def continued(self, fewer: "Moved", num: int) -> "Moved":
+    def continued(self, fewer: "StepTraffic", num: int) -> "StepTraffic":
         """Add `num` micro-batches; one is the difference between this and `fewer`."""
         before = {(row.axis, row.kind, row.dtype): row for row in fewer.by_call.rows}
         rows = []
@@ -40,7 +40,7 @@ class Moved:
             )
         names = [entry.name for entry in fields(self) if entry.name != "by_call"]
         amounts = {name: getattr(self, name) + num * (getattr(self, name) - getattr(fewer, name)) for name in names}
-        return Moved(Traffic(tuple(rows)), **amounts)
+        return StepTraffic(Traffic(tuple(rows)), **amounts)
 
     @property
     def pcie(self) -> int:
@@ -51,7 +51,7 @@ class Moved:
         return self.read + self.write
 
 
-def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> Moved:
+def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> StepTraffic:
     calls = [call for event in events for call in event.calls]
     inter = sum(crossing_bytes(call, num_nodes, node_size) for call in calls)
     moves = [move for event in events for move in event.moves]
@@ -60,7 +60,7 @@ def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> Moved
         return sum(move.num_bytes for move in moves if move.way == way)
 
     by_call = add_up(calls)
-    return Moved(
+    return StepTraffic(
         by_call, by_call.wire_bytes - inter, inter, moved("to_device"), moved("to_host"), moved("read"), moved("write")
     )
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
 from ..layout import ALWAYS_WHOLE
-from .model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
+from .model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
 
 # Parameters of at most this size, registered on the model itself, stay whole: the padding of shards would cost more.
 SMALL_ELEMS = 4096
@@ -25,7 +25,7 @@ SMALL_ELEMS = 4096
 Units = str | int | Sequence["str | type[nn.Module]"]
 
 
-def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
+def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     """The units in the order of their modules, the root first. Units without parameters are left out."""
     params = _params(model)
     paths = ["", *_unit_paths(model, units)]
@@ -38,13 +38,13 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[FoundUnit]:
         small = [param for param in owned[""] if _is_small_and_own(param)]
         if small:
             owned[""] = [param for param in owned[""] if param not in small]
-            found.append(FoundUnit(ALWAYS_WHOLE, "", tuple(small), holds_units=True, backward_reads=True))
+            found.append(UnitSpec(ALWAYS_WHOLE, "", tuple(small), holds_units=True, backward_reads=True))
     for path in paths:
         if owned[path]:
             owners = [modules[site.module] for param in owned[path] for site in param.sites]
             holds_units = any(_inside(other, path) for other in paths if owned[other])
             backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
-            found.append(FoundUnit(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
+            found.append(UnitSpec(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
     return found
 
 

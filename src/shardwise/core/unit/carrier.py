@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload.host_memory import Away
+from ..offload.host_memory import OffloadedState
 from ..schedule.flat import Flat, Hop
 from ..schedule.state_bytes import LOST
 from ..wire.codec import Codec
@@ -33,7 +33,7 @@ Channels = dict[str, Channel]
 
 
 class Carrier:
-    def __init__(self, flat: Flat, unit_name: str, away: Away | None) -> None:
+    def __init__(self, flat: Flat, unit_name: str, away: OffloadedState | None) -> None:
         self.unit_name = unit_name
         self._flat = flat
         self._away = away

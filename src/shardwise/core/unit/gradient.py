@@ -23,7 +23,7 @@ from ...base.errors import ConfigurationError
 from ...base.intervals import cuts
 from ..schedule.flat import Flat
 from ..schedule.step_schedule import NORM_ELEMS
-from ..wire.collectives import Journey
+from ..wire.collectives import HopChain
 from .carrier import Carrier, Channels
 
 
@@ -71,7 +71,7 @@ class GradScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SlotViews:
     """A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows."""
 
     grads: Tensor | None
@@ -83,7 +83,7 @@ class ReductionInFlight:
     """The collectives of one gradient, and the part of its buffer in which they leave the result."""
 
     gradient: "Gradient"
-    journey: Journey
+    journey: HopChain
     part: Tensor
     is_sync: bool
 
@@ -256,7 +256,7 @@ class Gradient:
     def start_reduction(
         self,
         taken: Sequence[Tensor | None],
-        room: Room,
+        room: SlotViews,
         is_sync: bool,
         channels: Channels,
         scale: GradScale,
@@ -267,7 +267,7 @@ class Gradient:
         The gradient is reduced in its room, or in `grads`; `scratch` is memory for sums of earlier micro-batches that
         come back from the host. Only a first hop is started here. `taken` must be held until it has been copied.
         """
-        flat, carrier, journey = self.flat, self.carrier, Journey()
+        flat, carrier, journey = self.flat, self.carrier, HopChain()
         buffer = self.grads if room.grads is None else room.grads
         assert buffer is not None
         assert self.grads is not None

@@ -14,7 +14,7 @@ _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size
 _TELLS = _HARMLESS | {"__set__", "requires_grad_", "register_hook"}
 
 
-class Elsewhere(Tensor):
+class StandIn(Tensor):
     """Stand-in for the gradient of a user's parameter, which lies in a flat shard; using it raises."""
 
     why = (
@@ -36,13 +36,13 @@ class Elsewhere(Tensor):
         return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
 
 
-class NotShown(Elsewhere):
+class NotShown(StandIn):
     """Stand-in for a gradient inside `sw.whole`, which shows weights."""
 
     why = "sw.whole(model) shows weights: for gradients write `with sw.whole(model, grads=True):`"
 
 
-class OnDisk(Elsewhere):
+class OnDisk(StandIn):
     """Stand-in for master weights or optimizer state on disk."""
 
     why = (

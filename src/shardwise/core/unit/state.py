@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...base.intervals import pieces
-from ..offload.host_memory import MASTER, Away, HostMemory, Moves
+from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState
 from ..schedule.flat import Buffer, Copy, Flat
-from ..wire.collectives import Journey
+from ..wire.collectives import HopChain
 from ..wire.reference_codecs import decode, encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
@@ -23,7 +23,7 @@ class FlatState:
     def __init__(self, flat: Flat, device: torch.device, unit_name: str, host: HostMemory) -> None:
         self.flat = flat
         self.unit_name = unit_name
-        self.away: Away | None = host.away_for(flat, unit_name)
+        self.away: OffloadedState | None = host.away_for(flat, unit_name)
         self.carrier = Carrier(flat, unit_name, self.away)
         self.master = self._master_at_rest(device)
         self._draft: Tensor | None = None
@@ -150,12 +150,12 @@ class FlatState:
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
-    def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> Journey:
+    def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> HopChain:
         """Start to gather the masters of all ranks into `whole`.
 
         `staged` holds the bytes that were read from disk; `rows` is memory for encoded bytes in flight.
         """
-        flat, journey = self.flat, Journey()
+        flat, journey = self.flat, HopChain()
         if rows is not None:
             self._go_encoded(journey, is_stale, staged, rows.view(-1, flat.row_bytes), channels)
             journey.begin()
@@ -192,7 +192,7 @@ class FlatState:
         return found[self._master_in_rest] if name == "own_in_rest" else found
 
     def _go_encoded(
-        self, journey: Journey, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
+        self, journey: HopChain, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
     ) -> None:
         """Gather encoded rows. They are encoded and decoded once, whatever the number of hops. Every rank computes with
         the decoded values, of its own part too."""

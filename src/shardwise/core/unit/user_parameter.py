@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.errors import StateError
 from .shard_tensor import DATA_GET, TELLS, Place, is_in_place, refuse, targets_of, tensors_in
-from .stand_ins import Elsewhere
+from .stand_ins import StandIn
 
 
 def place_of(param: Tensor) -> Place | None:
@@ -162,7 +162,7 @@ def _grad(param: Any) -> Tensor | None:
     gradient = place.state.gradient
     if gradient.stage == "empty" or not gradient.used[place.index]:
         return None
-    return Elsewhere.like(place.shape, param.dtype, param.device)
+    return StandIn.like(place.shape, param.dtype, param.device)
 
 
 def _set_grad(param: Any, value: Tensor | None = None) -> None:

@@ -78,7 +78,7 @@ class InFlight:
 Step = Callable[[], InFlight]
 
 
-class Journey:
+class HopChain:
     """A sequence of collectives and of work between them; each starts when the one before it is finished."""
 
     def __init__(self) -> None:

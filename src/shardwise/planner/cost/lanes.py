@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ...core.schedule.events import Move
 from ...core.wire.ledger import Call
 from ..hardware.cluster import Cluster
-from ..hardware.efficiency import IDEAL, Wear
+from ..hardware.efficiency import IDEAL, Overheads
 from ..hardware.links import plan_transfer
 
 Queue = tuple[str, str]
@@ -50,7 +50,7 @@ class Op:
         self.end_s = -1.0
 
 
-def cost_of(call: Call, cluster: Cluster, wear: Wear = IDEAL) -> Cost:
+def cost_of(call: Call, cluster: Cluster, wear: Overheads = IDEAL) -> Cost:
     """Cost of a collective on the wires of one rank. A switch that reduces makes all-reduces inside a node faster."""
     fabric, world = cluster.fabric, cluster.world_size
     ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
@@ -65,7 +65,7 @@ def cost_of(call: Call, cluster: Cluster, wear: Wear = IDEAL) -> Cost:
 class Lanes:
     """Simulates the operations of one rank in the order in which they begin."""
 
-    def __init__(self, cluster: Cluster, wear: Wear) -> None:
+    def __init__(self, cluster: Cluster, wear: Overheads) -> None:
         self._cluster, self._wear = cluster, wear
         self._queues: dict[Queue, deque[Op]] = {}
         self._queue_free: dict[Queue, float] = {}

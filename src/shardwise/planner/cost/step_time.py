@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ...core.schedule.events import Event
 from ...core.schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
 from ..hardware.cluster import Cluster
-from ..hardware.efficiency import IDEAL, Wear
+from ..hardware.efficiency import IDEAL, Overheads
 from .compute import UnitSeconds
 from .lanes import Lanes, Op, Span
 from .peak import NUM_THERE
@@ -30,10 +30,10 @@ from .peak import NUM_THERE
 GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
 
 
-class Player:
+class StepSimulator:
     """Simulates a step: the computation, and the host that queues it."""
 
-    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Wear) -> None:
+    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Overheads) -> None:
         self.lanes, self._wear = lanes, wear
         self._seconds = seconds
         units = {unit.name: unit for unit in schedule.units}
@@ -239,10 +239,10 @@ def step_time(
     events: Sequence[Event],
     seconds: Mapping[str, UnitSeconds],
     cluster: Cluster,
-    wear: Wear = IDEAL,
+    wear: Overheads = IDEAL,
 ) -> Timing:
     """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: duration of each unit by itself."""
-    player = Player(schedule, seconds, Lanes(cluster, wear), wear)
+    player = StepSimulator(schedule, seconds, Lanes(cluster, wear), wear)
     begin_s = player.play(events)
     player.forget()
     end_s = player.play(events)

@@ -38,7 +38,7 @@ CODING = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Wear:
+class Overheads:
     """Costs of a real machine beyond the figures of its links.
 
     `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
@@ -55,13 +55,13 @@ class Wear:
 
 
 # Nothing but the links costs time.
-IDEAL = Wear()
+IDEAL = Overheads()
 # Our H200's own host, a virtual machine that is slow at queueing, under the emulated fabric, which takes nothing from
 # the computation. Median over the steps that it limits; they differ by a quarter from run to run.
-EMULATED = Wear(launch_s=38e-6, event_s=180e-6)
+EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
 # Contention and hops: fitted on llm-foundry. Two thirds of a collective's time are not hidden by concurrent computation
 # (torchtitan's data: keeping units gathered saves as much as their gathers take). The host: a guess for a fast one.
-REAL = Wear(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
+REAL = Overheads(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 _H200 = Efficiency(
     products=0.705, attention=0.62, memory=0.75, prologue=88.0, tail=60e3, ramp=1200.0, narrow=0.9, gap_s=3e-6,

@@ -10,7 +10,7 @@ from math import prod
 
 from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean
-from ...core.schedule.model import ROOT, FoundUnit, Param, Site, least_outside, parts_of
+from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
 
 WRAPPER = "base_model.model."  # peft's prefix of every name
 
@@ -108,14 +108,14 @@ def _ends_in(path: str, targets: Sequence[str]) -> bool:
     return any(path == target or path.endswith(f".{target}") for target in targets)
 
 
-def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: bool) -> list[FoundUnit]:
+def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: bool) -> list[UnitSpec]:
     """Divide a model into units; one unit unless `splits_blocks`. Adapters are always trained, in fp32."""
     tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
     root: list[Param] = []
     root_is_embedding = tied is None
     least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
 
-    def outside(group: tuple[Part, ...]) -> list[FoundUnit]:
+    def outside(group: tuple[Part, ...]) -> list[UnitSpec]:
         nonlocal root_is_embedding
         found = []
         for part in group:
@@ -126,7 +126,7 @@ def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: b
                 root.append(replace(params[0], sites=(*params[0].sites, tied)))
                 params = params[1:]
             if params and part.num_elems >= least:
-                found.append(FoundUnit(part.path, part.path, params, False, not part.is_embedding))
+                found.append(UnitSpec(part.path, part.path, params, False, not part.is_embedding))
             elif params:
                 root.extend(params)
                 root_is_embedding = root_is_embedding and part.is_embedding
@@ -138,7 +138,7 @@ def units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: b
         root.extend(param for block in blocks for param in block.params)
         root_is_embedding, blocks = False, []
     units = [*first, *blocks, *outside(parts.after)]
-    return [FoundUnit(ROOT, "", tuple(root), bool(units), not root_is_embedding), *units] if root else units
+    return [UnitSpec(ROOT, "", tuple(root), bool(units), not root_is_embedding), *units] if root else units
 
 
 def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
@@ -150,7 +150,7 @@ def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
     )
 
 
-def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[FoundUnit]:
+def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[UnitSpec]:
     """Return the units of all blocks, which differ only in paths: one each, or one per large part and the rest."""
     units = ["", *large_parts(parts.block)]
     rows = [
@@ -168,7 +168,7 @@ def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[FoundUnit]:
         for unit, params in owned.items():
             name = f"{path}.{unit}" if unit else path
             if params:
-                found.append(FoundUnit(name, name, tuple(params), not unit and len(units) > 1, True))
+                found.append(UnitSpec(name, name, tuple(params), not unit and len(units) > 1, True))
     return found
 
 

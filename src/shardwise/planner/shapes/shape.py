@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean
-from ...core.schedule.model import ROOT, FoundUnit, Param, Site
+from ...core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..training import Lora
 from .parts import Part, Parts, conv, embedding, linear, units_from, vectors, with_adapters
 
@@ -147,18 +147,18 @@ class StatesOnly:
         return self.label or f"params={self.num_params:g}"
 
 
-def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[FoundUnit]:
+def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[UnitSpec]:
     """Return the units of a module of this shape, with adapters if `lora` is given."""
     return list(_units(shape, lora))
 
 
 @lru_cache(maxsize=32)
-def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[FoundUnit, ...]:
+def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[UnitSpec, ...]:
     if isinstance(shape, StatesOnly):
         if lora is not None:
             raise ConfigurationError("lora: it needs the sizes of the layers, and --shape params=... has none")
         whole = Param("params", (1, shape.num_params), FP32, True, (Site("", "params"),))
-        return (FoundUnit(ROOT, "", (whole,), holds_units=False, backward_reads=True),)
+        return (UnitSpec(ROOT, "", (whole,), holds_units=False, backward_reads=True),)
     parts = _parts(shape)
     # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from ...core.schedule.model import ROOT, FoundUnit
+from ...core.schedule.model import ROOT, UnitSpec
 from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Training
 from .blocks import gpt_block, in_tree_block, llama_block, mpt_block, titan_block
@@ -113,7 +113,7 @@ def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
     return replace(work, moved_bytes=float(2 * work.output_bytes))
 
 
-def shared_out(work: Work, block: str, units: Sequence[FoundUnit]) -> dict[str, Work]:
+def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, Work]:
     """Assign a block's work to its units. If a block is cut into parts, the largest one gets all work, and the others
     only pass tensors on: checkpointing, too, wraps the whole block."""
     names = {unit.name: sum(param.num_elems for param in unit.params)
@@ -122,7 +122,7 @@ def shared_out(work: Work, block: str, units: Sequence[FoundUnit]) -> dict[str, 
     return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in names}
 
 
-def _named(units: list[FoundUnit], leaves: tuple[str, ...]) -> str | None:
+def _named(units: list[UnitSpec], leaves: tuple[str, ...]) -> str | None:
     return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
 
 
