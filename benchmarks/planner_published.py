@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from shardwise.core.layout import layout_of
-from shardwise.core.schedule.events import Event, step_events
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.planner.cost.compute import UnitSeconds, seconds_of, speed_of
 from shardwise.planner.cost.step_time import step_time
+from shardwise.planner.events import Event, step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import Efficiency, Overheads
 from shardwise.planner.shapes.families import shape_named

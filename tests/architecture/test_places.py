@@ -34,7 +34,7 @@ def test_torch_distributed_is_called_in_wire_and_mesh_only() -> None:
     def distributed(name: str) -> bool:
         return f"{name}.".startswith(("torch.distributed.", "torch._C._distributed"))
 
-    launcher = ("trainer/agent.py",)
+    launcher = ("trainer/agent.py", "trainer/loopback.py")
     assert not uses(
         distributed,
         allowed=("core/wire/", "core/mesh.py", "checkpoint/interop/dcp_write.py", *launcher, "doctor/", "bench/"),

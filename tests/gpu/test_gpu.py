@@ -16,8 +16,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import PRESETS
-from shardwise.core.schedule.events import step_events
 from shardwise.core.wire.ledger import add_up
+from shardwise.planner.events import step_events
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import Layout, layout_of
-from shardwise.core.schedule.events import step_events
+from shardwise.planner.events import step_events
 from shardwise.trainer.model import Transformer
 from tests.gpu.test_gpu import LOSS_TOLERANCE, NUM_STEPS, SHAPE, batch
 from tests.gpu.test_out_of_memory import SHAPE as LARGE_SHAPE

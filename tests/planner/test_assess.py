@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.layout import PRESETS
-from shardwise.core.schedule.events import step_events
-from shardwise.core.schedule.step_traffic import traffic_of
 from shardwise.planner.assess import HOST_SHARE, MOST_PLAYED, NCCL_BYTES
+from shardwise.planner.events import step_events, traffic_of
 from tests.planner.planning import EVERY, GB, SHAPE, assessed, assessor, machine
 
 

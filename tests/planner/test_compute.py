@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.layout import layouts_for
-from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.planner.cost.compute import (
@@ -19,6 +18,7 @@ from shardwise.planner.cost.compute import (
     work_seconds,
 )
 from shardwise.planner.cost.step_time import step_time
+from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import EMULATED, REAL, Efficiency, Overheads, efficiency_of
 from shardwise.planner.hardware.gpus import GPUS, gpu_named

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from shardwise.base.dtypes import BF16, FP32, DType
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import PRESETS, Layout, layout_of
-from shardwise.core.schedule.events import Event, step_events
 from shardwise.core.schedule.flat import Flat
 from shardwise.core.schedule.model import Param, Site
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.core.wire.ledger import add_up
+from shardwise.planner.events import Event, step_events
 from tests.support.strategies import STRATEGIES
 
 FORWARDS = "zero3+params_as=int8:forward"

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.core.layout import PRESETS, Layout
 from shardwise.core.schedule.state_bytes import state_bytes
-from shardwise.core.schedule.step_traffic import crossing_bytes
+from shardwise.planner.events import crossing_bytes
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.planning import Plan, machine_of, plan
 from shardwise.planner.shapes.shape import StatesOnly

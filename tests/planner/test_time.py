@@ -9,7 +9,6 @@ from shardwise.base.dtypes import FP32
 from shardwise.bench.calls import count_calls
 from shardwise.core.layout import Layout, layout_of, layouts_for
 from shardwise.core.precision import precision_of
-from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
@@ -18,6 +17,7 @@ from shardwise.planner.cost.compute import UnitSeconds
 from shardwise.planner.cost.lanes import BOTH_WAYS, COLLECTIVES, Lanes
 from shardwise.planner.cost.peak import with_stowing
 from shardwise.planner.cost.step_time import Timing, days_for, mfu, step_time
+from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.efficiency import CODING, IDEAL, Overheads
 from shardwise.planner.hardware.links import Link

@@ -5,12 +5,11 @@ import pytest
 from shardwise.base.dtypes import BF16, FP32
 from shardwise.core.layout import layout_of
 from shardwise.core.precision import precision_of
-from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import UnitPlan, make_schedule
-from shardwise.core.schedule.step_traffic import crossing_bytes
 from shardwise.core.wire.ledger import Call, describe_call
+from shardwise.planner.events import crossing_bytes, step_events
 from shardwise.planner.planning import plan
 from shardwise.planner.shapes.shape import StatesOnly
 from shardwise.planner.states import States

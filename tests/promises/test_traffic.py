@@ -18,8 +18,8 @@ import shardwise as sw
 from shardwise.base.intervals import BLOCK_ELEMS, round_up
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import PRESETS
-from shardwise.core.schedule.events import step_events
 from shardwise.core.wire.ledger import Call, Traffic, add_up
+from shardwise.planner.events import step_events
 from tests.harness import Pool
 from tests.support.models import IN_TREE, MODELS, tokens
 from tests.support.strategies import ALL, CORNERS, ENCODED, ENCODED_ALWAYS, OFFLOADED, STRATEGIES, disk_for, slow_but

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.processes import as_child, temporary_folder
-from ..core.wire.loopback import ADDRESS, rank_variables, store_at
+from ..trainer.loopback import ADDRESS, rank_variables, store_at
 from .case import Case
 from .names import SINGLE_PROCESS
 

@@ -21,9 +21,9 @@ from ..base.errors import ConfigurationError
 from ..base.processes import as_child
 from ..checkpoint.steps import CHECKPOINTS
 from ..core.layout import layout_of
-from ..core.schedule.step_traffic import crossing_bytes
 from ..core.wire.codec import parse
 from ..core.wire.ledger import SHARE_OF_BUFFER, Call
+from ..planner.events import crossing_bytes
 from ..report.run import METRICS, read_run
 from ..trainer.checks import check_all, look_ahead
 from ..trainer.offload import is_auto

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import FileStore
 
 from ..base.container_limits import cgroup_values, memory_limit
 from ..base.processes import as_child, end_with_parent, temporary_folder
-from ..core.wire.loopback import interfaces
 from ..planner.hardware.measured import CPU_RANKS, MATRIX, Measured
+from ..trainer.loopback import interfaces
 from .disk import existing, speeds
 
 MODULE = "shardwise.doctor.measure"  # run by name: __name__ is __main__ in a rank

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..core.layout import Layout, layout_of_unit
-from ..core.schedule.events import Event, step_events
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
-from ..core.schedule.step_traffic import StepTraffic, traffic_of
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
 from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of, stowed_bytes, with_stowing
 from .cost.step_time import Timing, step_time
+from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
 from .hardware.efficiency import Efficiency, Overheads
 from .training import Training

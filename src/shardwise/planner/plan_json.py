@@ -10,12 +10,12 @@ from typing import Any
 from ..core.layout import Layout, Place, Split, Strategy
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..core.schedule.step_traffic import StepTraffic
 from ..version import VERSION
 from .assess import Assessment, Machine
 from .cost.lanes import Span
 from .cost.peak import CLASSES, Instant
 from .cost.step_time import days_for, mfu
+from .events import StepTraffic
 from .planning import Plan
 from .search import strategy_of
 from .states import States, StatesRow

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from ..base.dtypes import BF16, FP16
 from ..base.errors import ConfigurationError
 from ..core.layout import PRESETS, Layout, Split, Strategy, layouts_for
-from ..core.schedule.events import gather_event, reduce_event, update_event
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import UnitPlan
-from ..core.schedule.step_traffic import StepTraffic, traffic_of
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
+from .events import StepTraffic, gather_event, reduce_event, traffic_of, update_event
 from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly
 from .training import Training

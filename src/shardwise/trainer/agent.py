@@ -42,7 +42,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..base.errors import ConfigurationError, WireError
 from ..base.processes import temporary_folder
-from ..core.wire import loopback
+from . import loopback
 from .rank import Task, run_task
 from .rank_watcher import RankWatcher, first_failure
 from .settings import Settings, num_nodes

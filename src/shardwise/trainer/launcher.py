@@ -74,7 +74,7 @@ def _start_ranks(
     # Messages about broken connections follow every failure and are never its cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from ..core.wire import loopback
+    from . import loopback
     from .agent import run_agent
     from .rank import Task
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.schedule.events import step_events
 from shardwise.core.wire.ledger import Row, add_up
+from shardwise.planner.events import step_events
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
 from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, features

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.schedule import model as limits
-from shardwise.core.schedule.events import step_events
+from shardwise.planner.events import step_events
 from tests.harness import Pool
 from tests.support.models import INIT, SEQ, VOCAB, tokens
 from tests.support.trainee import Story, Told, Trainee, assert_told_alike, features, tell_alone, tell_sharded

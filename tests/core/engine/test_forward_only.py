@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.core.engine.cuda_graph import Replay
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.schedule.events import step_events
 from shardwise.core.schedule.unit_status import snapshot
+from shardwise.planner.events import step_events
 from tests.harness import Pool
 
 WIDTH = 32

@@ -18,8 +18,8 @@ import shardwise as sw
 from benchmarks.offload_limits import FROM_DISK, ON_HOST, REFERENCE, Case, limit_memory, limited, memory_of_process
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import layout_of
-from shardwise.core.schedule.events import step_events
 from shardwise.planner.cost.peak import memory_of
+from shardwise.planner.events import step_events
 from shardwise.planner.training import Training
 from shardwise.planner.work.probe import probe_works
 from shardwise.trainer.model import Transformer

@@ -22,9 +22,8 @@ from ...base.direct_io import ALIGNMENT
 from ...base.errors import ConfigurationError
 from ...base.intervals import Interval, round_up
 from ..native.library import library
-from ..schedule.events import Way
 from ..schedule.flat import Flat
-from ..schedule.offload import NUM_STAGED, NUM_WINDOWS, chunks_of, host_tensors, off_device, record_bytes
+from ..schedule.offload import NUM_STAGED, NUM_WINDOWS, Way, chunks_of, host_tensors, off_device, record_bytes
 from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 

@@ -6,11 +6,15 @@ updated, others are read and written. Parameters come unit by unit, ahead of the
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ...base.direct_io import ALIGNMENT
 from ...base.dtypes import DType
 from ...base.intervals import Interval, round_up
 from .flat import Flat
+
+# Directions in which bytes move between the memories of a rank.
+Way = Literal["to_device", "to_host", "read", "write"]
 
 # A chunk is long enough for the disk to reach its full speed.
 CHUNK_ELEMS = 8 << 20

@@ -2,8 +2,8 @@
 
 A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a gather has
 anything to do depends on what memory holds at that moment: that is in `unit_status.UnitStatus`, one record per unit.
-The engine executes both on real buffers; `events.step_events` runs the same two without any, and so predicts every
-collective of a step exactly.
+The engine executes both on real buffers; the planner's `step_events` runs the same two without any, and so predicts
+every collective of a step exactly.
 
 Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
 slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its

@@ -22,8 +22,8 @@ Who uses the weights: `num_computing` forwards and backwards of the unit run now
 `forwards` are those that a backward may come back to; `is_lent` weights were used outside the unit's forward and
 stay gathered until the step. `version` counts updates: a forward belongs to the version that it ran with.
 
-The engine's `Gathers` is the only caller of the transitions on real memory. `events.step_events` makes the same ones
-without any memory, and so predicts every collective of a step exactly.
+The engine's `Gathers` is the only caller of the transitions on real memory. The planner's `step_events` makes the same
+ones without any memory, and so predicts every collective of a step exactly.
 """
 
 import weakref

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.schedule.events import Move
 from ...core.wire.ledger import Call
+from ..events import Move
 from ..hardware.cluster import Cluster
 from ..hardware.efficiency import IDEAL, Overheads
 from ..hardware.links import plan_transfer

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...core.schedule.events import Event, Move
 from ...core.schedule.flat import Flat
 from ...core.schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES, OffDevice, off_device
 from ...core.schedule.state_bytes import device_state, kept_losses, resting_grads
@@ -40,6 +39,7 @@ from ...core.schedule.step_schedule import (
     Schedule,
     UnitPlan,
 )
+from ..events import Event, Move
 from ..training import Training
 from ..work.work import Work
 

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.schedule.events import Event
 from ...core.schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
+from ..events import Event
 from ..hardware.cluster import Cluster
 from ..hardware.efficiency import IDEAL, Overheads
 from .compute import UnitSeconds

@@ -2,25 +2,25 @@
 
 The planner costs this list, and the tests compare it with the ledger of a real step, byte for byte. An event may move
 bytes between ranks (`calls`), and between the memories of its own rank (`moves`): to the device and back to the host
-over the bus, from disk and to it.
+over the bus, from disk and to it. `traffic_of` adds up the bytes of a list.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from ...base.dtypes import INT32, dtype_of
-from ...base.intervals import pieces
-from ..layout import Place
-from ..wire.codec import encoded_bytes
-from ..wire.ledger import Call, describe_call
-from .flat import Buffer, Flat, Hop, Pass
-from .state_bytes import LOST
-from .step_schedule import Schedule, UnitPlan
-from .unit_status import FlatGather, UnitStatus, statuses_of
+from ..base.dtypes import INT32, dtype_of
+from ..base.intervals import pieces
+from ..core.layout import Place
+from ..core.schedule.flat import Buffer, Flat, Hop, Pass
+from ..core.schedule.offload import Way
+from ..core.schedule.state_bytes import LOST
+from ..core.schedule.step_schedule import Schedule, UnitPlan
+from ..core.schedule.unit_status import FlatGather, UnitStatus, statuses_of
+from ..core.wire.codec import encoded_bytes
+from ..core.wire.ledger import SHARE_OF_BUFFER, Call, Traffic, add_up, describe_call
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
-Way = Literal["to_device", "to_host", "read", "write"]
 
 ALL = "all"  # the unit of an event that concerns every one
 
@@ -45,32 +45,6 @@ class Event:
     decode_bytes: int = 0
 
 
-def step_events(
-    schedule: Schedule,
-    num_micro_batches: int = 1,
-    *,
-    first_step: bool = False,
-    clips: bool = False,
-    num_moments: float = 2,
-) -> list[Event]:
-    """The events of a training step. A later step begins with the gathers that start right after the last update."""
-    statuses = statuses_of(schedule)
-    events_of = _EventMaker(schedule)
-    events: list[Event] = []
-    if not first_step:
-        for _ in _micro_batches(schedule, statuses, num_micro_batches):
-            pass
-        for status in statuses:
-            status.invalidate()
-        events.extend(events_of(happening) for happening in _gathers(statuses, schedule.after_step, "forward"))
-    events.extend(events_of(happening) for happening in _micro_batches(schedule, statuses, num_micro_batches))
-    events.append(_agreement(schedule))
-    if clips:
-        events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
-    events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
-    return events
-
-
 class _Action(NamedTuple):
     """An action of the engine, before its bytes are known. `is_first` and `is_last` are about a unit's reductions."""
 
@@ -81,26 +55,70 @@ class _Action(NamedTuple):
     is_last: bool = False
 
 
-class _EventMaker:
-    """Makes events from happenings. Units that share their flats move the same bytes, which are computed once."""
+def step_events(
+    schedule: Schedule,
+    num_micro_batches: int = 1,
+    *,
+    first_step: bool = False,
+    clips: bool = False,
+    num_moments: float = 2,
+) -> list[Event]:
+    """The events of a training step. A later step begins with the gathers that start right after the last update."""
+    statuses = statuses_of(schedule)
+    actions: list[_Action] = []
+    if not first_step:
+        for _ in _micro_batches(schedule, statuses, num_micro_batches):
+            pass
+        for status in statuses:
+            status.invalidate()
+        actions.extend(_gathers(statuses, schedule.after_step, "forward"))
+    actions.extend(_micro_batches(schedule, statuses, num_micro_batches))
+    # Units that share their flats move the same bytes, which are computed once.
+    known: dict[tuple[object, ...], Event] = {}
+    events: list[Event] = []
+    for action in actions:
+        unit = schedule.units[action.unit]
+        key = (action.verb, id(unit.flats), *action[2:])
+        if key not in known:
+            known[key] = _event_of(unit, action)
+        events.append(replace(known[key], unit=unit.name))
+    events.append(_agreement(schedule))
+    if clips:
+        events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
+    events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
+    return events
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._units = schedule.units
-        self._known: dict[tuple[object, ...], Event] = {}
 
-    def __call__(self, happening: _Action) -> Event:
-        unit = self._units[happening.unit]
-        if happening.verb not in ("gather", "reduce"):
-            return Event(happening.verb, unit.name)
-        key = (happening.verb, id(unit.flats), happening.todo, happening.is_first, happening.is_last)
-        known = self._known.get(key)
-        if known is None:
-            if happening.verb == "gather":
-                known = gather_event(unit, happening.todo)
-            else:
-                known = reduce_event(unit, happening.is_first, happening.is_last)
-            self._known[key] = known
-        return replace(known, unit=unit.name)
+def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Action]:
+    is_trained = [unit.trainable for unit in schedule.units]
+    for index in range(num_micro_batches):
+        for unit in schedule.order:
+            yield from _gathers(statuses, schedule.before_forward[unit], "forward")
+            yield _Action("forward", unit)
+        yield from _gathers(statuses, schedule.read_holders, "backward")
+        for unit in reversed(schedule.order):
+            yield from _gathers(statuses, schedule.before_backward[unit], "backward")
+            yield _Action("backward", unit)
+            if schedule.units[unit].gives_back:
+                statuses[unit].lose()
+            if is_trained[unit]:
+                yield _Action("reduce", unit, (), index == 0, index == num_micro_batches - 1)
+
+
+def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Action]:
+    for unit in units:
+        status = statuses[unit]
+        if not status.is_ready(pass_):
+            yield _Action("gather", unit, tuple(status.start_gather(pass_)))
+            status.finish_gather()
+
+
+def _event_of(unit: UnitPlan, action: _Action) -> Event:
+    if action.verb == "gather":
+        return gather_event(unit, action.todo)
+    if action.verb == "reduce":
+        return reduce_event(unit, action.is_first, action.is_last)
+    return Event(action.verb, unit.name)
 
 
 def _agreement(schedule: Schedule) -> Event:
@@ -123,39 +141,18 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
                 yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
 
 
-def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Action]:
-    units = schedule.units
-    is_trained = [unit.trainable for unit in units]
-    for index in range(num_micro_batches):
-        for unit in schedule.order:
-            yield from _gathers(statuses, schedule.before_forward[unit], "forward")
-            yield _Action("forward", unit)
-        yield from _gathers(statuses, schedule.read_holders, "backward")
-        for unit in reversed(schedule.order):
-            yield from _gathers(statuses, schedule.before_backward[unit], "backward")
-            yield _Action("backward", unit)
-            if units[unit].gives_back:
-                statuses[unit].lose()
-            if is_trained[unit]:
-                yield _Action("reduce", unit, (), index == 0, index == num_micro_batches - 1)
-
-
-def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Action]:
-    for unit in units:
-        status = statuses[unit]
-        if not status.is_ready(pass_):
-            yield _Action("gather", unit, tuple(status.start_gather(pass_)))
-            status.finish_gather()
-
-
 def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     calls: list[Call] = []
     moves: list[Move] = []
     encode_bytes = decode_bytes = 0
     for at, is_stale, is_encoded in todo:
         flat = unit.flats[at]
-        hops = (*flat.refresh_hops, *flat.gather_hops) if is_stale else flat.gather_hops
-        calls.extend(_gather_calls(flat, hops, is_encoded))
+        for hop, num_ranks, num_elems in flat.moving(flat.master_hops if is_stale else flat.gather_hops):
+            if is_encoded:  # rows of masters, through all hops
+                num_bytes = num_elems // flat.num_master * flat.row_bytes
+                calls.append(Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks))
+            else:
+                calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute))
         moves.extend(_copy_moves(flat, is_stale))
         if is_encoded:
             encode_bytes += _row_making_bytes(flat, is_stale)
@@ -219,6 +216,37 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     return Event("reduce", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
 
 
+def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
+    """The collectives of a reduction. Encoded, each rank receives the rows that it sums; then the rows of the sums are
+    gathered, if all ranks need them."""
+    codec = flat.grads_codec
+    for hop, num_ranks, num_elems in flat.moving(hops):
+        if codec is None:
+            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
+            continue
+        num_bytes = num_ranks * encoded_bytes(codec, num_elems // num_ranks)
+        yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
+        if hop.kind == "all_reduce":
+            yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
+
+
+def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
+    """Bytes that a reduction's encodings and decodings read and write, one after the other: for every hop the rows that
+    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last
+    error is added first and the new one computed: the rows once more, three times the gradient, six times the error."""
+    codec = flat.grads_codec
+    for hop, num_ranks, num_elems in flat.moving(hops) if codec is not None else ():
+        assert codec is not None
+        part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
+        row = encoded_bytes(codec, num_elems // num_ranks)
+        lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
+        yield whole + num_ranks * row + lost
+        yield num_ranks * row + part
+        if hop.kind == "all_reduce":
+            yield part + row
+            yield num_ranks * row + whole
+
+
 def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
     moves: list[Move] = []
@@ -239,43 +267,61 @@ def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
     return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
 
 
-def _gather_calls(flat: Flat, hops: Iterable[Hop], is_encoded: bool) -> Iterator[Call]:
-    """The collectives of a gather: rows of masters, if they are encoded, through all hops."""
-    for hop, num_ranks, num_elems in flat.moving(hops):
-        if is_encoded:
-            num_bytes = num_elems // flat.num_master * flat.row_bytes
-            yield Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks)
-        else:
-            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute)
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Bytes that one rank moves in a step: its collectives by axis, as the ledger counts them; of these, inside and
+    between nodes; and the moves between its memories.
+
+    Bytes between nodes are those that have to cross a node's border: every element that the node lacks comes in once,
+    and its ranks share the work. A ring through all ranks may carry more across the border; predicted seconds
+    (`cost/step_time.py`) are those of the ring."""
+
+    by_call: Traffic
+    intra_node: float
+    inter_node: float
+    to_device: int
+    to_host: int
+    read: int
+    write: int
+
+    def continued(self, fewer: "StepTraffic", num: int) -> "StepTraffic":
+        """Add `num` micro-batches; one is the difference between this and `fewer`."""
+        before = {(row.axis, row.kind, row.dtype): row for row in fewer.by_call.rows}
+        rows = []
+        for row in self.by_call.rows:
+            last = before.get((row.axis, row.kind, row.dtype), replace(row, num_calls=0, wire_bytes=0.0))
+            num_calls = row.num_calls + num * (row.num_calls - last.num_calls)
+            rows.append(
+                replace(row, num_calls=num_calls, wire_bytes=row.wire_bytes + num * (row.wire_bytes - last.wire_bytes))
+            )
+        names = [entry.name for entry in fields(self) if entry.name != "by_call"]
+        amounts = {name: getattr(self, name) + num * (getattr(self, name) - getattr(fewer, name)) for name in names}
+        return StepTraffic(Traffic(tuple(rows)), **amounts)
+
+    @property
+    def pcie(self) -> int:
+        return self.to_device + self.to_host
+
+    @property
+    def disk(self) -> int:
+        return self.read + self.write
 
 
-def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
-    """The collectives of a reduction. Encoded, each rank receives the rows that it sums; then the rows of the sums are
-    gathered, if all ranks need them."""
-    codec = flat.grads_codec
-    for hop, num_ranks, num_elems in flat.moving(hops):
-        if codec is None:
-            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
-            continue
-        num_bytes = num_ranks * encoded_bytes(codec, num_elems // num_ranks)
-        yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
-        if hop.kind == "all_reduce":
-            yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
+def traffic_of(events: Sequence[Event], num_nodes: int, node_size: int) -> StepTraffic:
+    calls = [call for event in events for call in event.calls]
+    inter = sum(crossing_bytes(call, num_nodes, node_size) for call in calls)
+    moved: dict[Way, int] = {"to_device": 0, "to_host": 0, "read": 0, "write": 0}
+    for event in events:
+        for move in event.moves:
+            moved[move.way] += move.num_bytes
+    by_call = add_up(calls)
+    return StepTraffic(by_call, by_call.wire_bytes - inter, inter, **moved)
 
 
-def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
-    """Bytes that a reduction's encodings and decodings read and write, one after the other: for every hop the rows that
-    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last
-    error is added first and the new one computed: the rows once more, three times the gradient, six times the error."""
-    codec = flat.grads_codec
-    if codec is None:
-        return
-    for hop, num_ranks, num_elems in flat.moving(hops):
-        part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
-        row = encoded_bytes(codec, num_elems // num_ranks)
-        lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
-        yield whole + num_ranks * row + lost
-        yield num_ranks * row + part
-        if hop.kind == "all_reduce":
-            yield part + row
-            yield num_ranks * row + whole
+def crossing_bytes(call: Call, num_nodes: int, node_size: int) -> float:
+    """Bytes of a collective that one rank has to take across its node's border."""
+    if call.axis == "node" or num_nodes == 1:
+        return 0.0
+    if call.axis == "replicate":
+        return call.wire_bytes
+    return SHARE_OF_BUFFER[call.kind] * call.num_bytes * (num_nodes - 1) / num_nodes / node_size
