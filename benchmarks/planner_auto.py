@@ -50,7 +50,8 @@ from benchmarks.planner_measure import (
     set_up,
     timed,
 )
-from shardwise import api
+from shardwise.api import sharding
+from shardwise.api.preparation import training_of
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
 from shardwise.core.engine.guards import engine_of
@@ -133,7 +134,7 @@ def plan_with_all(case: Case, device: torch.device) -> Plan:
     with played(case, device) as emulated:
         model = build(case, device)
         precision = precision_of(case.precision, case.reduce)
-        training = api._training(optimizer_for(model, Settings()), precision, batch_of(case))
+        training = training_of(optimizer_for(model, Settings()), precision, batch_of(case))
         axes = make_axes(emulated.node_size)
         here = machine_here(everyone(), axes, ENDLESS)
         return choose(model, find_units(model, "auto"), AutoRequest(training, batch_of(case), "auto", None, ()), here)
@@ -160,15 +161,15 @@ def limits(plan: Plan, there_bytes: int) -> dict[str, int]:
 @contextmanager
 def room(limit_bytes: int, device: torch.device) -> Iterator[None]:
     """What is free is a value, and on a GPU the allocator cannot take more."""
-    before = api.free_bytes_here
-    api.free_bytes_here = lambda: limit_bytes
+    before = sharding.free_bytes_here
+    sharding.free_bytes_here = lambda: limit_bytes
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
     try:
         yield
     finally:
-        api.free_bytes_here = before
+        sharding.free_bytes_here = before
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device)
 

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 from .version import VERSION
 
 if TYPE_CHECKING:
-    from .api import accumulate, describe, shard, traffic
+    from .api.cuda_graph import capture
+    from .api.full_weights import full_state_dict, grad_norms, load_full_state_dict, whole
+    from .api.memory_report import Memory, memory
+    from .api.sharded_model import accumulate, describe, sync_buffers, traffic
+    from .api.sharding import shard
     from .base.errors import CheckpointError, ConfigurationError, ShardwiseError, StateError, WireError
     from .checkpoint.loading import load
     from .checkpoint.saving import save, start_save
-    from .core.engine.buffers import sync_buffers
-    from .core.engine.cuda_graph import capture
-    from .core.engine.full_gradients import grad_norms
-    from .core.engine.full_weights import full_state_dict, load_full_state_dict, whole
     from .core.engine.hooks import register_forward
-    from .core.engine.memory_report import Memory, memory
     from .core.layout import Layout
     from .core.mesh import init
     from .core.precision import Precision
@@ -72,19 +71,19 @@ _HOMES = {
     "load": ".checkpoint.loading",
     "save": ".checkpoint.saving",
     "start_save": ".checkpoint.saving",
-    "accumulate": ".api",
-    "describe": ".api",
-    "shard": ".api",
-    "traffic": ".api",
-    "sync_buffers": ".core.engine.buffers",
-    "capture": ".core.engine.cuda_graph",
-    "Memory": ".core.engine.memory_report",
-    "memory": ".core.engine.memory_report",
+    "accumulate": ".api.sharded_model",
+    "describe": ".api.sharded_model",
+    "shard": ".api.sharding",
+    "traffic": ".api.sharded_model",
+    "sync_buffers": ".api.sharded_model",
+    "capture": ".api.cuda_graph",
+    "Memory": ".api.memory_report",
+    "memory": ".api.memory_report",
     "register_forward": ".core.engine.hooks",
-    "full_state_dict": ".core.engine.full_weights",
-    "load_full_state_dict": ".core.engine.full_weights",
-    "whole": ".core.engine.full_weights",
-    "grad_norms": ".core.engine.full_gradients",
+    "full_state_dict": ".api.full_weights",
+    "load_full_state_dict": ".api.full_weights",
+    "whole": ".api.full_weights",
+    "grad_norms": ".api.full_weights",
     "CheckpointError": ".base.errors",
     "ConfigurationError": ".base.errors",
     "ShardwiseError": ".base.errors",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.api.cuda_graph import NUM_EAGER_CALLS
 from shardwise.base.errors import StateError
-from shardwise.core.engine.cuda_graph import NUM_EAGER_CALLS
 from shardwise.core.layout import PRESETS
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import TransformerShape

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.api.memory_report import Memory
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.engine.memory_report import Memory
 from shardwise.core.engine.streams import PendingHostCopy
 from shardwise.trainer.profile import Profile
 from tests.gpu.test_gpu import batch, build

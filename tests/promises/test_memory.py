@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
+from shardwise.api.memory_report import Memory
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.engine.memory_report import Memory
 from shardwise.core.engine.runtime import Engine
 from shardwise.core.layout import PRESETS, Strategy, layout_of
 from shardwise.core.schedule.offload import NUM_STAGED, NUM_WINDOWS

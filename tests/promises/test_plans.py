@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 import shardwise as sw
-from shardwise.core.engine.memory_report import Memory
+from shardwise.api.memory_report import Memory
 from shardwise.core.layout import Strategy
 from shardwise.core.schedule.state_bytes import kept_losses, resting_grads
 from shardwise.core.wire.ledger import Traffic

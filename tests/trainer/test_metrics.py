@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardwise.api.memory_report import Memory
 from shardwise.base.errors import ConfigurationError
-from shardwise.core.engine.memory_report import Memory
 from shardwise.core.schedule.state_bytes import StateBytes
 from shardwise.trainer import metrics
 from shardwise.trainer.metrics import Metrics, check_reporters, memory_row

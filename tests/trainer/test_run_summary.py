@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.api.memory_report import Memory
 from shardwise.base.text import WIDTH, count, duration, plural, size
-from shardwise.core.engine.memory_report import Memory
 from shardwise.core.schedule.state_bytes import StateBytes
 from shardwise.trainer.job import Batching
 from shardwise.trainer.run_checkpoints import Saves

@@ -22,12 +22,12 @@ from accelerate.utils import convert_to_fp32
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
-from ..api import accumulate
+from ..api.full_weights import full_state_dict
+from ..api.sharded_model import accumulate
 from ..base.errors import ConfigurationError, StateError
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.steps import INSIDE
-from ..core.engine.full_weights import full_state_dict
 from ..core.engine.guards import engine_of, find_engine
 from ..core.mesh import everyone, init
 from ..core.optim.sharded_optimizer import ShardedOptimizer

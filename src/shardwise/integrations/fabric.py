@@ -21,11 +21,11 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from lightning_fabric.utilities.types import _Stateful
 from torch import Tensor, nn
 
-from ..api import accumulate
+from ..api.full_weights import full_state_dict, load_full_state_dict
+from ..api.sharded_model import accumulate
 from ..base.errors import ConfigurationError
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
-from ..core.engine.full_weights import full_state_dict, load_full_state_dict
 from ..core.mesh import init
 from .prepare import refuse_unknown, shard_for_script
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import shard
+from ..api.preparation import checksum
+from ..api.sharding import shard
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.engine.rank_agreement import checksum
 from ..core.mesh import device, everyone
 from ..core.precision import DTYPES, precision_of
 from ..core.schedule.units import find_blocks

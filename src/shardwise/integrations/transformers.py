@@ -19,13 +19,13 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..api.full_weights import whole_weights
 from ..base.errors import SaveError
 from ..checkpoint.interop import dcp, deepspeed
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save, together
 from ..checkpoint.steps import INSIDE
 from ..core.engine.guards import find_engine
-from ..core.engine.pretrained import whole_weights
 from ..core.mesh import init, is_first, patient_hosts
 from .accelerate import Accelerator
 from .arguments import refuse_arguments, without_effect

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..api import accumulate
+from ..api.sharded_model import accumulate
 from ..core.engine.streams import PendingHostCopy
 from ..core.wire.collectives import Channel, InFlight, finish, start_all_reduce
 from .data.order import key

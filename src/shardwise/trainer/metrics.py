@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from ..api.memory_report import Memory
 from ..base.errors import ConfigurationError
-from ..core.engine.memory_report import Memory
 from .run_folder import METRICS
 
 Row = Mapping[str, float | int | None]

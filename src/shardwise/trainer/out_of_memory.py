@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..api.memory_report import Memory, memory
 from ..base.errors import MemoryExceededError
 from ..base.text import column_table, labelled_lines, plural, size, terminal_width, unbroken
 from ..core.engine.guards import find_engine
-from ..core.engine.memory_report import Memory, memory
 from ..core.engine.runtime import Engine
 from ..core.mesh import device
 from ..planner.plan_json import at

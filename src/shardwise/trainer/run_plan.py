@@ -13,9 +13,10 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..api import chosen_plan, num_cores, traffic
+from ..api.memory_report import memory
+from ..api.sharded_model import num_cores, traffic
+from ..api.sharding import chosen_plan
 from ..core.engine.guards import engine_of
-from ..core.engine.memory_report import memory
 from ..core.engine.runtime import Engine
 from ..core.layout import layouts_for
 from ..core.optim.probe import num_moments

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from ..api import free_bytes_here, shard
+from ..api.full_weights import load_full_state_dict
+from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError
 from ..checkpoint.steps import CHECKPOINTS, go_on_from
 from ..core import mesh
-from ..core.engine.full_weights import load_full_state_dict
 from ..core.engine.guards import engine_of
 from ..core.engine.rank_agreement import all_or_none, require_agreement
 from ..core.precision import precision_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import api
+from shardwise.api import sharding
 from shardwise.base.errors import ConfigurationError, MemoryExceededError
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import PRESETS
@@ -50,15 +50,15 @@ def losses(model: nn.Module, optimizer: Any, num_steps: int = 3) -> list[float]:
 
 def trained(free_bytes: int | None, batch: tuple[int, int] | None) -> Any:
     model, optimizer = build()
-    before, tie = api.free_bytes_here, auto.PROCESSOR_TIE
+    before, tie = sharding.free_bytes_here, auto.PROCESSOR_TIE
     if free_bytes is not None:
-        api.free_bytes_here = lambda: free_bytes
+        sharding.free_bytes_here = lambda: free_bytes
         auto.PROCESSOR_TIE = 0.0
     try:
         model, optimizer = sw.shard(model, optimizer, "auto", precision="fp32", batch=batch)
     finally:
-        api.free_bytes_here, auto.PROCESSOR_TIE = before, tie
-    chosen = api.chosen_plan(model)
+        sharding.free_bytes_here, auto.PROCESSOR_TIE = before, tie
+    chosen = sharding.chosen_plan(model)
     assert chosen is not None
     assert chosen.recommended is not None
     layouts = [plan.layout for plan in engine_of(model).schedule.units]
@@ -74,7 +74,7 @@ def needed() -> dict[str, int]:
     """What the presets need of a rank."""
     model, optimizer = build()
     model, _ = sw.shard(model, optimizer, "auto", precision="fp32", batch=BATCH)
-    chosen = api.chosen_plan(model)
+    chosen = sharding.chosen_plan(model)
     assert chosen is not None
     return {entry.name: entry.reserved.high for entry in chosen.found}
 
@@ -131,7 +131,7 @@ def test_a_batch_is_for_auto_alone(run_ranks: Pool) -> None:
 def moved(moves: str, disk_path: str | None = None) -> Any:
     model, optimizer = build()
     model, optimizer = sw.shard(model, optimizer, f"auto{moves}", precision="fp32", batch=BATCH, disk_path=disk_path)
-    chosen = api.chosen_plan(model)
+    chosen = sharding.chosen_plan(model)
     assert chosen is not None
     layouts = {plan.layout for plan in engine_of(model).schedule.units}
     return losses(model, optimizer), layouts, [entry.name for entry in chosen.found], chosen.why

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
+from shardwise.api.cuda_graph import NUM_EAGER_CALLS, CapturedStep, Replay
 from shardwise.base.errors import ConfigurationError, StateError
-from shardwise.core.engine.cuda_graph import NUM_EAGER_CALLS, CapturedStep, Replay
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.runtime import Engine
 from shardwise.core.engine.streams import Lane

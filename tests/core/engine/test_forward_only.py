@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.core.engine.cuda_graph import Replay
+from shardwise.api.cuda_graph import Replay
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.schedule.unit_status import snapshot
 from shardwise.planner.events import step_events

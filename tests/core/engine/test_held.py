@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.core.engine.memory_report import Memory
+from shardwise.api.memory_report import Memory
 from shardwise.core.engine.streams import PendingHostCopy
 from shardwise.core.layout import Strategy
 from shardwise.core.optim.groups import shard_groups

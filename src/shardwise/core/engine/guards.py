@@ -6,7 +6,6 @@ them raises, and so does giving them parameters or modules that are not sharded.
 
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn.modules.module import (
 )
 
 from ...base.errors import ConfigurationError, StateError
-from ..unit.user_parameter import place_of
 from .runtime import Engine
 
 _KEY = "_shardwise_engine"
@@ -27,44 +25,6 @@ _REFUSALS = {
     "__reduce_ex__": "a sharded model cannot be pickled: save sw.full_state_dict(model)",
     "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
-
-# Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS and kind.__module__.startswith(("torch.", "deepspeed.")):
-                what = f"its module {path!r}" if path else "it"
-                raise ConfigurationError(
-                    f"sw.shard was given a model that another library shards already ({what} is a {kind.__name__}): "
-                    "give it the plain model, and the optimizer that was built on that one's parameters"
-                )
-
-
-def refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse weights that share memory under two names: one would not follow the other into its flat."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
-    for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
-        place = place_of(tensor)
-        if place is not None:
-            raise StateError(
-                f"{what} belongs to a model that is sharded already: shard models that share weights together, as "
-                "parts of one nn.ModuleList"
-            )
-        if tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
-            size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            span = (tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size(), what)
-            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
-    for shared in spans.values():
-        for (_, end, what), (begin, _, other) in pairwise(sorted(shared)):
-            if begin < end and "parameter" in what + other:
-                raise ConfigurationError(
-                    f"{other} lies in the memory of {what}, and would not follow it when it is sharded: tie weights by "
-                    "registering one Parameter twice, and make a buffer a copy (.detach().clone())"
-                )
 
 
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:

@@ -190,6 +190,19 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
             engine.entries.setdefault(module, []).append((partial(_without_kwargs, before), after))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
+    _show_to_encoders(engine, modules)
+
+
+def _show_to_encoders(engine: Engine, modules: dict[str, nn.Module]) -> None:
+    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It checks
+    whether they are plain tensors, and skips padding if they are; it does not read their values."""
+    for encoder in modules.values():
+        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
+            inside = set(encoder.layers[0].modules())
+            for unit in engine.units:
+                if unit.module in inside:
+                    encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
+                    encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
 
 
 def _without_kwargs(before: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -216,18 +229,6 @@ def register_forward(module: nn.Module, method: str) -> None:
         return output
 
     module.__dict__[method] = run
-
-
-def install_encoder_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It checks
-    whether they are plain tensors, and skips padding if they are; it does not read their values."""
-    for encoder in modules.values():
-        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
-            inside = set(encoder.layers[0].modules())
-            for unit in engine.units:
-                if unit.module in inside:
-                    encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
-                    encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
 
 
 def _is_recompute() -> bool:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...api.full_weights import whole_parts
 from ...base.errors import ShardwiseError
 from ...checkpoint.tensor_files import OnBytes, Source
 from ...checkpoint.writer import MAX_FILE_BYTES, new_folder, write_note, write_sources, write_weights
-from ...core.engine.full_weights import whole_parts
 from ...core.engine.guards import engine_of, own_state_dict
 from ...core.wire.collectives import exchange
 from ...version import VERSION

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ...api import shard
+from ...api.full_weights import load_full_state_dict
+from ...api.sharding import shard
 from ...base.documents import read_text
 from ...base.errors import ConfigurationError
 from ...checkpoint.folder import find
@@ -21,7 +22,6 @@ from ...checkpoint.loading import load
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.writer import NOTE
-from ...core.engine.full_weights import load_full_state_dict
 from ...core.layout import Strategy
 from ...core.mesh import device, init
 from ...planner.shapes.hf_module import hush

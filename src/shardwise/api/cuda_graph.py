@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import ConfigurationError, StateError
-from ..optim.groups import plain_settings
-from ..schedule.unit_status import Weights, snapshot
-from .guards import engine_of
-from .runtime import Engine
-from .streams import Lane
+from ..base.errors import ConfigurationError, StateError
+from ..core.engine.guards import engine_of
+from ..core.engine.runtime import Engine
+from ..core.engine.streams import Lane
+from ..core.optim.groups import plain_settings
+from ..core.schedule.unit_status import Weights, snapshot
 
 NUM_EAGER_CALLS = 3
 

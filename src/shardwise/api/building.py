@@ -1,9 +1,9 @@
-"""Weights for a model built on the meta device, one unit at a time.
+"""Building units: the weights of a model are copied into flats, one unit at a time.
 
-The parameters of one unit get real memory while all others stay on the meta device, where writing does nothing; then
-the model's own initialisation runs on the modules it could come from. Every call is seeded by the seed and the module's
-name, so the weights depend neither on the layout nor on the number of ranks, and no rank ever holds more than its share
-and one unit.
+A model on the meta device is initialised meanwhile. The parameters of one unit get real memory while all others stay on
+the meta device, where writing does nothing; then the model's own initialisation runs on the modules it could come from.
+Every call is seeded by the seed and the module's name, so the weights depend neither on the layout nor on the number of
+ranks, and no rank ever holds more than its share and one unit.
 """
 
 import hashlib
@@ -13,12 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import ConfigurationError
-from ..offload.arena import temporary_zeros
-from ..schedule.model import UnitSpec
+from ..base.errors import ConfigurationError
+from ..core.offload.arena import temporary_zeros
+from ..core.offload.host_memory import HostMemory
+from ..core.schedule.model import UnitSpec
+from ..core.schedule.step_schedule import Schedule
+from ..core.unit.shard_tensor import Place
+from ..core.unit.state import FlatState, Unit
+from ..core.unit.user_parameter import adopt, place_of
 
 
-class MetaModel:
+def build_units(
+    model: nn.Module,
+    specs: list[UnitSpec],
+    schedule: Schedule,
+    where: torch.device,
+    seed: int | None,
+    host: HostMemory,
+) -> tuple[list[Unit], list[tuple[nn.Parameter, Place]]]:
+    """Copy the weights into flats. The user's parameters stand for them afterwards; their memory is freed."""
+    modules = dict(model.named_modules())
+    meta = _MetaModel(model, seed or 0, where)
+    built = []
+    places: list[tuple[nn.Parameter, Place]] = []
+    for index, (found, unit_plan) in enumerate(zip(specs, schedule.units, strict=True)):
+        states = [FlatState(flat, where, found.name, host) for flat in unit_plan.flats]
+        sites = [site for param in found.params for site in param.sites]
+        originals = [modules[site.module]._parameters[site.attribute] for site in sites]
+        by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
+        meta.fill(found)
+        for state in states:
+            with state.writing():
+                for position, spec in enumerate(state.flat.params):
+                    original, site = by_name[spec.name], spec.sites[0]
+                    value = modules[site.module]._parameters[site.attribute]
+                    assert original is not None
+                    assert value is not None
+                    state.write(position, value)
+                    state.compute_params[position].__dict__.update(original.__dict__)
+                    state.user_params.append(original)
+                    places.append((original, Place(state, position)))
+        # Back to the meta device: the initialisation of other units must not write to this one's parameters.
+        for site, original in zip(sites, originals, strict=True):
+            modules[site.module]._parameters[site.attribute] = original
+        built.append((index, found.name, modules[found.path], states))
+    meta.fill_buffers()
+    for original, place in places:
+        adopt(original, place)
+    for module in modules.values():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(where)
+        for param in module._parameters.values():
+            if param is not None and place_of(param) is None:
+                param.data = param.data.to(where)
+    return [Unit(*parts, modules) for parts in built], places
+
+
+class _MetaModel:
     """A model some of whose tensors are on the meta device, and how to fill them."""
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...base.errors import StateError
-from ..optim.probe import num_moments
-from ..optim.sharded_optimizer import ShardedOptimizer
-from ..schedule.state_bytes import StateBytes, state_bytes
-from ..schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..unit.stand_ins import OnDisk
-from ..unit.state import FlatState
-from .guards import engine_of
-from .runtime import Engine
+from ..base.errors import StateError
+from ..core.engine.guards import engine_of
+from ..core.engine.runtime import Engine
+from ..core.optim.probe import num_moments
+from ..core.optim.sharded_optimizer import ShardedOptimizer
+from ..core.schedule.state_bytes import StateBytes, state_bytes
+from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
+from ..core.unit.stand_ins import OnDisk
+from ..core.unit.state import FlatState
 
 
 @dataclass(frozen=True, slots=True)

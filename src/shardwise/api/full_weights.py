@@ -1,0 +1,442 @@
+"""Whole weights and gradients: read, change and load them; `save_pretrained`. Every rank calls these together.
+
+Weights are gathered from the masters, in the masters' precision, one unit at a time where the caller's purpose allows.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.dtypes import DType
+from ..base.errors import ConfigurationError, StateError
+from ..core.engine.guards import engine_of, own_state_dict
+from ..core.engine.rank_agreement import all_or_none
+from ..core.engine.runtime import Engine, channels_of
+from ..core.mesh import patient_hosts
+from ..core.optim.clip import norms_by_param, require_norm_type
+from ..core.schedule.model import Param
+from ..core.unit.stand_ins import NotShown
+from ..core.unit.state import FlatState
+from ..core.unit.user_parameter import place_of
+from ..core.wire.collectives import broadcast_from_first, exchange
+
+# The parameters that `sw.whole` shows in the place of the user's.
+Views = Mapping[nn.Parameter, nn.Parameter]
+
+
+@contextmanager
+def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Iterator[None]:
+    """Inside, the parameters of `module` (a sharded model or a part of it) are whole, in their masters' precision.
+
+    With `grads`, their `.grad` is the whole gradient as the optimizer would read it, the mean over all ranks, or None
+    where no rank has one. With `write`, the values that rank 0 leaves in them (and in `.grad`) are set on all ranks.
+    """
+    engine = engine_of(module)
+    if grads and write:
+        engine.updates.refuse_after_early("change of gradients")
+    engine.rest()
+    registered = {id(part._parameters) for part in module.modules()}
+    shown = [
+        (state, _gather(engine, state, state.read_master(), state.flat.master))
+        for unit in engine.units
+        if unit.is_registered_in(registered)
+        for state in unit.states
+    ]
+    places = {user: place for state, buffer in shown for user, place in _places(state, buffer)}
+    views = {user: nn.Parameter(place.data, user.requires_grad) for user, place in places.items()}
+    states = [state for state, _ in shown]
+    gradients = _WholeGradients(engine, states) if grads else _HiddenGradients(states)
+    for user, grad in gradients.shown.items():
+        views[user].grad = grad
+    for unit in engine.units:
+        unit.show(views)
+    _show_to_users(views)
+    engine.whole_modules = {id(part) for part in module.modules()}
+    try:
+        yield
+    finally:
+        engine.whole_modules = set()
+        _show_to_users(dict.fromkeys(views))
+        found = [entry for unit in engine.units for entry in unit.take_back() if entry[0] in places]
+    complaints = [_follow_replacement(places[user], current) for user, current in found]
+    complaints.append(gradients.complaint(views, write))
+    if not write and not all(_is_same(state, buffer, state.read_master()) for state, buffer in shown):
+        complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
+    # Every rank must know: the others would wait for this one in the next collective.
+    reports = exchange(engine.mesh.world, next((complaint for complaint in complaints if complaint), ""))
+    complaint = next((report for report in reports if report), "")
+    if complaint:
+        raise StateError(complaint)
+    if write:
+        for state, buffer in shown:
+            _write_master(engine, state, buffer)
+        engine.was_rewritten()
+        gradients.write(views, found)
+
+
+def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The view of each of the user's parameters in `buffer`."""
+    for user, interval, spec in zip(state.user_params, state.flat.intervals, state.flat.params, strict=True):
+        yield user, buffer[interval.start : interval.stop].view(spec.shape)
+
+
+def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    """Make the user's references to parameters see the same tensors as the modules."""
+    for user, view in views.items():
+        place = place_of(user)
+        assert place is not None
+        place.shown = view
+
+
+def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
+    """Copy the values of a parameter, or data, that replaced the one shown; return a complaint if it does not fit."""
+    if current is None or current.shape != place.shape:
+        shape = None if current is None else tuple(current.shape)
+        return f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)"
+    if current.data_ptr() != place.data_ptr():
+        place.copy_(current.detach())
+    return ""
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """The model's own `state_dict()`, whole, on the host, with its keys, shapes and dtypes as they were given.
+
+    With `rank0_only` the other ranks take part and get an empty dict.
+    """
+    found = {name: value for part in whole_parts(model, rank0_only=rank0_only) for name, value in part.items()}
+    engine = engine_of(model)
+    return {name: found[name] for name in own_state_dict(model, engine) if name in found}
+
+
+def whole_parts(
+    model: nn.Module, *, rank0_only: bool = False, wants: Callable[[str], bool] = lambda name: True
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the entries of `full_state_dict`, one unit after the other, then those that are no parameters.
+
+    Every rank must run it to its end; with `rank0_only` the others get empty dicts. A tied weight comes once for each
+    of its names, as one tensor. Names for which `wants` is False are left out; a flat with only such is not gathered.
+    """
+    engine = engine_of(model)
+    engine.rest()
+    entries = {name: value for name, value in own_state_dict(model, engine).items() if wants(name)}
+    is_taker = engine.mesh.rank == 0 or not rank0_only
+    names: dict[Tensor, list[str]] = {}
+    for name, value in entries.items():
+        if place_of(value) is not None:
+            names.setdefault(value, []).append(name)
+    for unit in engine.units:
+        part: dict[str, Tensor] = {}
+        for state in unit.states:
+            if not any(user in names for user in state.user_params):
+                continue
+            buffer = _gather(engine, state, state.read_master(), state.flat.master)
+            if not is_taker:
+                continue
+            for (user, value), spec in zip(_places(state, buffer), state.flat.params, strict=True):
+                if user in names:
+                    # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
+                    part |= dict.fromkeys(names[user], value.to("cpu", spec.dtype.torch, copy=True))
+        yield part
+    others = {name: value for name, value in entries.items() if place_of(value) is None}
+    yield {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in others.items()
+        if is_taker
+    }
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
+    """Set the model's weights and buffers from whole tensors by original name.
+
+    Every rank gives the mapping, or rank 0 alone does and the others give None. Tensors are read one unit at a time, so
+    a mapping that reads lazily from files never has more than that in memory.
+    """
+    engine = engine_of(model)
+    engine.rest()
+    entries = own_state_dict(model, engine)
+    givers = exchange(engine.mesh.world, state_dict is not None)
+    if not givers[0]:
+        raise ConfigurationError("sw.load_full_state_dict: rank 0 gave no state dict")
+    from_first = not all(givers)
+    buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and place_of(value) is None}
+    complaint = _complaint(engine, state_dict, buffers, set(entries), strict) if state_dict is not None else ""
+    complaint = next((other for other in exchange(engine.mesh.world, complaint) if other), "")
+    if complaint:
+        raise ConfigurationError(f"sw.load_full_state_dict: {complaint}")
+    for unit in engine.units:
+        for state in unit.states:
+            _load_flat(engine, state, state_dict, from_first)
+    for key, value in buffers.items():
+        if state_dict is not None and key in state_dict:
+            value.copy_(state_dict[key])
+        if from_first:
+            broadcast_from_first(engine.mesh.world, value)
+    engine.was_rewritten()
+
+
+def _given_name(spec: Param, state_dict: Mapping[str, Tensor]) -> str | None:
+    """The name under which a parameter is given; a tied one may come under any of its names."""
+    return next((site.name for site in spec.sites if site.name in state_dict), None)
+
+
+def _complaint(
+    engine: Engine,
+    state_dict: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    known: set[str],
+    strict: bool,
+) -> str:
+    """Say what is wrong with a state dict; empty if it fits."""
+    params = [spec for unit in engine.units for state in unit.states for spec in state.flat.params]
+    missing = [spec.name for spec in params if _given_name(spec, state_dict) is None]
+    missing += [key for key in buffers if key not in state_dict]
+    unknown = sorted(set(state_dict) - known)
+    if strict and missing:
+        return f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
+    if strict and unknown:
+        return f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}"
+    expected = {name: spec.shape for spec in params if (name := _given_name(spec, state_dict)) is not None}
+    expected |= {key: buffer.shape for key, buffer in buffers.items() if key in state_dict}
+    for name, shape in expected.items():
+        if state_dict[name].shape != shape:
+            return f"{name!r} is {tuple(state_dict[name].shape)} in the state dict, {tuple(shape)} in the model"
+    return ""
+
+
+def _load_flat(engine: Engine, state: FlatState, state_dict: Mapping[str, Tensor] | None, from_first: bool) -> None:
+    given: dict[int, str] = {}
+    if state_dict is not None:
+        names = {index: _given_name(spec, state_dict) for index, spec in enumerate(state.flat.params)}
+        given = {index: name for index, name in names.items() if name is not None}
+    if not from_first:
+        assert state_dict is not None
+        with state.writing():
+            for index, name in given.items():
+                state.write(index, state_dict[name])
+        return
+    buffer = _gather(engine, state, state.read_master(), state.flat.master)
+    for index, name in given.items():
+        assert state_dict is not None
+        interval = state.flat.intervals[index]
+        buffer[interval.start : interval.stop].copy_(state_dict[name].reshape(-1))
+    _write_master(engine, state, buffer)
+
+
+def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Tensor:
+    """All of a flat, of whose master or gradient this rank has `part`, in memory of its own."""
+    flat = state.flat
+    own = flat.spans[flat.depth_of_master]
+    buffer = torch.zeros(flat.num_elems, dtype=dtype.torch, device=state.device)
+    buffer[own.start : own.stop].copy_(part)
+    with engine.mesh.ledger.uncounted():
+        state.carrier.run(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))
+    return buffer
+
+
+def _is_same(state: FlatState, buffer: Tensor, part: Tensor) -> bool:
+    """Return True if this rank's part of a whole buffer still has the bits of `part`."""
+    own = state.flat.spans[state.flat.depth_of_master]
+    expected = part.to(buffer.device, buffer.dtype)
+    return torch.equal(buffer[own.start : own.stop].view(torch.uint8), expected.view(torch.uint8))
+
+
+def _write_master(engine: Engine, state: FlatState, buffer: Tensor) -> None:
+    own = state.flat.spans[state.flat.depth_of_master]
+    broadcast_from_first(engine.mesh.world, buffer)
+    with state.writing() as master:
+        master.copy_(buffer[own.start : own.stop])
+
+
+# Gradients.
+
+
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+    """The norm of each whole gradient by its parameter's name, the same on every rank.
+
+    Parameters that no rank has a gradient of are left out.
+    """
+    order, engine = require_norm_type(norm_type), engine_of(model)
+    _complete(engine, engine.trainable_states)
+    return norms_by_param(engine.trainable_states, channels_of(engine.mesh, "reduce"), engine.mesh.device, order)
+
+
+def _complete(engine: Engine, states: Iterable[FlatState]) -> None:
+    """Finish gradients: the mean over all ranks, clipped, and where the optimizer reads them."""
+    engine.finish_gradients()
+    engine.await_gradients()
+    for state in states:
+        if state.flat.host_updates and state.gradient.stage == "final":
+            engine.await_host_of(state)
+            state.gradient.apply_clip()
+
+
+class _HiddenGradients:
+    """Gradients inside `sw.whole(model)`, which shows weights only: stand-ins for gradients that exist."""
+
+    def __init__(self, states: Iterable[FlatState]) -> None:
+        self.shown = {
+            user: NotShown.like(spec.shape, state.flat.master.torch, state.device)
+            for state in states
+            if state.flat.trainable and state.gradient.stage != "empty"
+            for user, spec, used in zip(state.user_params, state.flat.params, state.gradient.used, strict=True)
+            if used or state.gradient.stage == "local"
+        }
+
+    def complaint(self, views: Views, write: bool) -> str:
+        if any(view.grad is not self.shown.get(user) for user, view in views.items()):
+            return "gradients were set inside sw.whole(...), which shows weights: use grads=True and write=True"
+        return ""
+
+    def write(self, views: Views, found: Iterable[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
+        """Do nothing: no gradient was shown that could have changed."""
+
+
+class _WholeGradients:
+    """Gradients inside `sw.whole(model, grads=True)`, in the masters' precision, which the optimizer reads."""
+
+    def __init__(self, engine: Engine, states: Iterable[FlatState]) -> None:
+        self._engine = engine
+        self._states = [state for state in states if state.flat.trainable]
+        _complete(engine, self._states)
+        self._buffers = {
+            state: _gather(engine, state, state.gradient.final_at_hand, state.flat.reduce).to(state.flat.master.torch)
+            for state in self._states
+            if state.gradient.stage == "final"
+        }
+        self.shown = {
+            user: buffer[interval.start : interval.stop].view(spec.shape)
+            for state, buffer in self._buffers.items()
+            for user, interval, spec, used in zip(
+                state.user_params, state.flat.intervals, state.flat.params, state.gradient.used, strict=True
+            )
+            if used
+        }
+
+    def complaint(self, views: Views, write: bool) -> str:
+        trained = {user for state in self._states for user in state.user_params}
+        if any(view.grad is not None for user, view in views.items() if user not in trained):
+            return "a frozen parameter was given a gradient inside sw.whole(...), which nobody would read"
+        if any(view.grad is not None and view.grad.layout != torch.strided for view in views.values()):
+            return "a parameter was given a sparse gradient inside sw.whole(...): make it dense (.to_dense())"
+        is_same = all(view.grad is self.shown.get(user) for user, view in views.items()) and all(
+            _is_same(state, buffer, state.gradient.final_at_hand) for state, buffer in self._buffers.items()
+        )
+        if not write and not is_same:
+            return "gradients were changed inside sw.whole(...), which was for reading: use write=True"
+        return ""
+
+    def write(self, views: Views, found: Iterable[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
+        """Set the gradients of all ranks to those that rank 0 has left in `param.grad`, or to None.
+
+        If a parameter was replaced by another, the gradient of the new one counts, if it has one.
+        """
+        world, device = self._engine.mesh.world, self._engine.mesh.device
+        left = {user: view.grad for user, view in views.items()}
+        left |= {user: new.grad for user, new in found if new is not None and new.grad is not None}
+        flags = torch.tensor(
+            [left.get(user) is not None for state in self._states for user in state.user_params],
+            dtype=torch.int32,
+            device=device,
+        )
+        broadcast_from_first(world, flags)
+        answers = iter(flags.tolist())
+        for state in self._states:
+            used = [bool(next(answers)) for _ in state.user_params]
+            if any(used) or state in self._buffers:
+                self._set(state, [left.get(user) for user in state.user_params], used)
+
+    def _set(self, state: FlatState, grads: list[Tensor | None], used: list[bool]) -> None:
+        flat = state.flat
+        own = flat.spans[flat.depth_of_master]
+        buffer = torch.zeros(flat.num_elems, dtype=flat.reduce.torch, device=state.device)
+        for grad, interval in zip(grads, flat.intervals, strict=True):
+            if grad is not None:
+                buffer[interval.start : interval.stop].copy_(grad.detach().reshape(-1))
+        broadcast_from_first(self._engine.mesh.world, buffer)
+        state.gradient.set_final(buffer[own.start : own.stop], used)
+
+
+# `save_pretrained` of Hugging Face models and of PEFT's adapters: scripts call it on every rank after the training.
+
+
+def serve_save_pretrained(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(type(module), "save_pretrained", None) is not None:
+            module.__dict__["save_pretrained"] = partial(_save_pretrained, module)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that `save_pretrained` writes, whole on the host of rank 0. Every rank calls it."""
+    parts = whole_parts(model, rank0_only=True, wants=_wanted(model))
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    engine = engine_of(model)
+    words = inspect.signature(type(model).save_pretrained).bind(model, *args, **kwargs).arguments
+    words |= words.pop("kwargs", {})
+    if engine.whole_modules or words.get("state_dict") is not None:
+        _write(**words)
+        return
+    words["state_dict"] = whole_weights(model)
+    write = partial(_write_on_first, engine.mesh.rank, words)
+    # If every rank has all weights, scripts may call it on rank 0 alone.
+    is_split = any(state.flat.depth_of_master for unit in engine.units for state in unit.states)
+    if is_split:
+        all_or_none(patient_hosts(), write)
+    else:
+        write()
+
+
+def _write_on_first(rank: int, words: dict[str, Any]) -> None:
+    if rank != 0:
+        return
+    if not words.get("is_main_process", True):
+        raise ConfigurationError(
+            "save_pretrained(is_main_process=False) on rank 0, which writes: give it is_main_process=(rank == 0), or "
+            "leave it out, and call it on every rank"
+        )
+    _write(**words)
+
+
+def _write(self: Any, save_directory: Any, **words: Any) -> None:
+    """Write with the model's own method, which may empty the dict of weights."""
+    weights = words.get("state_dict") or {}
+    dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
+    type(self).save_pretrained(self, save_directory, **words)
+    # The configuration has the dtype that parameters compute in; the weights are written as they were given.
+    is_written = words.get("is_main_process", True) and _is_pretrained(self) and not self._hf_peft_config_loaded
+    if is_written and dtype is not None:
+        self.config.dtype = dtype
+        self.config.save_pretrained(save_directory)
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """True for a `PreTrainedModel`. PEFT's wrappers have the attributes of what they wrap, but not the class's."""
+    return getattr(type(model), "base_model_prefix", None) is not None
+
+
+def _wanted(model: Any) -> Callable[[str], bool]:
+    """Choose the weights to write: of a model that PEFT wraps, its adapters and embeddings (they may belong to one)."""
+    adapters = None if _is_pretrained(model) else getattr(model, "peft_config", None)
+    if adapters is None:
+        return lambda name: True
+    embeddings = {
+        id(param)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for param in module.parameters()
+    }
+    left_out = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if not param.requires_grad
+        and id(param) not in embeddings
+        and not any(f".{adapter}." in f"{name}." for adapter in adapters)
+    }
+    return lambda name: name not in left_out
