@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.bench.pages import Report
-from shardwise.cli.shared import exit_on_sigterm, run_benchmark
+from shardwise.cli.bench import run_benchmark
+from shardwise.cli.shared import exit_on_sigterm
 
 
 def report(*problems: str) -> Report:

@@ -14,7 +14,7 @@ import pytest
 from shardwise.bench import wire as session
 from shardwise.bench.wire import Request
 from shardwise.cli import main
-from shardwise.cli.bench_wire import FIXED, STRATEGIES, wire
+from shardwise.cli.bench import FIXED, STRATEGIES, wire
 from shardwise.trainer.settings import Settings
 from tests.cli.asking import Asker
 

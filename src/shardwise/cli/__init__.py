@@ -1,4 +1,4 @@
-"""The command line: one file per command. Nothing here imports torch before the command is known.
+"""The command line. Options and help texts are in help.toml. Nothing here imports torch before the command is known.
 
 Exit codes: 0 success, 1 failure, 2 invalid request, 3 out of memory, 4 the training diverged, 5 a checkpoint is
 unusable, 130 and 143 interrupted. An error of the user is reported in one sentence.
@@ -13,15 +13,12 @@ from ..base.errors import ShardwiseError, printable_lines
 from ..version import VERSION
 from .bench import app as bench
 from .check import check
-from .convert import convert
+from .convert import convert, export
 from .doctor import app as doctor
-from .export import export
-from .generate import generate
-from .inspect import inspect
+from .inspect import inspect, verify
 from .plan import plan
-from .report import report
+from .report import generate, report
 from .train import TrainCommand, train
-from .verify import verify
 
 # The base class of errors of the parser. Newer versions of typer contain their own click; this finds either.
 UsageError: Any = typer.BadParameter.__base__

@@ -1,133 +1,90 @@
-"""`shardwise bench`: strategies compared with their peers, on real ranks or on an emulated fabric."""
+"""`shardwise bench`: strategies compared with their peers, on real ranks or on an emulated fabric.
 
-from collections.abc import Iterable
+`shardwise bench wire` measures the effect of codecs on training, on the user's own model and data. Its flags are those
+of `shardwise train`, without the settings that the benchmark fixes or varies itself.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..base.errors import ConfigurationError
-from .bench_wire import JSON_FILES_HELP, OUT_HELP, RESULTS_FOLDER, wire
-from .shared import exit_on_sigterm, panels, progress, require_known, run_benchmark
-from .train import TrainCommand
+from ..base.processes import temporary_folder
+from ..trainer.settings import Settings
+from .shared import documented, exit_on_sigterm, progress, require_known
+from .train import FLAGS, TrainCommand
 
-WHAT, WHERE, STEP, MEASURING, RESULTS = panels("What runs", "Where it runs", "A step", "Measuring", "Results")
+if TYPE_CHECKING:
+    from ..bench.pages import Report
+    from ..bench.wire import Request
+
+RESULTS_FOLDER = Path("benchmark-results")
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
 DTYPES = ("fp32", "bf16")
 CHECKPOINTING = ("none", "selective", "full")
+STRATEGIES = (
+    "zero3,zero3+grads_as=bf16,zero3+params_as=int8,zero3+grads_as=int8,zero3+grads_as=int4,"
+    "zero3+grads_as=int4:feedback,zeropp,hpz+params_as=int8+grads_as=int4:feedback"
+)
+GRADIENT_CODECS = "bf16,fp16,e4m3,e5m2,int8,int8:stochastic,int4,int4:asymmetric,int4:64,int4:stochastic"
+WEIGHT_CODECS = "bf16,int8,int8:64,e4m3,e5m2"
+# Settings that the benchmark fixes, whatever a file for `shardwise train` says: steps and strategy of a run, and that a
+# run leaves only its figures and a checkpoint.
+FIXED: dict[str, Any] = {
+    name: getattr(Settings(), name)
+    for name in (
+        "strategy", "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint", "save_steps", "async_save",
+        "save_total_limit", "report_to", "sample_prompt", "profile", "nnodes", "node_rank", "rdzv_backend",
+        "rdzv_endpoint", "rdzv_id", "max_restarts",
+    )
+} | {"logging_steps": 1, "export": False, "sample_tokens": 0}  # fmt: skip
+NUM_RANKS, NODE_SIZE = 4, 2
+# Options of this command replace two more flags of the trainer.
+WIRE_FLAGS = [flag for name, flag in FLAGS.items() if name not in {*FIXED, "nproc_per_node", "node_size"}]
 
 app = typer.Typer()
-app.command(cls=TrainCommand)(wire)
 
 
 @app.callback(invoke_without_command=True)
+@documented
 def bench(
     context: typer.Context,
-    strategies: Annotated[
-        str,
-        WHAT(
-            help="Presets, separated by commas, or JSON mappings from units to presets. Each may end in @early, "
-            "@capture or @meta."
-        ),
-    ] = "zero3",
-    peers: Annotated[
-        str,
-        WHAT(
-            help="Peers, separated by commas: fsdp2, hsdp, fsdp1, ddp (of torch), deepspeed:STAGE; with offload "
-            "fsdp2+offload, deepspeed:STAGE+offload, deepspeed:3+nvme; with ZeRO++ deepspeed:3+hpz, and on GPUs "
-            "3+qwz, 3+qgz, 3+zeropp. '' for none."
-        ),
-    ] = "fsdp2",
-    shape: Annotated[
-        str | None,
-        WHAT(
-            help="Model shapes, separated by commas: smoke, 50m, llama-3.2-1b, llama-3.2-3b, llama-3-8b, llama-3-70b; "
-            "without embedding and head blocks-smoke, blocks-202m, blocks-202m-8, blocks-202m-20, blocks-13b. "
-            "Default: 50m on CPUs, blocks-202m on GPUs."
-        ),
-    ] = None,
-    tokens: Annotated[str | None, WHAT(help="Tokens per sequence. Several values are separated by commas.")] = None,
-    batch: Annotated[int, WHAT(help="Sequences per micro-batch.", min=1)] = 1,
-    precision: Annotated[
-        str | None,
-        WHAT(help="fp32, bf16 (fp32 masters; ddp: autocast) or pure-bf16. Default: fp32 on CPUs, bf16 on GPUs."),
-    ] = None,
-    reduce_dtype: Annotated[str | None, WHAT(help="Dtype of gradient reductions: fp32, bf16, or fp32,bf16.")] = None,
-    device: Annotated[str | None, WHERE(help="cpu or cuda. Default: cuda if there is a GPU.")] = None,
-    world_size: Annotated[
-        int | None, WHERE(help="Number of real ranks on this machine. Default: 2 on CPUs, all GPUs.", min=1)
-    ] = None,
-    nproc_per_node: Annotated[
-        int | None, WHERE(help="Ranks per node. A value below the world size simulates several nodes.", min=1)
-    ] = None,
-    fabric: Annotated[
-        str | None,
-        WHERE(help="Emulate this fabric, with one process as one of its ranks: 2x8,intra=400GB/s,inter=50GB/s."),
-    ] = None,
-    links: Annotated[
-        str | None, WHERE(help="Bandwidths inside a node of the fabric in GB/s, one run for each: 1000,400.")
-    ] = None,
-    disk_path: Annotated[
-        Path | None,
-        WHERE(help="Folder for strategies and peers that offload to disk.", exists=True, file_okay=False),
-    ] = None,
-    micro_batches: Annotated[int, STEP(help="Micro-batches that are accumulated per step.", min=1)] = 1,
-    clip: Annotated[
-        float, STEP("--clip", "--max-grad-norm", help="Maximum gradient norm; 0 disables clipping.", min=0)
-    ] = 0,
-    compile_blocks: Annotated[bool, STEP("--compile", help="Use torch.compile on each block, for everyone.")] = False,
-    checkpointing: Annotated[str, STEP(help="Activation checkpointing: none, selective or full.")] = "none",
-    steps: Annotated[int, MEASURING(help="Number of measured steps.", min=1)] = 20,
-    warmup: Annotated[int, MEASURING(help="Number of warm-up steps.", min=1)] = 5,
-    repetitions: Annotated[int, MEASURING(help="Number of runs per contender, interleaved.", min=1)] = 1,
-    seed: Annotated[int, MEASURING(help="Seed of weights and batches.", min=0)] = 0,
-    calls: Annotated[bool, MEASURING("--calls", help="Also count Python calls per unit and step.")] = False,
-    floors: Annotated[
-        bool,
-        MEASURING(help="On a fabric, also measure the computation of the whole model alone. It must fit the device."),
-    ] = True,
-    reference: Annotated[
-        bool,
-        MEASURING(help="First train in one process in fp32 for reference losses. Else the first contender has them."),
-    ] = True,
-    trace: Annotated[
-        bool, MEASURING("--trace", help="Also write chrome traces, and report how much work overlapped.")
-    ] = False,
-    timeout: Annotated[float, MEASURING(help="Maximum seconds per run.", min=1)] = 600,
-    out: Annotated[Path | None, RESULTS(help=OUT_HELP, file_okay=False)] = None,
-    as_json: Annotated[bool, RESULTS("--json", help=JSON_FILES_HELP)] = False,
+    strategies: str = "zero3",
+    peers: str = "fsdp2",
+    shape: str | None = None,
+    tokens: str | None = None,
+    batch: int = 1,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
+    device: str | None = None,
+    world_size: int | None = None,
+    nproc_per_node: int | None = None,
+    fabric: str | None = None,
+    links: str | None = None,
+    disk_path: Path | None = None,
+    micro_batches: int = 1,
+    clip: float = 0,
+    compile_blocks: bool = False,
+    checkpointing: str = "none",
+    steps: int = 20,
+    warmup: int = 5,
+    repetitions: int = 1,
+    seed: int = 0,
+    calls: bool = False,
+    floors: bool = True,
+    reference: bool = True,
+    trace: bool = False,
+    timeout: float = 600,
+    out: Path | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Compare strategies with torch DDP, FSDP1, FSDP2, HSDP and DeepSpeed.
-
-    Every contender gets the same weights, batches and work, in fresh
-    processes. Losses are compared first. A contender that fails, or whose
-    losses differ, gets a row that says so, and the exit code is 1.
-
-    Two CPU ranks, in a minute:
-
-        shardwise bench --shape smoke --strategies zero3,ddp --peers fsdp2,ddp
-
-    One GPU as one of eight, three network speeds:
-
-        shardwise bench --fabric 8 --links 1000,400,100 --shape blocks-202m
-
-    Two nodes of eight, with several strategies in one model:
-
-        shardwise bench --fabric 2x8,intra=400GB/s,inter=50GB/s \\
-          --strategies 'hsdp,{"blocks.?":"shard_grad_op","*":"zero3"}'
-
-    One GPU with offload to the host, compared with the peers' offload:
-
-        shardwise bench --world-size 1 --shape blocks-202m-20 --clip 1 \\
-          --checkpointing full --reduce-dtype bf16 --trace \\
-          --strategies zero2_offload --peers deepspeed:2+offload,fsdp2+offload
-
-    All GPUs of this machine, a real shape:
-
-        shardwise bench --shape llama-3-8b --checkpointing full --compile
-    """
     if context.invoked_subcommand is not None:
         return
     from ..bench import compare
@@ -238,3 +195,109 @@ def _ranks(device: str, world_size: int | None, nproc_per_node: int | None) -> t
             f"rank: emulate them with --fabric {num_ranks}, or use --device cpu"
         )
     return num_ranks, node_size
+
+
+@app.command(cls=TrainCommand)
+@partial(documented, more=WIRE_FLAGS)
+def wire(
+    words: list[str] | None = None,
+    strategies: str = STRATEGIES,
+    steps: int = 300,
+    codecs: str = GRADIENT_CODECS,
+    weight_codecs: str = WEIGHT_CODECS,
+    nproc_per_node: int | None = None,
+    node_size: int | None = None,
+    out: Path | None = None,
+    runs: Path | None = None,
+    as_json: bool = False,
+    **flags: Any,
+) -> None:
+    from ..bench.pages import new_page
+    from ..bench.wire_report import name_of
+
+    exit_on_sigterm()
+    numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
+    flags |= {name: str(number) for name, number in numbers.items() if number is not None}
+    request = _request(words or [], flags, strategies, steps, codecs, weight_codecs)
+    request.check()
+    page = partial(new_page, out or RESULTS_FOLDER, name_of(request)) if out or not as_json else None
+    raise run_benchmark(_reports(request, runs), page, as_json)
+
+
+def _reports(request: "Request", runs: Path | None) -> "Iterator[Report]":
+    from ..bench import wire as session
+    from ..bench.wire_report import report_of
+
+    with _folder(runs) as folder:
+        session.prepare(request, folder, progress)
+        yield from map(report_of, session.run(request, folder, progress))
+
+
+def _request(
+    words: list[str], flags: dict[str, Any], strategies: str, steps: int, codecs: str, weight_codecs: str
+) -> "Request":
+    import torch
+
+    from ..bench.wire import Request, codecs_of, strategies_of
+    from ..trainer.checks import completed
+    from ..trainer.config import resolve
+    from ..trainer.launcher import ranks_here
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigurationError(
+            f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by another launcher, but "
+            "bench wire starts its own ranks: call it once, without torchrun"
+        )
+    named = strategies_of(strategies)
+    resolved = resolve(words, flags, os.environ)
+    for key in FIXED:
+        if resolved.origin[key].startswith("override"):
+            instead = {"max_steps": "--steps", "strategy": "--strategies", "output_dir": "--runs"}.get(key)
+            raise ConfigurationError(
+                f"{key}: is set by bench wire for every run; {f'use {instead}' if instead else 'leave it out'}"
+            )
+    fixed = {**FIXED, "strategy": next(iter(named.values())), "max_steps": steps}
+    settings = completed(replace(resolved.settings, **fixed), torch.cuda.is_available())
+    if settings.nproc_per_node is None and settings.device == "cpu":
+        settings = replace(settings, nproc_per_node=NUM_RANKS)
+    num_ranks = ranks_here(settings)
+    settings = replace(settings, nproc_per_node=num_ranks, node_size=settings.node_size or NODE_SIZE)
+    return Request(settings, named, num_ranks, codecs_of(codecs), codecs_of(weight_codecs))
+
+
+@contextmanager
+def _folder(runs: Path | None) -> Iterator[Path]:
+    """The folder for run folders: `runs`, which must be empty, or a temporary one."""
+    if runs is None:
+        with temporary_folder() as own:
+            yield own
+        return
+    if runs.exists() and any(runs.iterdir()):
+        raise ConfigurationError(f"--runs {runs} is not empty: name an empty or a new folder")
+    runs.mkdir(parents=True, exist_ok=True)
+    yield runs
+
+
+def run_benchmark(reports: "Iterable[Report]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:
+    """Run a benchmark that yields a report after every run. Return the exit, to be raised.
+
+    The page is rewritten after every run, so an interrupted benchmark keeps its results. `new_page` gives its path;
+    None: no files are written.
+    """
+    page: Path | None = None
+    try:
+        for report in reports:
+            if new_page is not None:
+                page = page or new_page()
+                report.page.write(page)
+    except KeyboardInterrupt:
+        saved = f"the results so far are in {page}" if page is not None else "nothing was written"
+        progress(f"interrupted; everything that was started is stopped, and {saved}")
+        return typer.Exit(130)
+    if as_json:
+        print(json.dumps(report.page.document, indent=1))
+    else:
+        report.show()
+    if page is not None:
+        progress(f"written: {page}")
+    return typer.Exit(1 if report.problems else 0)

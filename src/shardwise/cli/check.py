@@ -6,53 +6,32 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..base.errors import ConfigurationError
-from .shared import JSON_HELP, panels
+from .shared import documented
 
 if TYPE_CHECKING:
     from ..migrate.account import Entry
     from ..migrate.memory_comparison import MemoryComparison
     from ..migrate.migrated import Migrated
 
-MEMORY, ANSWER = panels("Memory", "Answer")
 NARROWEST, WIDEST = 60, 140
 KEYS = 0.44  # the largest part of the width for the first column
 NAMES = 30
 
 
+@documented
 def check(
-    file: Annotated[
-        Path, typer.Argument(help="A DeepSpeed JSON, an Accelerate YAML, or Hugging Face training arguments.")
-    ],
-    kind: Annotated[
-        str | None, ANSWER(help="deepspeed, accelerate or hugging-face, if the keys are ambiguous.")
-    ] = None,
-    as_json: Annotated[bool, ANSWER("--json", help=JSON_HELP)] = False,
-    model: Annotated[str | None, MEMORY(help="Model to plan for: llama-3-8b, a config.json or its folder.")] = None,
-    gpus: Annotated[str | None, MEMORY(help="GPUs of one node: 8xH100-80GB. Default: as many as in the file.")] = None,
-    nodes: Annotated[int | None, MEMORY(help="Number of nodes.")] = None,
+    file: Path,
+    kind: str | None = None,
+    as_json: bool = False,
+    model: str | None = None,
+    gpus: str | None = None,
+    nodes: int | None = None,
 ) -> None:
-    """Explain what every key of another library's configuration becomes here.
-
-    Each key is used, ignored or refused, with the reason; unknown keys are
-    refused. The settings for shardwise follow, and the memory of a rank
-    compared with that of the other library. The exit code is 2 if a key is
-    refused. Nothing is run.
-
-        shardwise check ds_config.json
-
-        shardwise check fsdp.yaml --model llama-3-8b --gpus 8xH100-80GB
-
-    To convert the file, or to train with it:
-
-        shardwise convert ds_config.json -o mine.yaml
-
-        shardwise train --deepspeed ds_config.json --train-file mine.jsonl
-    """
     from ..migrate.api import known_kind, read
     from ..migrate.memory_comparison import MemoryComparison, compare_memory
 

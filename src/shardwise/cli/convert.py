@@ -1,57 +1,29 @@
-"""`shardwise convert`: write a checkpoint, or another library's configuration, in another format."""
+"""Write checkpoints in other formats: `shardwise convert`, and `shardwise export` for Hugging Face folders.
+
+`convert` also translates another library's configuration.
+"""
 
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..base.errors import ConfigurationError
-from .shared import num_bytes_in, panels, progress_bar, require_exists, require_known, say, write_file
+from .shared import documented, num_bytes_in, progress_bar, require_exists, require_known, say, write_file
 
-FORM, WHAT, PLACE = panels("Format", "Content", "Destination")
 FORMATS = ("shardwise", "dcp", "hugging-face")
+DTYPES = ("auto", "keep", "fp32", "bf16", "fp16")
 
 
+@documented
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="A checkpoint of any library, a run folder, or a configuration file."),
-    ],
-    target: Annotated[Path | None, typer.Argument(metavar="[DST]", help="The folder or file to write.")] = None,
-    to: Annotated[
-        str, FORM(help="shardwise; dcp: for torch.distributed.checkpoint; hugging-face: weights only.")
-    ] = "shardwise",
-    whole: Annotated[bool, FORM("--whole", help="One file of weights under plain names, and one of state.")] = False,
-    max_shard_size: Annotated[str, FORM(help="Maximum size of a file: 5GB, 500MB, 2GiB, or bytes.")] = "5GB",
-    model_only: Annotated[bool, WHAT("--model-only", help="Leave out the optimizer and the trainer's notes.")] = False,
-    output: Annotated[Path | None, PLACE("--output", "-o", help="The same as DST.")] = None,
-    overwrite: Annotated[bool, PLACE("--overwrite", help="Replace an existing destination.")] = False,
+    source: Path,
+    target: Path | None = None,
+    to: str = "shardwise",
+    whole: bool = False,
+    max_shard_size: str = "5GB",
+    model_only: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint or a configuration in another format.
-
-    Reads checkpoints of shardwise, torch DCP, Accelerate, DeepSpeed and
-    Hugging Face folders. Weights, buffers and optimizer state are copied bit
-    for bit, and checksums are compared. The folder appears when it is
-    complete.
-
-    One file that every safetensors reader opens:
-
-        shardwise convert runs/tiny/checkpoints/step-000200 whole --whole
-
-    A DeepSpeed run, to continue it here:
-
-        shardwise convert ds-run/global_step500 runs/mine-from-ds
-
-    For a trainer that loads torch DCP:
-
-        shardwise convert runs/tiny as-dcp --to dcp
-
-    A configuration of DeepSpeed, Accelerate or Hugging Face, as a file for
-    `shardwise train` (`shardwise check` explains every key):
-
-        shardwise convert ds_config.json -o mine.yaml
-    """
     if target is not None and output is not None:
         raise ConfigurationError(f"DST {target} and --output {output}: give one of them")
     target = target or output
@@ -105,3 +77,37 @@ def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
     say(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")
     if "train_file" in migrated.settings:
         say(f"its data is not included: name yours as train_file in {target}, or with --train-file or --dataset")
+
+
+@documented
+def export(
+    path: Path,
+    out: Path,
+    model: str | None = None,
+    merge: bool = False,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    require_known("--dtype", dtype, DTYPES)
+    max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
+    require_exists(path)
+    from ..base.text import size
+    from ..checkpoint.steps import newest_in
+    from ..checkpoint.writer import require_free
+    from ..trainer.models.export import write_export
+    from ..trainer.models.from_checkpoint import ExportOptions, content_of
+
+    place = newest_in(path)
+    require_free(out, overwrite, place)
+    began = time.perf_counter()
+    with content_of(place, ExportOptions(model, dtype, merge, max_bytes)) as content:
+        if content.facts.folder is not None:
+            require_free(out, overwrite, content.facts.folder)
+        with progress_bar(out.name, content.num_bytes) as advance:
+            write_export(content, out.resolve(), advance)
+    seconds = time.perf_counter() - began
+    what = "adapters" if content.is_adapted and not content.is_merged else "model"
+    say(f"{out}: the {what} of {place}, {size(content.num_bytes)}, in {seconds:.1f} s")
+    if what == "adapters" and content.facts.has_weights:
+        say(f"Their base model is in {content.facts.origin}; --merge writes a whole model.")

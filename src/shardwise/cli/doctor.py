@@ -7,11 +7,11 @@ import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .shared import JSON_HELP, say
+from .shared import documented, say
 
 if TYPE_CHECKING:
     from ..doctor import Finding
@@ -25,28 +25,13 @@ app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
+@documented
 def doctor(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option(help="Folder for runs, whose disk is checked.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-    measure: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Measure this machine for plans, and write the result to FILE."),
-    ] = None,
+    folder: Path = Path("runs"),
+    as_json: bool = False,
+    measure: Path | None = None,
 ) -> None:
-    """Check versions, GPUs, memory, limits, disk and network.
-
-    Each line says what it means. A line marked ! could be better; a line
-    marked X does not work, and the exit code is then 1.
-
-        shardwise doctor
-
-        shardwise doctor --folder /scratch/runs --json
-
-        shardwise doctor --measure hardware.json
-
-        shardwise doctor oom runs/tiny
-    """
     if context.invoked_subcommand is not None:
         return
     if measure is not None:
@@ -65,14 +50,11 @@ def doctor(
 
 
 @app.command()
+@documented
 def oom(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that ended with exit code 3.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all ranks to the standard output.")] = False,
+    folder: Path,
+    as_json: bool = False,
 ) -> None:
-    """Explain why a run ran out of memory, and what would help.
-
-    shardwise doctor oom runs/tiny
-    """
     reports = _oom_reports(folder)
     say(*(json.dumps(reports, indent=1) if as_json else _oom_text(folder, reports)).split("\n"))
 

@@ -1,42 +1,33 @@
-"""`shardwise inspect`: show the content of a checkpoint. Reads no tensors."""
+"""Look at a checkpoint: `shardwise inspect` shows its content, `shardwise verify` finds damage."""
 
 import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..base.errors import printable
-from .shared import require_exists, say
+from .shared import documented, progress_bar, require_exists, say
 
 if TYPE_CHECKING:
     from ..checkpoint.index import Index
     from ..checkpoint.opened import Opened
     from ..checkpoint.tree import Node
+    from ..checkpoint.verification import Report
 
 MAX_NAMED = 4  # files or tied names; the rest are counted
 HEADINGS = ("", "shape", "elements", "weights", "state", "")
 
 
+@documented
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint of any library, or a run folder for its newest one.")],
-    depth: Annotated[int | None, typer.Option(help="Maximum depth of the tree. Default: all levels.", min=0)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every tensor.")] = False,
+    path: Path,
+    depth: int | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Show the format of a checkpoint, and the tree of its tensors with their sizes.
-
-    Equal blocks are one line. Tensors are not read. Supports checkpoints of
-    shardwise, torch DCP, Accelerate, DeepSpeed and Hugging Face folders.
-
-        shardwise inspect runs/tiny
-
-        shardwise inspect runs/tiny/checkpoints/step-000200 --depth 1
-
-        shardwise inspect somewhere/global_step500 --json
-    """
     require_exists(path)
     from ..checkpoint.opened import open_checkpoint
 
@@ -192,3 +183,72 @@ def _as_json(opened: "Opened") -> dict[str, Any]:
             for name, saved in index.tensors.items()
         },
     }
+
+
+@documented
+def verify(
+    path: Path,
+    as_json: bool = False,
+) -> None:
+    from ..checkpoint import verification as verifying
+
+    require_exists(path)
+    places = verifying.checkpoints_in(path)
+    reports = [_verified(place) for place in places or verifying.parts_of_others(path) or [path]]
+    newest = reversed(reports) if places else iter(())
+    decisive = next((report for report in newest if report.is_usable or report.is_refused), None)
+    resumed, stops = (None, decisive) if decisive is not None and decisive.is_refused else (decisive, None)
+    # An unfinished save of a run is not a problem, but at least one checkpoint must be complete.
+    counted = [report for report in reports if report.is_complete] if places else reports
+    is_good = bool(counted) and not any(report.problems for report in counted)
+    if as_json:
+        about: dict[str, Any] = {
+            "is_good": is_good,
+            "checkpoints": [_report_as_json(report) for report in reports],
+            "resumes_from": None if resumed is None else str(resumed.path),
+            "stops_at": None if stops is None else str(stops.path),
+        }
+        print(json.dumps(about, indent=1))
+    else:
+        for report in reports:
+            _print_report(report)
+        if places:
+            say(f"train --resume-from-checkpoint latest would {_resumption(resumed, stops)}")
+    raise typer.Exit(0 if is_good else 5)
+
+
+def _resumption(resumed: "Report | None", stops: "Report | None") -> str:
+    if stops is not None:
+        return f"stop at {stops.path}: {stops.damage[0]}; to load an older checkpoint, name it"
+    return f"load {resumed.path if resumed else 'none of them'}"
+
+
+def _verified(place: Path) -> "Report":
+    from ..checkpoint import verification as verifying
+
+    report, opened = verifying.look_at(place)
+    if opened is not None:
+        with progress_bar(place.name, report.num_bytes) as advance:
+            verifying.verify(report, opened, advance)
+    return report
+
+
+def _report_as_json(report: "Report") -> dict[str, Any]:
+    return {**dataclasses.asdict(report), "path": str(report.path), "is_usable": report.is_usable}
+
+
+def _print_report(report: "Report") -> None:
+    from ..base.text import plural, size
+
+    if not report.problems:
+        checked = (
+            f"{plural(report.num_checksums, 'checksum')} correct"
+            if report.num_checksums
+            else "no checksums in this format"
+        )
+        what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
+        say(f"{report.path}: good. {what}; {checked}, every number finite")
+        return
+    word = "not good" if report.is_complete else "incomplete"
+    say(f"{report.path}: {word}, {plural(len(report.problems), 'problem')}")
+    say(*(f"  {problem}" for problem in report.problems))

@@ -3,111 +3,52 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigurationError, MemoryExceededError
-from .shared import JSON_HELP, panels, write_file
+from .shared import documented, write_file
 
 if TYPE_CHECKING:
     from ..planner.assess import Machine
     from ..planner.training import Lora
 
-MODEL, HARDWARE, STEP, ANSWER = panels("Model", "Hardware", "Training step", "Answer")
 MEASURED = "measured"
 MEASURED_FILE = "hardware.json"
 
 
+@documented
 def plan(
-    model: Annotated[
-        str | None, typer.Argument(help="A name (llama-3-8b, qwen3-4b, gpt2-xl), a config.json or its folder.")
-    ] = None,
-    shape: Annotated[
-        str | None,
-        MODEL(
-            help="Instead of a model: layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256, or "
-            "params=7.5e9 to plan the training state alone."
-        ),
-    ] = None,
-    lora: Annotated[str | None, MODEL(help="Train adapters only: 16, or r=16,targets=q_proj+v_proj.")] = None,
-    gpus: Annotated[str | None, HARDWARE(help="GPUs of one node: 8xH100-80GB, 4xA100-40GB, RTX-4090.")] = None,
-    nodes: Annotated[int, HARDWARE(help="Number of nodes.")] = 1,
-    hardware: Annotated[
-        str | None,
-        HARDWARE(help=f"'{MEASURED}' ({MEASURED_FILE}), or a file written by `shardwise doctor --measure FILE`."),
-    ] = None,
-    network: Annotated[
-        str | None, HARDWARE(help="Network between nodes: ib-ndr, efa-p5, ethernet-100, or 50GB/s per GPU.")
-    ] = None,
-    intra: Annotated[str | None, HARDWARE(help="Links inside a node: nvlink, pcie4, or 300GB/s.")] = None,
-    pcie: Annotated[str | None, HARDWARE(help="Link from a GPU to the host: pcie4, pcie5, or 25GB/s.")] = None,
-    gpu_memory: Annotated[str | None, HARDWARE(help="Memory of a GPU: 80GB.")] = None,
-    host_memory: Annotated[str | None, HARDWARE(help="Host memory of a node: 1TB.")] = None,
-    disk: Annotated[str | None, HARDWARE(help="Disk of a node: 8TB.")] = None,
-    seq: Annotated[
-        int | None,
-        STEP("--seq", "--seq-length", help="Tokens per sequence. Default: 2048, or the positions that the model has."),
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        STEP("--micro-batch", "--per-device-train-batch-size", help="Sequences per micro-batch. Default: 1."),
-    ] = None,
-    accumulation: Annotated[
-        int | None,
-        STEP("--accumulation", "--gradient-accumulation-steps", help="Micro-batches per step. Default: 1."),
-    ] = None,
-    global_batch_size: Annotated[
-        int | None,
-        STEP(help="Sequences per step over all GPUs. The best micro-batch is searched for each strategy."),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        STEP(
-            help="bf16 and fp16 (fp32 masters), bf16-autocast, pure-bf16 or fp32. Default: bf16, or fp16 if the GPU "
-            "has no bf16."
-        ),
-    ] = None,
-    reduce_dtype: Annotated[str | None, STEP(help="Dtype of gradients and their reduction: fp32, bf16.")] = None,
-    optimizer: Annotated[str, STEP(help="adamw, adamw8bit or sgd.")] = "adamw",
-    checkpointing: Annotated[
-        str,
-        STEP(
-            "--checkpointing",
-            "--gradient-checkpointing",
-            help="Activation checkpointing: none, selective, full, or auto for the least that fits.",
-        ),
-    ] = "auto",
-    compiled: Annotated[bool, STEP("--compile", help="Use torch.compile on each block.")] = False,
-    loss: Annotated[str, STEP(help="chunked (as in the trainer), plain or fused.")] = "chunked",
-    engine: Annotated[
-        str, STEP(help="Engine whose memory is planned: shardwise, or fsdp2 to compare with its logs.")
-    ] = "shardwise",
-    strategy: Annotated[
-        str | None,
-        ANSWER(help="Plan this strategy alone, or every preset with a change: auto+params_as=int8."),
-    ] = None,
-    search: Annotated[bool, ANSWER(help="Search for a mix of layouts, unit by unit, that fills the memory.")] = True,
-    tokens: Annotated[
-        str | None, ANSWER(help="Tokens of the whole training (15e12, 100B), to estimate the days it takes.")
-    ] = None,
-    explain: Annotated[bool, ANSWER("--explain", help="Print every term with its formula and source.")] = False,
-    as_json: Annotated[bool, ANSWER("--json", help=JSON_HELP)] = False,
-    html: Annotated[Path | None, ANSWER(help="Write a self-contained page to this file.")] = None,
-    require_fit: Annotated[bool, ANSWER("--require-fit", help="Exit with code 3 if nothing fits.")] = False,
+    model: str | None = None,
+    shape: str | None = None,
+    lora: str | None = None,
+    gpus: str | None = None,
+    nodes: int = 1,
+    hardware: str | None = None,
+    network: str | None = None,
+    intra: str | None = None,
+    pcie: str | None = None,
+    gpu_memory: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    seq: int | None = None,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
+    global_batch_size: int | None = None,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
+    optimizer: str = "adamw",
+    checkpointing: str = "auto",
+    compiled: bool = False,
+    loss: str = "chunked",
+    engine: str = "shardwise",
+    strategy: str | None = None,
+    search: bool = True,
+    tokens: str | None = None,
+    explain: bool = False,
+    as_json: bool = False,
+    html: Path | None = None,
+    require_fit: bool = False,
 ) -> None:
-    """Show what fits, what it costs and which strategy to use.
-
-    Memory is computed for every instant of the step that the engine would
-    execute, traffic as the engine would count it. Nothing is run or
-    downloaded.
-
-        shardwise plan llama-3-8b --gpus 8xH100-80GB --seq 8192
-
-        shardwise plan llama-3-70b --gpus 8xH100-80GB --nodes 4 --html plan.html
-
-        shardwise plan --shape params=7.5e9 --gpus 8xV100-32GB --nodes 8 --json
-    """
     from ..planner.plan_json import plan_as_json
     from ..planner.planning import plan as make_plan
     from ..planner.shapes.text import parse_shape

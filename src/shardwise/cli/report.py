@@ -1,32 +1,24 @@
-"""`shardwise report`: predicted and measured figures of a run, as text and as a page."""
+"""`shardwise report` shows the predicted and measured figures of a run; `shardwise generate` lets its model write."""
 
 import json
+import re
+import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from .shared import say, write_file
+from ..base.errors import ConfigurationError, printable
+from .shared import documented, say, write_file
 
 PAGE = "report.html"
+# Characters that move the cursor (without tabs and newlines) or change the direction of the text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+@documented
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished or running run.")],
-    html: Annotated[Path | None, typer.Option(help=f"File for the page. Default: {PAGE} in the run folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; write a page only with --html.")] = False,
+    folder: Path,
+    html: Path | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Compare memory, traffic and time of a run with its plan.
-
-    Prints a table and writes one self-contained page: the loss curve,
-    predicted and measured figures, and the planned step over time.
-
-        shardwise report runs/tiny
-
-        shardwise report runs/tiny --html tiny.html
-
-        shardwise report runs/tiny --json
-    """
     from ..report.comparison import text
     from ..report.run import read_run
 
@@ -40,3 +32,40 @@ def report(
     write_file(file, render(plan, run))
     if not as_json:
         say("", f"page: {file}")
+
+
+@documented
+def generate(
+    path: Path,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    chat: bool | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    if chat and not prompt:
+        raise ConfigurationError("--chat needs a message: give one with --prompt")
+    from ..core.mesh import leave
+    from ..trainer.models.restore import restore
+    from ..trainer.models.sample import Sampling, sample
+
+    try:
+        restored = restore(path, "ddp", tokenizer)
+        is_chat = bool(prompt and restored.tokenizer.template) if chat is None else chat
+        text, stop_id = restored.tokenizer.question(prompt) if is_chat else (prompt, None)
+        generated = sample(
+            restored.model,
+            restored.tokenizer,
+            text,
+            max_new_tokens,
+            Sampling(temperature, top_k, seed),
+            max_seq=restored.max_seq,
+            stop_id=stop_id,
+        )
+    finally:
+        leave()
+    answer = generated if is_chat else prompt + generated
+    # On a terminal, control characters in a model's output are escaped.
+    print(CONTROL.sub(lambda found: printable(found[0]), answer) if sys.stdout.isatty() else answer)

@@ -1,29 +1,52 @@
-"""Helpers that several commands use: printing, checks of paths and sizes, progress bars, and the end of a benchmark."""
+"""Helpers that several commands use: their options and help, printing, checks of paths and sizes, and progress bars."""
 
-import json
+import inspect
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..base.errors import ConfigurationError, did_you_mean, printable
 
-if TYPE_CHECKING:
-    from ..bench.pages import Report
-
-JSON_HELP = "Print JSON to the standard output."
+Command = Callable[..., None]
+PANELS: Mapping[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("help.toml").read_text())
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def panels(*titles: str) -> Iterator[Any]:
-    """For each panel of the help, a `typer.Option` that belongs to it."""
-    return (partial(typer.Option, rich_help_panel=title) for title in titles)
+def documented(command: Command, more: Iterable[inspect.Parameter] = ()) -> Command:
+    """Give a command the help and the options that help.toml has under its name.
+
+    `more` are the options that stand for its `**flags`. In the help they come before keyword-only parameters.
+    """
+    panels = dict(PANELS[command.__name__])
+    command.__doc__ = panels.pop("help")
+    known = {name: (panel, option) for panel, options in panels.items() for name, option in options.items()}
+    own = [
+        parameter if parameter.annotation is typer.Context else _parameter(parameter, *known[parameter.name])
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    ordered = sorted([*own, *more], key=lambda parameter: parameter.kind is inspect.Parameter.KEYWORD_ONLY)
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ordered]
+    command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return command
+
+
+def _parameter(parameter: inspect.Parameter, panel: str, option: Any) -> inspect.Parameter:
+    """The parameter with its option. A switch that is off by default has one flag, one that is on also a --no flag."""
+    words = {"help": option} if isinstance(option, str) else dict(option)
+    if panel == "Arguments":
+        return parameter.replace(annotation=Annotated[parameter.annotation, typer.Argument(**words)])
+    off = [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []
+    info = typer.Option(*words.pop("flags", off), rich_help_panel=panel, **words)
+    return parameter.replace(annotation=Annotated[parameter.annotation, info])
 
 
 def say(*lines: str) -> None:
@@ -100,28 +123,3 @@ def progress_bar(title: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     )
     with progress.Progress(*columns, console=console, transient=True) as bar:
         yield partial(bar.advance, bar.add_task(printable(title), total=num_bytes))
-
-
-def run_benchmark(reports: "Iterable[Report]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:
-    """Run a benchmark that yields a report after every run. Return the exit, to be raised.
-
-    The page is rewritten after every run, so an interrupted benchmark keeps its results. `new_page` gives its path;
-    None: no files are written.
-    """
-    page: Path | None = None
-    try:
-        for report in reports:
-            if new_page is not None:
-                page = page or new_page()
-                report.page.write(page)
-    except KeyboardInterrupt:
-        saved = f"the results so far are in {page}" if page is not None else "nothing was written"
-        progress(f"interrupted; everything that was started is stopped, and {saved}")
-        return typer.Exit(130)
-    if as_json:
-        print(json.dumps(report.page.document, indent=1))
-    else:
-        report.show()
-    if page is not None:
-        progress(f"written: {page}")
-    return typer.Exit(1 if report.problems else 0)
