@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.planner.hardware.efficiency import Efficiency, Overheads, generation_of
+from shardwise.planner.hardware.gpus import Efficiency, Overheads, generation_of
 
 from .planner_published import Row, Step, predicted_s, steps_and_left_out, unit_seconds
 

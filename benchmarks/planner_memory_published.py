@@ -32,7 +32,7 @@ from shardwise.planner.assess import NCCL_BYTES
 from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
 from shardwise.planner.cost.peak import HOLES, Memory, Reserved, reserved_of
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.shapes.names import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import works_of

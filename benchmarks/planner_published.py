@@ -17,8 +17,8 @@ from shardwise.planner.cost.compute import UnitSeconds, seconds_of, speed_of
 from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.events import Event, step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import Efficiency, Overheads
-from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.hardware.gpus import Efficiency, Overheads
+from shardwise.planner.shapes.names import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import works_of

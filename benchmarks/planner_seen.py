@@ -13,7 +13,7 @@ from benchmarks.planner_cases import Case, case_from
 from shardwise.core.wire.ledger import Row as Calls
 from shardwise.planner.assess import Assessment, Assessor, Machine, Subject
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.hardware.efficiency import EMULATED, IDEAL, efficiency_of
+from shardwise.planner.hardware.gpus import EMULATED, IDEAL, efficiency_of
 from shardwise.planner.hardware.links import parse
 from shardwise.planner.search import asked, choices
 from shardwise.planner.shapes.shape import ModelShape

@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.core.layout import PRESETS, Strategy
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.hardware.efficiency import REAL, efficiency_of
+from shardwise.planner.hardware.gpus import REAL, efficiency_of
 from shardwise.planner.search import Choice, asked, choices
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.subject import subject_of

@@ -20,10 +20,9 @@ from shardwise.planner.cost.compute import (
 from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import EMULATED, REAL, Efficiency, Overheads, efficiency_of
-from shardwise.planner.hardware.gpus import GPUS, gpu_named
+from shardwise.planner.hardware.gpus import EMULATED, GPUS, REAL, Efficiency, Overheads, efficiency_of, gpu_named
 from shardwise.planner.hardware.links import Link
-from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.shapes.names import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Training
 from shardwise.planner.work.activations import works_of

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.schedule.units import find_units
-from shardwise.planner.shapes.families import IN_TREE, NAMED, PUBLISHED, shape_named, shape_of
+from shardwise.planner.shapes.names import IN_TREE, NAMED, PUBLISHED, shape_named, shape_of
 from shardwise.planner.shapes.shape import units_of
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import PRESETS

@@ -13,7 +13,7 @@ from benchmarks.planner_memory_published import GIB, Finding, find, rows_and_lef
 from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
 from shardwise.planner.cost.peak import GRADS, WORKSPACE_BYTES, Memory
 from shardwise.planner.planning import plan
-from shardwise.planner.shapes.families import shape_named
+from shardwise.planner.shapes.names import shape_named
 from shardwise.planner.training import Checkpointing, Training
 from shardwise.planner.work.activations import works_of
 

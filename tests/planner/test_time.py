@@ -19,7 +19,7 @@ from shardwise.planner.cost.peak import with_stowing
 from shardwise.planner.cost.step_time import Timing, days_for, mfu, step_time
 from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.efficiency import CODING, IDEAL, Overheads
+from shardwise.planner.hardware.gpus import CODING, IDEAL, Overheads
 from shardwise.planner.hardware.links import Link
 
 ELEMS = 1 << 20

@@ -18,7 +18,7 @@ from shardwise.core.wire.ledger import Traffic
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.cost.peak import CLASSES
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.hardware.efficiency import IDEAL, efficiency_of
+from shardwise.planner.hardware.gpus import IDEAL, efficiency_of
 from shardwise.planner.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.subject import subject_of

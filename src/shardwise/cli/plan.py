@@ -51,7 +51,7 @@ def plan(
 ) -> None:
     from ..planner.plan_json import plan_as_json
     from ..planner.planning import plan as make_plan
-    from ..planner.shapes.text import parse_shape
+    from ..planner.shapes.names import parse_shape
 
     if (model is None) == (shape is None):
         raise ConfigurationError("give a model or --shape" + ("" if model is None else ", not both"))
@@ -102,7 +102,7 @@ def plan(
 def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
     from ..planner.assess import Machine
     from ..planner.hardware.cluster import make_cluster
-    from ..planner.hardware.efficiency import IDEAL, REAL
+    from ..planner.hardware.gpus import IDEAL, REAL
     from ..planner.hardware.measured import cluster_in, efficiency_in, read_measured
     from ..planner.planning import machine_of
 

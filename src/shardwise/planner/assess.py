@@ -18,7 +18,7 @@ from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of
 from .cost.step_time import Timing, step_time
 from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
-from .hardware.efficiency import Efficiency, Overheads
+from .hardware.gpus import Efficiency, Overheads
 from .training import Training
 from .work.work import Work
 

@@ -27,8 +27,7 @@ from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange, gather_seconds
 from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
-from .hardware.efficiency import IDEAL, Efficiency, Overheads, efficiency_of
-from .hardware.gpus import Gpu, gpu_named, gpu_of_device
+from .hardware.gpus import IDEAL, Efficiency, Gpu, Overheads, efficiency_of, gpu_named, gpu_of_device
 from .hardware.links import Link
 from .module import subject_of_module
 from .planning import Plan, plan_for

@@ -9,7 +9,7 @@ from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .hardware.cluster import Cluster, make_cluster
-from .hardware.efficiency import REAL, efficiency_of
+from .hardware.gpus import REAL, efficiency_of
 from .remedies import nearest_change
 from .search import (
     MODES,
@@ -24,7 +24,7 @@ from .search import (
     offloads,
     presets,
 )
-from .shapes.families import is_file
+from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_of

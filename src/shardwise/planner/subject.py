@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Union
 from ..base.errors import ConfigurationError
 from .assess import Subject
 from .hardware.gpus import flops_per_token
-from .shapes.families import is_file, shape_of
-from .shapes.hf_config import read_config, shape_of_config, why_no_shape
-from .shapes.hf_module import module_of_config, num_positions_in
+from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
+from .shapes.names import is_file, shape_of
 from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
 from .work.activations import works_of

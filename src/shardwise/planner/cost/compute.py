@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from ...base.dtypes import FP32
 from ...core.schedule.step_schedule import Schedule, UnitPlan
-from ..hardware.efficiency import Efficiency
-from ..hardware.gpus import Gpu
+from ..hardware.gpus import Efficiency, Gpu
 from ..training import Training
 from ..work.work import Product, Work
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ...core.wire.ledger import Call
 from ..events import Move
 from ..hardware.cluster import Cluster
-from ..hardware.efficiency import IDEAL, Overheads
+from ..hardware.gpus import IDEAL, Overheads
 from ..hardware.links import plan_transfer
 
 Queue = tuple[str, str]

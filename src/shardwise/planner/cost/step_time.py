@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ...core.schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
 from ..events import Event
 from ..hardware.cluster import Cluster
-from ..hardware.efficiency import IDEAL, Overheads
+from ..hardware.gpus import IDEAL, Overheads
 from .compute import UnitSeconds
 from .lanes import Lanes, Op, Span
 from .peak import NUM_THERE

@@ -7,11 +7,12 @@ and 80 % with EFA and with TCP over Ethernet. GPUs of a node share a network tha
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...base.errors import ConfigurationError, did_you_mean
-from .gpus import HOST_LATENCY_US, LATENCY_US, TO_HOST, WITHIN, Gpu, gpu_named
-from .links import Fabric, Link
+from .gpus import DATA, HOST_LATENCY_US, LATENCY_US, TO_HOST, WITHIN, Gpu, gpu_named
+from .links import GIGABYTES_PER_S, Fabric, Link, quantity
 
 MOST = {"node_size": 1024, "num_nodes": 100_000}
 
@@ -68,13 +69,6 @@ class Cluster:
 
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _BYTES |= {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-_RATES = {f"{unit}/s": factor / 1e9 for unit, factor in _BYTES.items()}
-_RATES |= {
-    f"{unit}{ending}": rate
-    for unit, rate in (("M", 1.25e-4), ("G", 0.125), ("T", 125.0))
-    for ending in ("bit/s", "bps")
-}
-
 
 _MOST_OF_A_QUANTITY = 1e18  # bytes, or GB/s
 
@@ -89,15 +83,13 @@ def bytes_of(text: str | int, what: str) -> int:
 
 def link_of(text: str, latency_us: float, what: str) -> Link:
     """Parse a rate in each direction: `25GB/s`, `400Gbit/s`."""
-    return Link(_quantity(text, what, _RATES, "50GB/s"), latency_us)
+    return Link(_quantity(text, what, GIGABYTES_PER_S, "50GB/s"), latency_us)
 
 
-def _quantity(text: str, what: str, units: dict[str, float], example: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z/]*)", text.strip(), re.IGNORECASE)
-    unit = {name.lower(): factor for name, factor in units.items()}.get(found[2].lower()) if found else None
-    if found is None or unit is None:
+def _quantity(text: str, what: str, units: Mapping[str, float], example: str) -> float:
+    value = quantity(text.strip().lower(), {name.lower(): factor for name, factor in units.items()})
+    if value is None:
         raise ConfigurationError(f"{what}: {text!r} is no quantity; write {example}")
-    value = float(found[1]) * unit
     if not 0 < value <= _MOST_OF_A_QUANTITY:
         bound = "more than 0" if value <= 0 else f"a quantity that there is, like {example}"
         raise ConfigurationError(f"{what}: {text!r}, but it must be {bound}")
@@ -107,37 +99,7 @@ def _quantity(text: str, what: str, units: dict[str, float], example: str) -> fl
 EXAMPLE = "8xH100-80GB"
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A network: line rate for each GPU, or for the node if `is_shared`, and the `share` of it that is reached."""
-
-    gigabits_per_s: float
-    share: float
-    latency_us: float
-    is_shared: bool = False
-
-    def link(self, node_size: int) -> Link:
-        rate = self.gigabits_per_s * self.share / 8
-        return Link(rate / node_size if self.is_shared else rate, self.latency_us)
-
-
-NETWORKS = {
-    "ib-edr": Network(4 * 100, 0.95, 15, is_shared=True),  # four adapters in a node of eight V100
-    "ib-hdr": Network(200, 0.95, 15),
-    "ib-ndr": Network(400, 0.95, 15),
-    "ib-xdr": Network(800, 0.95, 15),
-    "roce-100": Network(100, 0.9, 20),
-    "roce-200": Network(200, 0.9, 20),
-    "roce-400": Network(400, 0.9, 20),
-    "efa-p4d": Network(400, 0.8, 30, is_shared=True),
-    "efa-p5": Network(3200, 0.8, 30, is_shared=True),
-    **{f"ethernet-{rate}": Network(rate, 0.8, 50, is_shared=True) for rate in (10, 25, 40, 100, 200, 400)},
-}
-_SAID = {
-    "infiniband-edr": "ib-edr", "infiniband-hdr": "ib-hdr", "infiniband-ndr": "ib-ndr", "infiniband-xdr": "ib-xdr",
-    "hdr": "ib-hdr", "ndr": "ib-ndr", "p4d": "efa-p4d", "p5": "efa-p5", "roce": "roce-400",
-    **{f"{rate}gbe": f"ethernet-{rate}" for rate in (10, 25, 40, 100, 200, 400)},
-}  # fmt: skip
+NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
@@ -208,9 +170,11 @@ def _within(text: str, gpu: Gpu) -> Link:
 
 def between(text: str, node_size: int, intra: Link) -> Link:
     name = text.lower().replace("_", "-")
-    name = _SAID.get(name, name)
+    name = DATA["aliases of networks"].get(name, name)
     if name in NETWORKS:
-        return NETWORKS[name].link(node_size)
+        gigabits_per_s, share, latency_us, is_shared = NETWORKS[name]
+        rate = gigabits_per_s * share / 8
+        return Link(rate / node_size if is_shared else rate, latency_us)
     if name == "nvlink":  # a rack is one NVLink domain
         return intra
     several = [known for known in NETWORKS if known.startswith(f"{name}-")]

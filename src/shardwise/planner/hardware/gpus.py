@@ -1,4 +1,4 @@
-"""GPUs by name, and the FLOP that a token costs. The table is in `gpus.json`; it is the only one.
+"""GPUs by name, what they reach of their data sheets, and the FLOP that a token costs. All tables are in `gpus.json`.
 
 Memory is what drivers report to torch (`total_memory`), as its out-of-memory messages quote it; it is less than the
 name says, and differs by some 0.1 GiB among drivers. FLOP/s (dense, summed in fp32) and the bandwidth of device memory
@@ -9,6 +9,14 @@ switch adds up. Other generations use NCCL's own constants, which say 371 for th
 A100 and of 6 of a V100, 40 for each of 18 of a B200, whose switch was measured at 830. PCIe: NCCL counts 12, 24 and 48
 GB/s for generations 3, 4 and 5, of which many GPUs at once get some 80 %. Infinity Fabric: 310 of 448 GB/s on
 8 x MI300X. An MI250X is two devices; its row is one of them.
+
+Efficiency has three sources. H200: our own runs on one (torch 2.11, kernels alone and whole steps). A100 and H100:
+fitted on llm-foundry's published rows (torch 1.13 to 2.1), with attention at the speed of flash-attention 2, 1.7 times
+that of the first version. Unmeasured GPUs take the values of the most similar measured one, and `source` says so.
+`python -m benchmarks.planner_against_published` makes the fit, and lists the error of every row.
+
+A host is the share of one GPU. Disks: one NVMe per GPU. Updates: bound by the host's memory, 30 bytes for a parameter;
+16 cores with one H200 update 4e9 a second; eight GPUs that share a node's memory get less of it each.
 """
 
 import json
@@ -72,22 +80,69 @@ class Gpu:
             )
 
 
-_DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of a GPU's peak that is reached: `products`, `attention` and `memory` for large sizes.
+
+    A product of (m x k) by (k x n) takes as long as 2 (k + prologue) (mn + tail) FLOP at that share: filling a tile's
+    pipeline costs `prologue` steps of the inner dimension, and the last wave of tiles leaves processors idle as if
+    `tail` more outputs were made. Attention reaches half of its share at a sequence of `ramp`, and `narrow` of it with
+    heads of 64. `gap_s` is the idle time of the device between two kernels.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    prologue: float
+    tail: float
+    ramp: float
+    narrow: float
+    gap_s: float
+    source: str
+
+
+# Measured on an H200, and used for all GPUs: codecs reach 0.80 to 0.82 of its bandwidth when they encode and decode,
+# 0.62 (int4) and 0.77 (int8) when they sum the data of eight ranks (benchmarks/codecs.py).
+CODING = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Costs of a real machine beyond the figures of its links.
+
+    `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
+    bandwidth and power from it. `hop_us`: latency of a ring for every node beyond the first. The host needs
+    `launch_s` to queue a kernel (with torch and autograd around it) and `event_s` to start a gather or a reduction.
+    `coding`: the share of the memory's bandwidth at which data is encoded and decoded.
+    """
+
+    contention: float = 1.0
+    hop_us: float = 0.0
+    launch_s: float = 0.0
+    event_s: float = 0.0
+    coding: float = CODING
+
+
+# Nothing but the links costs time.
+IDEAL = Overheads()
+# Our H200's own host, a virtual machine that is slow at queueing, under the emulated fabric, which takes nothing from
+# the computation. Median over the steps that it limits; they differ by a quarter from run to run.
+EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
+# Contention and hops: fitted on llm-foundry. Two thirds of a collective's time are not hidden by concurrent computation
+# (torchtitan's data: keeping units gathered saves as much as their gathers take). The host: a guess for a fast one.
+REAL = Overheads(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 
 def _links(key: str, latency_us: float) -> dict[str, Link]:
-    return {name: Link(float(rate), latency_us) for name, rate in _DATA[key].items()}
+    return {name: Link(float(rate), latency_us) for name, rate in DATA[key].items()}
 
 
 WITHIN = _links("GB/s within a node", LATENCY_US)
 SWITCHES = _links("GB/s of a switch that adds up", LATENCY_US)
 TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
-
-# Share of one GPU. Disks: one NVMe per GPU. Updates: bound by the host's memory, 30 bytes for a parameter. 16 cores
-# with one H200 update 4e9 a second; eight GPUs that share a node's memory get less of it each.
-_DISK = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 2e9}
-_SERVER = Host(memory_bytes=256 * 10**9, disk_bytes=3840 * 10**9, adam_elems_per_s=1.5e9, **_DISK)
-_SMALL = Host(memory_bytes=64 * 10**9, disk_bytes=1000 * 10**9, adam_elems_per_s=8e8, **_DISK)
 
 
 def _gpu(row: list[Any]) -> Gpu:
@@ -106,15 +161,15 @@ def _gpu(row: list[Any]) -> Gpu:
         has_bf16=has_bf16,
         node_size=node_size,
         network=network,
-        host=_SERVER if network.startswith(("ib", "roce")) else _SMALL,
+        host=Host(**DATA["hosts"]["server" if network.startswith(("ib", "roce")) else "small"]),
     )
 
 
 # If a device name matches two rows, the first one counts.
-GPUS = {row[0]: _gpu(row) for row in _DATA["gpus"]}
+GPUS = {row[0]: _gpu(row) for row in DATA["gpus"]}
 # Aliases name the usual variant. An A100 or V100 without its size is ambiguous, and has none.
 _BY_LETTERS = {re.sub(r"[^a-z0-9]", "", name.lower()): gpu for name, gpu in GPUS.items()}
-_BY_LETTERS |= {alias: GPUS[name] for alias, name in _DATA["aliases"].items()}
+_BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
 
 
 def gpu_named(name: str) -> Gpu:
@@ -137,6 +192,26 @@ def gpu_of_device(device_name: str) -> Gpu | None:
         return None
     found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
     return next(found, None)
+
+
+def efficiency_of(gpu_name: str) -> Efficiency:
+    _, _, like, is_measured = _generation(gpu_name)
+    values = DATA["efficiency"][like]
+    source = values["source"] if is_measured else f"not measured; as an {like}: {values['source']}"
+    return Efficiency(**{**values, "source": source})
+
+
+def generation_of(gpu_name: str) -> str:
+    return str(_generation(gpu_name)[0])
+
+
+def _generation(gpu_name: str) -> list[Any]:
+    found = next((row for row in DATA["generations"] if gpu_name.startswith(tuple(row[1]))), None)
+    if found is None:
+        raise ConfigurationError(
+            f"GPU {gpu_name!r}: what it reaches of its peak is not known; see planner/hardware/gpus.json"
+        )
+    return list(found)
 
 
 def peak_flops(device_name: str, dtype: DType) -> float | None:

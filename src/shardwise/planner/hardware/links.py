@@ -36,9 +36,11 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_t
 WIRES: tuple[Wire, ...] = get_args(Wire)
 EXAMPLE = "2x8,intra=400GB/s,inter=50GB/s,latency=20us"
 
-_GIGABYTES_PER_S = {
-    "kB/s": 1e-6, "KB/s": 1e-6, "MB/s": 1e-3, "GB/s": 1.0, "TB/s": 1e3,
-    "kbit/s": 1.25e-7, "Mbit/s": 1.25e-4, "Gbit/s": 0.125, "Tbit/s": 125.0,
+GIGABYTES_PER_S = {
+    "B/s": 1e-9, "kB/s": 1e-6, "KB/s": 1e-6, "MB/s": 1e-3, "GB/s": 1.0, "TB/s": 1e3, "PB/s": 1e6,
+    "KiB/s": 1024e-9, "MiB/s": 1024**2 / 1e9, "GiB/s": 1024**3 / 1e9, "TiB/s": 1024**4 / 1e9,
+    "kbit/s": 1.25e-7, "Mbit/s": 1.25e-4, "Gbit/s": 0.125, "Tbit/s": 125.0, "Mbps": 1.25e-4, "Gbps": 0.125,
+    "Tbps": 125.0,
 }  # fmt: skip
 _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -181,7 +183,7 @@ def parse(text: str) -> Fabric:
     def link(wire: Wire, default: Link) -> Link:
         rate, latency = default.gigabytes_per_s, default.latency_us
         if wire in given:
-            rate = _quantity(text, wire, given[wire], _GIGABYTES_PER_S)
+            rate = _quantity(text, wire, given[wire], GIGABYTES_PER_S)
             if rate <= 0:
                 raise _refused(text, f"{wire}={given[wire]!r} carries nothing")
         for key in ("latency", f"{wire}-latency"):
@@ -200,11 +202,17 @@ def parse(text: str) -> Fabric:
 _KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies")
 
 
-def _quantity(text: str, key: str, value: str, units: dict[str, float]) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", value)
-    if found is None or found[2] not in units:
+def quantity(text: str, units: Mapping[str, float]) -> float | None:
+    """Parse a number with a unit; None if it is neither."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", text)
+    return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
+
+
+def _quantity(text: str, key: str, value: str, units: Mapping[str, float]) -> float:
+    found = quantity(value, units)
+    if found is None:
         raise _refused(text, f"{key}={value!r} is not a number with a unit ({', '.join(units)})")
-    return float(found[1]) * units[found[2]]
+    return found
 
 
 def _refused(text: str, why: str) -> ConfigurationError:

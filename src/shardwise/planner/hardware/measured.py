@@ -13,8 +13,7 @@ from typing import Any, Literal
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.json_file import find, read_object
 from .cluster import Cluster, between
-from .efficiency import Efficiency, efficiency_of
-from .gpus import HOST_LATENCY_US, LATENCY_US, Gpu, Host, gpu_of_device
+from .gpus import HOST_LATENCY_US, LATENCY_US, Efficiency, Gpu, Host, efficiency_of, gpu_of_device
 from .links import Link
 
 VERSION = 1

@@ -1,55 +1,55 @@
-"""A shape from a Hugging Face config.json.
+"""A Hugging Face config.json as a shape or, if sizes alone do not describe the model, as a module on the meta device.
 
-Every size has a few possible keys; the tables below say how families differ from Llama. An unknown family, a model for
-more than text, blocks that differ from each other, or attention without plain keys and values cannot be expressed as a
-shape (`why_no_shape`): the module itself has to be counted (`hf_module.py`).
+`families.json` says how families differ from Llama, and which keys have their sizes. An unknown family, a model for
+more than text, blocks that differ from each other, or attention without plain keys and values have no shape
+(`why_no_shape`): transformers builds their module. Nothing is downloaded, and code of a model's repository never runs.
 """
 
+import json
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...base.dtypes import FP32, DType, dtype_of
 from ...base.errors import ConfigurationError
 from ...base.json_file import find, read_object
 from .shape import ModelShape
 
+if TYPE_CHECKING:
+    from torch import nn
+
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
-Habits = Callable[[Config, Fields], Fields]
 
-# Keys that published files leave out.
-DEFAULTS: dict[str, Fields] = {
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
-    "gpt2": {"n_positions": 1024},
-    "gpt_bigcode": {"multi_query": True},
-    "glm": {"attention_bias": True},
-    "glm4": {"attention_bias": True},
-    "seed_oss": {"attention_bias": True},
-    "gpt_oss": {"num_experts_per_tok": 4},
-    "phimoe": {"num_experts_per_tok": 2},
-}
-# Families whose feed-forward is four times the hidden size by default.
-FOUR_HIDDEN = {"gpt2", "gptj", "gpt_bigcode", "gpt_neo", "bloom", "falcon", "mpt"}
-# Families whose output projection is the embedding by default.
-TIED = {
-    "gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text", "cohere",
-    "cohere2", "starcoder2", "smollm3",
-}  # fmt: skip
-
-_LAYER_NORM = {"norm": "layer", "gated": False}
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+# Families whose sizes were compared with transformers' own modules, by the config's model_type.
+FAMILIES: dict[str, Fields] = _DATA["families"]
+_KEYS: dict[str, list[str]] = _DATA["keys of a size"]
+_FFN, _EXPERTS = [*_KEYS["ffn"], *_KEYS["expert_ffn"]], _KEYS["num_experts"]
+SHAPE_KEY = "shardwise_shape"  # the in-tree shape, in a config that the trainer exports
+QUANTISED = "quantization_config"
 
 
-def habits_of(kind: str, config: Config, sizes: Fields) -> Fields:
-    """Return the fields in which a family differs from Llama. `kind`: the config's model_type."""
-    return {**_biases(config, sizes), **_OTHERWISE.get(kind, _has())(config, sizes)}
+def _fields_of(kind: str, config: Config, sizes: Fields) -> Fields:
+    """Return the fields in which a family differs from Llama."""
+    family = FAMILIES[kind]
+    fields = {**_biases(config, sizes), **family.get("fields", {})}
+    if kind in _SPECIAL:
+        fields |= _SPECIAL[kind](config, sizes)
+    if "biases" in family:
+        fields["bias"] = fields["qkv_bias"] = _switch(config, *family["biases"])
+    if "positions" in family:
+        key, more = family["positions"]
+        if type(config.get(key)) is not int:
+            raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
+        kv_heads = 1 if _switch(config, "multi_query") else sizes["heads"]
+        fields |= {"num_positions": config[key] + more, "kv_heads": kv_heads}
+    return fields
 
 
-def switch(config: Config, key: str, default: bool = False) -> bool:
+def _switch(config: Config, key: str, default: bool = False) -> bool:
     """Read a boolean; text such as "false" is refused."""
     value = config.get(key, default)
     if not isinstance(value, bool):
@@ -59,81 +59,42 @@ def switch(config: Config, key: str, default: bool = False) -> bool:
 
 def _biases(config: Config, sizes: Fields) -> Fields:
     """Read Llama's biases: one switch for the four projections of attention, one for the feed-forward."""
-    attention, ffn = switch(config, "attention_bias", False), switch(config, "mlp_bias", False)
+    attention, ffn = _switch(config, "attention_bias"), _switch(config, "mlp_bias")
     if attention == ffn:
         return {"qkv_bias": attention, "bias": ffn, "other_elems": 0}
     return {"qkv_bias": attention, "other_elems": sizes["hidden"] + (2 * sizes["ffn"] if ffn else 0)}
 
 
-def _has(**fields: Any) -> Habits:
-    return lambda config, sizes: fields
-
-
-def _switched(key: str, default: bool, **fields: Any) -> Habits:
-    """One switch for all biases."""
-
-    def habits(config: Config, sizes: Fields) -> Fields:
-        bias = switch(config, key, default)
-        return {**_LAYER_NORM, "bias": bias, "qkv_bias": bias, **fields}
-
-    return habits
-
-
-def _learned(key: str, more: int = 0, **fields: Any) -> Habits:
-    """GPT-2's fields, with the number of learned positions in the config plus `more`."""
-
-    def habits(config: Config, sizes: Fields) -> Fields:
-        num_positions = config.get(key)
-        if type(num_positions) is not int:
-            raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
-        kv_heads = 1 if switch(config, "multi_query") else sizes["heads"]
-        return {**_BIASED, "num_positions": num_positions + more, "kv_heads": kv_heads, **fields}
-
-    return habits
-
-
 def _opt(config: Config, sizes: Fields) -> Fields:
     if config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
         raise ConfigurationError("config.json: word_embed_proj_dim is not hidden_size; this is not planned for")
-    if not switch(config, "do_layer_norm_before", True):
+    if not _switch(config, "do_layer_norm_before", True):
         raise ConfigurationError("config.json: do_layer_norm_before is false; this is not planned for")
-    return _learned("max_position_embeddings", more=2)(config, sizes)
-
-
-def _gptj(config: Config, sizes: Fields) -> Fields:
-    """Add biases of the feed-forward only."""
-    return {**_LAYER_NORM, "num_norms": 1, "other_elems": sizes["ffn"] + sizes["hidden"], "head_bias": True}
+    return {}
 
 
 def _gpt_neox(config: Config, sizes: Fields) -> Fields:
-    if switch(config, "attention_bias", True):
-        return _BIASED
-    return {**_LAYER_NORM, "qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
+    if _switch(config, "attention_bias", True):
+        return {"bias": True, "qkv_bias": True, "other_elems": 0}
+    return {"qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
 
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
-    if switch(config, "new_decoder_architecture"):
-        num_norms, kv_heads = config.get("num_ln_in_parallel_attn") or 2, sizes["kv_heads"]
-    else:
-        num_norms = 1 if switch(config, "parallel_attn", True) else 2
-        kv_heads = 1 if switch(config, "multi_query", True) else sizes["heads"]
-    return _switched("bias", False, num_norms=num_norms, kv_heads=kv_heads)(config, sizes)
-
-
-def _phi(config: Config, sizes: Fields) -> Fields:
-    return {**_BIASED, "num_norms": 1, "head_bias": True, "qk_norm": switch(config, "qk_layernorm")}
+    if _switch(config, "new_decoder_architecture"):
+        return {"num_norms": config.get("num_ln_in_parallel_attn") or 2, "kv_heads": sizes["kv_heads"]}
+    num_norms = 1 if _switch(config, "parallel_attn", True) else 2
+    return {"num_norms": num_norms, "kv_heads": 1 if _switch(config, "multi_query", True) else sizes["heads"]}
 
 
 def _stablelm(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if switch(config, "qk_layernorm") else 0
-    num_norms = 1 if switch(config, "use_parallel_residual") else 2
-    return {"norm": "layer", "qkv_bias": switch(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
+    norms = _norms_of_heads(sizes) if _switch(config, "qk_layernorm") else 0
+    num_norms = 1 if _switch(config, "use_parallel_residual") else 2
+    return {"qkv_bias": _switch(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
 
 
 def _cohere(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if switch(config, "use_qk_norm") else 0
-    other = _biases(config, sizes)["other_elems"] + norms
-    return {"norm": "layer", "norm_bias": False, "num_norms": 1, "other_elems": other}
+    norms = _norms_of_heads(sizes) if _switch(config, "use_qk_norm") else 0
+    return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
 
 
 def _olmo2(config: Config, sizes: Fields) -> Fields:
@@ -148,82 +109,21 @@ def _norms_of_heads(sizes: Fields) -> int:
 def _gpt_oss(config: Config, sizes: Fields) -> Fields:
     """Add a sink for every head, and biases of the output, the router and the experts."""
     of_expert = 1 + 2 * sizes["expert_ffn"] + sizes["hidden"]
-    other = sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * of_expert
-    return {"qkv_bias": True, "bias": False, "other_elems": other}
+    return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * of_expert}
 
 
-_BIASED = {**_LAYER_NORM, "bias": True, "qkv_bias": True, "other_elems": 0}
-_OTHERWISE: dict[str, Habits] = {
-    "qwen2": _has(qkv_bias=True),
-    "qwen3": _has(qk_norm=True),
-    "qwen3_moe": _has(qk_norm=True),
-    "hunyuan_v1_dense": _has(qk_norm=True),
-    "exaone4": _has(qk_norm=True),
-    "gemma2": _has(num_norms=4),
-    "gemma3_text": _has(num_norms=4, qk_norm=True),
-    "gpt2": _learned("n_positions"),
-    "gpt_bigcode": _learned("n_positions"),
-    "gpt_neo": _learned("max_position_embeddings", qkv_bias=False),
+_SPECIAL: dict[str, Callable[[Config, Fields], Fields]] = {
     "opt": _opt,
-    "gptj": _gptj,
+    "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
     "gpt_neox": _gpt_neox,
-    "bloom": lambda config, sizes: {**_BIASED, "other_outside_elems": 2 * sizes["hidden"]},
+    "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
     "falcon": _falcon,
-    "mpt": _has(**_LAYER_NORM, norm_bias=False),
-    "phi": _phi,
-    "phimoe": _has(norm="layer"),
+    "phi": lambda config, sizes: {"qk_norm": _switch(config, "qk_layernorm")},
     "stablelm": _stablelm,
-    "cohere": _cohere,
-    "cohere2": _cohere,
-    "starcoder2": _switched("use_bias", True),
-    "olmo2": _olmo2,
-    "olmo3": _olmo2,
-    "olmoe": _olmo2,
+    **dict.fromkeys(("cohere", "cohere2"), _cohere),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _olmo2),
     "gpt_oss": _gpt_oss,
-    # No bias of the attention's output.
-    "glm": _has(other_elems=0),
-    "glm4": _has(num_norms=4, other_elems=0),
-    "seed_oss": _has(other_elems=0),
-    "nemotron": _has(**_LAYER_NORM),
-    "arcee": _has(gated=False),
 }
-
-# Families whose sizes were compared with transformers' own modules.
-KNOWN = {
-    *DEFAULTS, *FOUR_HIDDEN, *TIED, *_OTHERWISE, "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3",
-    "olmo2", "granite",
-}  # fmt: skip
-
-
-SHAPE_KEY = "shardwise_shape"  # the in-tree shape, in a config that the trainer exports
-
-_SIZES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "vocab": ("vocab_size",),
-}
-_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
-_EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
-QUANTISED = "quantization_config"
-# Keys that rule out a shape unless they are 0, and why.
-_NO_SHAPE = {
-    "is_encoder_decoder": "it has an encoder",
-    "kv_lora_rank": "attention keeps a latent vector in place of keys and values",
-    "n_routed_experts": "experts are routed as DeepSeek's are",
-    "n_shared_experts": "some experts are shared by all tokens",
-    "num_shared_experts": "some experts are shared by all tokens",
-    "shared_expert_intermediate_size": "some experts are shared by all tokens",
-    "first_k_dense_replace": "some blocks have no experts",
-    "mlp_only_layers": "some blocks have no experts",
-    "interleave_moe_layer_step": "some blocks have no experts",
-}
-# Prefixes of keys that only models with different blocks have (Qwen3-Next, Jamba, Bamba).
-_NO_ATTENTION = ("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")
-_MORE_THAN_TEXT = ("text_config", "vision_config", "audio_config")
-_ATTENTIONS = ("full_attention", "sliding_attention")
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
@@ -233,8 +133,7 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
         raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return _in_tree(name, config[SHAPE_KEY])
-    kind = _kind(config)
-    return _shape(name, kind, {**DEFAULTS.get(kind, {}), **_said(config)})
+    return _shape(name, str(config["model_type"]), _with_defaults(config))
 
 
 def read_config(config: str | Path | Config) -> tuple[str, Config]:
@@ -251,66 +150,78 @@ def read_config(config: str | Path | Config) -> tuple[str, Config]:
     return name, config
 
 
+def _read(given: str | Path) -> Config:
+    path = find(given)
+    if path is not None and path.is_dir():
+        path = find(path / "config.json")
+        given = Path(given, "config.json")
+    if path is None:
+        raise ConfigurationError(f"model {str(given)!r}: there is no such file")
+    return read_object(path, f"model {str(given)!r}")
+
+
 def why_no_shape(config: Config) -> str:
     """Return why sizes alone do not describe the model; empty if they do."""
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return ""
-    kind = _kind(config)
-    if more := [key for key in _MORE_THAN_TEXT if isinstance(config.get(key), Mapping)]:
+    kind = str(config.get("model_type", ""))
+    several = ("text_config", "vision_config", "audio_config")
+    if more := [key for key in several if isinstance(config.get(key), Mapping)]:
         return f"its config.json has {' and '.join(more)}: it is made of several models"
-    if kind not in KNOWN:
+    if kind not in FAMILIES:
         return f"its model_type {kind!r} is none of those whose sizes are known here"
-    for key, why in _peculiarities({**DEFAULTS.get(kind, {}), **_said(config)}):
+    for key, why in _peculiarities(_with_defaults(config)):
         return f"its config.json has {key}: {why}"
     return ""
 
 
-def _kind(config: Config) -> str:
-    return str(config.get("model_type", ""))
-
-
-def _said(config: Config) -> Fields:
-    return {key: value for key, value in config.items() if value is not None}
+def _with_defaults(config: Config) -> Fields:
+    defaults = FAMILIES[str(config["model_type"])].get("defaults", {})
+    return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _peculiarities(config: Config) -> Iterator[tuple[str, str]]:
     """Yield keys of models that are not a chain of equal blocks, and their meaning."""
-    yield from ((key, why) for key, why in _NO_SHAPE.items() if config.get(key))
+    yield from ((key, why) for key, why in _DATA["keys of models without a shape"].items() if config.get(key))
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"
     for key, value in config.items():
-        if value and key.startswith(_NO_ATTENTION):
+        # Qwen3-Next, Jamba, Bamba
+        if value and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")):
             yield key, "some blocks have something else than attention"
     kinds = config.get("layer_types", [])
     if not isinstance(kinds, list):
         yield "layer_types", f"{kinds!r} is no list of them"
-    elif other := [kind for kind in kinds if kind not in _ATTENTIONS]:
+    elif other := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 
 
 def _shape(name: str, kind: str, config: Config) -> ModelShape:
-    missing = [" or ".join(keys) for keys in _SIZES.values() if _first(config, keys) is None]
-    has_ffn = kind in FOUR_HIDDEN or _first(config, (*_FFN, *_EXPERT_FFN)) is not None
-    missing += [] if has_ffn else [" or ".join(_FFN)]
-    if _first(config, _EXPERTS) is not None and "num_experts_per_tok" not in config:
+    family = FAMILIES[kind]
+    needed = [_KEYS[size] for size in ("layers", "hidden", "heads", "vocab")]
+    missing = [" or ".join(keys) for keys in needed if _key_in(config, keys) is None]
+    if not family.get("four_hidden") and _key_in(config, _FFN) is None:
+        missing.append(" or ".join(_KEYS["ffn"]))
+    has_experts = _key_in(config, _EXPERTS) is not None
+    if has_experts and "num_experts_per_tok" not in config:
         missing.append("num_experts_per_tok")
     if missing:
         raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
-    fields: Fields = {size: _whole(name, config, keys) for size, keys in _SIZES.items()}
+    fields: Fields = {size: _whole(name, config, _KEYS[size]) for size in ("layers", "hidden", "heads", "vocab")}
     hidden, heads = fields["hidden"], fields["heads"]
-    fields["kv_heads"] = _whole(name, config, _KV_HEADS, heads)
+    fields["kv_heads"] = _whole(name, config, _KEYS["kv_heads"], heads)
     if config.get("head_dim") is None and hidden % heads:
         raise ConfigurationError(
             f"model {name!r}: its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
         )
-    fields["head_dim"] = _whole(name, config, ("head_dim",), hidden // heads)
-    fields["ffn"] = _whole(name, config, (*_FFN, *_EXPERT_FFN), 4 * hidden)
-    if _first(config, _EXPERTS) is not None:
+    fields["head_dim"] = _whole(name, config, ["head_dim"], hidden // heads)
+    fields["ffn"] = _whole(name, config, _FFN, 4 * hidden)
+    if has_experts:
         fields["num_experts"] = _whole(name, config, _EXPERTS)
-        fields["num_active_experts"] = _whole(name, config, ("num_experts_per_tok",))
-        fields["expert_ffn"] = _whole(name, config, _EXPERT_FFN)
-    fields["tied"] = switch(config, "tie_word_embeddings", kind in TIED)
-    fields |= habits_of(kind, config, fields)
+        fields["num_active_experts"] = _whole(name, config, ["num_experts_per_tok"])
+        fields["expert_ffn"] = _whole(name, config, _KEYS["expert_ffn"])
+    fields["tied"] = _switch(config, "tie_word_embeddings", family.get("tied", False))
+    fields |= _fields_of(kind, config, fields)
     return ModelShape(name=name, dtype=_dtype(name, config), **fields)
 
 
@@ -321,15 +232,15 @@ def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:
         raise ConfigurationError(f"model {name!r}: the {SHAPE_KEY} in its config.json has no {', no '.join(missing)}")
     head_dim = sizes["hidden"] // sizes["heads"]
     values = {key: sizes[key] for key in keys}
-    return ModelShape(name=name, head_dim=head_dim, tied=switch(sizes, "tied"), code="in-tree", **values)
+    return ModelShape(name=name, head_dim=head_dim, tied=_switch(sizes, "tied"), code="in-tree", **values)
 
 
-def _first(config: Config, keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+def _key_in(config: Config, keys: list[str]) -> str | None:
+    return next((key for key in keys if config.get(key) is not None), None)
 
 
-def _whole(name: str, config: Config, keys: tuple[str, ...], default: int | None = None) -> int:
-    key = next((key for key in keys if config.get(key) is not None), None)
+def _whole(name: str, config: Config, keys: list[str], default: int | None = None) -> int:
+    key = _key_in(config, keys)
     value = default if key is None else config[key]
     if type(value) is not int or value < 1:
         raise ConfigurationError(
@@ -346,11 +257,94 @@ def _dtype(name: str, config: Config) -> DType:
     return dtype_of(given)
 
 
-def _read(given: str | Path) -> Config:
-    path = find(given)
-    if path is not None and path.is_dir():
-        path = find(path / "config.json")
-        given = Path(given, "config.json")
-    if path is None:
-        raise ConfigurationError(f"model {str(given)!r}: there is no such file")
-    return read_object(path, f"model {str(given)!r}")
+MOST_LAYERS = 1_000
+# Auto classes to try if `architectures` names no class, the most complete first.
+_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_MAPPING",
+)
+_INSTEAD = "or give --shape layers=..., or the module itself: sw.plan(model, ...)"
+
+
+def hush() -> None:
+    """Silence torchao: transformers and peft import it if it is installed, and it warns of parts that nobody uses."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
+    """Build the module. `why`: the reason why sizes are not enough, for the error if it cannot be built."""
+    hush()
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise ConfigurationError(
+            f"model {name!r}: {why}, so the model itself is counted, which needs transformers: install shardwise[hf], "
+            f"{_INSTEAD}"
+        ) from None
+    kind = str(config.get("model_type"))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"model {name!r}: {why}, and transformers {transformers.__version__} does not know it either; install one "
+            f"that does, {_INSTEAD}"
+        )
+    for key, value in _numbers_in(config):
+        if "layer" in key and value > MOST_LAYERS:
+            raise ConfigurationError(f"model {name!r}: {key} is {value:,}, but at most {MOST_LAYERS:,} is planned for")
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            made: Any = transformers.CONFIG_MAPPING[kind].from_dict(_values_of(config))
+            return _class_for(transformers, made, config)._from_config(made)
+    except Exception as error:  # any model's own code runs here
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(
+            f"model {name!r}: {why}, so the model itself is counted, and transformers cannot build it: "
+            f"{type(error).__name__}: {reason}; {_INSTEAD.removeprefix('or ')}"
+        ) from error
+
+
+def num_positions_in(model: "nn.Module") -> int:
+    """Maximum sequence length of a built model; 0: its config gives none."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    found = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    return next((value for value in found if type(value) is int and value > 0), 0)
+
+
+def _class_for(transformers: Any, made: Any, config: Config) -> Any:
+    for name in config.get("architectures") or ():
+        found: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if is_model and found.config_class is type(made):
+            return found
+    for mapping in (getattr(transformers, name) for name in _MAPPINGS):
+        if type(made) in mapping:
+            found = mapping[type(made)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ValueError("no class of it is one that is trained on tokens or images, and architectures names none")
+
+
+def _values_of(config: Config) -> dict[str, Any]:
+    """Decode the config: numbers that JSON cannot express are written as text. Weights of backbones from other
+    libraries are not downloaded."""
+    return {key: False if key == "use_pretrained_backbone" else _value(value) for key, value in config.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if set(value) == {"__float__"} else _values_of(value)
+    return [_value(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _numbers_in(config: Config) -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers_in(value)
+        elif type(value) is int:
+            yield str(key), value

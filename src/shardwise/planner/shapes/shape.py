@@ -5,16 +5,16 @@ for Llama, Mistral, Qwen3 and GPT-2 of transformers. Other families have Llama's
 learned) and their own sizes: parameters that no field describes are counted in `other_elems`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Literal, get_args
 
 from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean
-from ...core.schedule.model import ROOT, Param, Site, UnitSpec
+from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
 from ..training import Lora
-from .parts import Part, Parts, conv, embedding, linear, units_from, vectors, with_adapters
 
 Norm = Literal["rms", "layer"]
 Code = Literal["in-tree", "hf"]
@@ -147,24 +147,78 @@ class StatesOnly:
         return self.label or f"params={self.num_params:g}"
 
 
-def units_of(shape: ModelShape | StatesOnly, lora: Lora | None = None) -> list[UnitSpec]:
+WRAPPER = "base_model.model."  # peft's prefix of every name
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module with parameters of its own: their attributes and sizes.
+
+    `fan`: input and output width of a projection that can have adapters. `is_tied`: its weight is that of the first
+    part of the model.
+    """
+
+    path: str
+    params: tuple[tuple[str, tuple[int, ...]], ...]
+    fan: tuple[int, int] | None = None
+    is_embedding: bool = False
+    is_tied: bool = False
+    is_adapter: bool = False
+
+    @property
+    def num_elems(self) -> int:
+        return sum(prod(size) for _, size in self.params)
+
+    @property
+    def num_own_elems(self) -> int:
+        return self.num_elems - (prod(self.params[0][1]) if self.is_tied else 0)
+
+
+def _linear(
+    path: str, fan_in: int, fan_out: int, bias: bool = False, is_tied: bool = False, is_conv: bool = False
+) -> Part:
+    """A projection; `is_conv`: one of GPT-2's, whose weight is transposed."""
+    weight = ("weight", (fan_in, fan_out) if is_conv else (fan_out, fan_in))
+    return Part(path, (weight, ("bias", (fan_out,))) if bias else (weight,), (fan_in, fan_out), is_tied=is_tied)
+
+
+def _vectors(path: str, width: int, bias: bool = False) -> Part:
+    """A module with vectors of this width, such as a norm."""
+    return Part(path, (("weight", (width,)), ("bias", (width,))) if bias else (("weight", (width,)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model. `block`: the parts of one block, with paths relative to it; `block_paths`: paths of all blocks."""
+
+    before: tuple[Part, ...]
+    block: tuple[Part, ...]
+    block_paths: tuple[str, ...]
+    after: tuple[Part, ...]
+
+    @property
+    def num_block_elems(self) -> int:
+        return sum(part.num_elems for part in self.block)
+
+    @property
+    def num_elems(self) -> int:
+        outside = sum(part.num_own_elems for part in (*self.before, *self.after))
+        return outside + len(self.block_paths) * self.num_block_elems
+
+
+def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
     """Return the units of a module of this shape, with adapters if `lora` is given."""
     return list(_units(shape, lora))
 
 
 @lru_cache(maxsize=32)
-def _units(shape: ModelShape | StatesOnly, lora: Lora | None) -> tuple[UnitSpec, ...]:
-    if isinstance(shape, StatesOnly):
-        if lora is not None:
-            raise ConfigurationError("lora: it needs the sizes of the layers, and --shape params=... has none")
-        whole = Param("params", (1, shape.num_params), FP32, True, (Site("", "params"),))
-        return (UnitSpec(ROOT, "", (whole,), holds_units=False, backward_reads=True),)
+def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
     parts = _parts(shape)
     # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
-        parts = with_adapters(parts, lora.r, targets_of(shape, lora))
-    return tuple(units_from(parts, shape.dtype, splits_blocks=splits_blocks, trains_all=lora is None))
+        parts = _with_adapters(parts, lora.r, targets_of(shape, lora))
+    return tuple(_units_from(parts, shape.dtype, splits_blocks=splits_blocks, trains_all=lora is None))
 
 
 _IN_TREE_WORDS = {
@@ -183,17 +237,18 @@ def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
 def _parts(shape: ModelShape) -> Parts:
     has_bias = shape.norm == "layer" and shape.norm_bias
     words, blocks, norm, head = _OUTSIDE[_names(shape)]
-    before = [embedding(words, shape.vocab, shape.hidden)]
+    before = [Part(words, (("weight", (shape.vocab, shape.hidden)),), is_embedding=True)]
     if shape.num_positions:
-        before.append(embedding("transformer.wpe", shape.num_positions, shape.hidden))
+        sizes = (("weight", (shape.num_positions, shape.hidden)),)
+        before.append(Part("transformer.wpe", sizes, is_embedding=True))
     return Parts(
         before=tuple(before),
         block=tuple(_BLOCKS[_names(shape)](shape, has_bias)),
         block_paths=tuple(f"{blocks}.{index}" for index in range(shape.layers)),
         after=(
-            vectors(norm, shape.hidden, has_bias),
+            _vectors(norm, shape.hidden, has_bias),
             *_other(shape.other_outside_elems),
-            linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
+            _linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
         ),
     )
 
@@ -207,53 +262,53 @@ def _names(shape: ModelShape) -> str:
 
 def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
     hidden = shape.hidden
-    yield vectors("attention_norm", hidden)
-    yield linear("attention.query", hidden, shape.query_width)
-    yield linear("attention.key", hidden, shape.kv_width)
-    yield linear("attention.value", hidden, shape.kv_width)
-    yield linear("attention.out", shape.query_width, hidden)
-    yield vectors("ffn_norm", hidden)
-    yield linear("ffn.gate", hidden, shape.ffn)
-    yield linear("ffn.up", hidden, shape.ffn)
-    yield linear("ffn.down", shape.ffn, hidden)
+    yield _vectors("attention_norm", hidden)
+    yield _linear("attention.query", hidden, shape.query_width)
+    yield _linear("attention.key", hidden, shape.kv_width)
+    yield _linear("attention.value", hidden, shape.kv_width)
+    yield _linear("attention.out", shape.query_width, hidden)
+    yield _vectors("ffn_norm", hidden)
+    yield _linear("ffn.gate", hidden, shape.ffn)
+    yield _linear("ffn.up", hidden, shape.ffn)
+    yield _linear("ffn.down", shape.ffn, hidden)
 
 
 def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
-    yield linear("self_attn.q_proj", hidden, shape.query_width, shape.qkv_bias)
-    yield linear("self_attn.k_proj", hidden, shape.kv_width, shape.qkv_bias)
-    yield linear("self_attn.v_proj", hidden, shape.kv_width, shape.qkv_bias)
-    yield linear("self_attn.o_proj", shape.query_width, hidden, shape.bias)
+    yield _linear("self_attn.q_proj", hidden, shape.query_width, shape.qkv_bias)
+    yield _linear("self_attn.k_proj", hidden, shape.kv_width, shape.qkv_bias)
+    yield _linear("self_attn.v_proj", hidden, shape.kv_width, shape.qkv_bias)
+    yield _linear("self_attn.o_proj", shape.query_width, hidden, shape.bias)
     if shape.qk_norm:
-        yield vectors("self_attn.q_norm", shape.head_dim, norm_bias)
-        yield vectors("self_attn.k_norm", shape.head_dim, norm_bias)
+        yield _vectors("self_attn.q_norm", shape.head_dim, norm_bias)
+        yield _vectors("self_attn.k_norm", shape.head_dim, norm_bias)
     if shape.num_experts > 1:
         yield from _experts(shape)
     else:
         if shape.gated:
-            yield linear("mlp.gate_proj", hidden, ffn, shape.bias)
-        yield linear("mlp.up_proj", hidden, ffn, shape.bias)
-        yield linear("mlp.down_proj", ffn, hidden, shape.bias)
+            yield _linear("mlp.gate_proj", hidden, ffn, shape.bias)
+        yield _linear("mlp.up_proj", hidden, ffn, shape.bias)
+        yield _linear("mlp.down_proj", ffn, hidden, shape.bias)
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    yield from (vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
+    yield from (_vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
     yield from _other(shape.other_elems)
 
 
 def _gpt_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden = shape.hidden
-    yield vectors("ln_1", hidden, norm_bias)
-    yield conv("attn.c_attn", hidden, shape.query_width + 2 * shape.kv_width, shape.qkv_bias)
-    yield conv("attn.c_proj", shape.query_width, hidden, shape.bias)
+    yield _vectors("ln_1", hidden, norm_bias)
+    yield _linear("attn.c_attn", hidden, shape.query_width + 2 * shape.kv_width, shape.qkv_bias, is_conv=True)
+    yield _linear("attn.c_proj", shape.query_width, hidden, shape.bias, is_conv=True)
     if shape.qk_norm:
-        yield vectors("attn.q_norm", shape.head_dim, norm_bias)
-        yield vectors("attn.k_norm", shape.head_dim, norm_bias)
+        yield _vectors("attn.q_norm", shape.head_dim, norm_bias)
+        yield _vectors("attn.k_norm", shape.head_dim, norm_bias)
     if shape.num_norms > 1:
-        yield vectors("ln_2", hidden, norm_bias)
+        yield _vectors("ln_2", hidden, norm_bias)
     if shape.num_experts > 1:
         yield from _experts(shape)
     else:
-        yield conv("mlp.c_fc", hidden, shape.ffn * (2 if shape.gated else 1), shape.bias)
-        yield conv("mlp.c_proj", shape.ffn, hidden, shape.bias)
+        yield _linear("mlp.c_fc", hidden, shape.ffn * (2 if shape.gated else 1), shape.bias, is_conv=True)
+        yield _linear("mlp.c_proj", shape.ffn, hidden, shape.bias, is_conv=True)
     yield from _other(shape.other_elems)
 
 
@@ -267,7 +322,7 @@ def _experts(shape: ModelShape) -> Iterator[Part]:
 
 def _other(num_elems: int) -> Iterator[Part]:
     if num_elems:
-        yield vectors("other", num_elems)
+        yield _vectors("other", num_elems)
 
 
 _BLOCKS = {"in-tree": _in_tree_block, "llama": _llama_block, "gpt": _gpt_block}
@@ -276,3 +331,111 @@ _OUTSIDE = {
     "llama": ("model.embed_tokens", "model.layers", "model.norm", "lm_head"),
     "gpt": ("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
 }
+
+
+def _with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
+    """Add adapters, like peft, to every projection whose path ends in one of the targets."""
+    example = f"{parts.block_paths[0]}."
+    paths = [part.path for part in (*parts.before, *parts.after) if part.fan]
+    paths += [example + part.path for part in parts.block if part.fan]
+    for target in targets:
+        if not any(_ends_in(path, (target,)) for path in paths):
+            leaves = {path.rpartition(".")[2] for path in paths}
+            raise ConfigurationError(f"lora: no projection is called {target!r}; {did_you_mean(target, leaves)}")
+
+    def adapted(part: Part, around: str = "") -> list[Part]:
+        if part.fan is None or not _ends_in(around + part.path, targets):
+            return [part]
+        fan_in, fan_out = part.fan
+        inward = Part(f"{part.path}.lora_A.default", (("weight", (r, fan_in)),), is_adapter=True)
+        outward = Part(f"{part.path}.lora_B.default", (("weight", (fan_out, r)),), is_adapter=True)
+        return [replace(part, path=f"{part.path}.base_layer"), inward, outward]
+
+    def wrapped(group: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(replace(new, path=WRAPPER + new.path) for part in group for new in adapted(part))
+
+    block = tuple(new for part in parts.block for new in adapted(part, example))
+    paths = [WRAPPER + path for path in parts.block_paths]
+    return Parts(wrapped(parts.before), block, tuple(paths), wrapped(parts.after))
+
+
+def _ends_in(path: str, targets: Sequence[str]) -> bool:
+    return any(path == target or path.endswith(f".{target}") for target in targets)
+
+
+def _units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: bool) -> list[UnitSpec]:
+    """Divide a model into units; one unit unless `splits_blocks`. Adapters are always trained, in fp32."""
+    tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
+    root: list[Param] = []
+    root_is_embedding = tied is None
+    least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
+
+    def outside(group: tuple[Part, ...]) -> list[UnitSpec]:
+        nonlocal root_is_embedding
+        found = []
+        for part in group:
+            params = _params(part, dtype, trains_all)
+            if part.is_tied:
+                params = params[1:]
+            elif tied is not None and part is parts.before[0]:
+                root.append(replace(params[0], sites=(*params[0].sites, tied)))
+                params = params[1:]
+            if params and part.num_elems >= least:
+                found.append(UnitSpec(part.path, part.path, params, False, not part.is_embedding))
+            elif params:
+                root.extend(params)
+                root_is_embedding = root_is_embedding and part.is_embedding
+        return found
+
+    first = outside(parts.before)
+    blocks = _blocks(parts, dtype, trains_all)
+    if not splits_blocks:
+        root.extend(param for block in blocks for param in block.params)
+        root_is_embedding, blocks = False, []
+    units = [*first, *blocks, *outside(parts.after)]
+    return [UnitSpec(ROOT, "", tuple(root), bool(units), not root_is_embedding), *units] if root else units
+
+
+def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
+    trainable, own = trains_all or part.is_adapter, FP32 if part.is_adapter else dtype
+    return tuple(
+        Param(f"{part.path}.{attribute}", size, own, trainable, (Site(part.path, attribute),), part.is_embedding)
+        for attribute, size in part.params
+    )
+
+
+def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[UnitSpec]:
+    """Return the units of all blocks, which differ only in paths: one each, or one per large part and the rest."""
+    units = ["", *_large_parts(parts.block)]
+    owners = [max((unit for unit in units if _is_in(part.path, unit)), key=len) for part in parts.block]
+    rows = [(p, unit) for part, unit in zip(parts.block, owners, strict=True) for p in _params(part, dtype, trains_all)]
+    found = []
+    for path in parts.block_paths:
+        owned: dict[str, list[Param]] = {unit: [] for unit in units}
+        for p, unit in rows:
+            sites = (Site(f"{path}.{p.sites[0].module}", p.sites[0].attribute),)
+            owned[unit].append(Param(f"{path}.{p.name}", p.shape, p.dtype, p.trainable, sites))
+        for unit, params in owned.items():
+            name = f"{path}.{unit}" if unit else path
+            if params:
+                found.append(UnitSpec(name, name, tuple(params), not unit and len(units) > 1, True))
+    return found
+
+
+def _large_parts(block: Sequence[Part]) -> list[str]:
+    """Return the paths inside a block that become units if the block is too large."""
+
+    def size(path: str) -> int:
+        return sum(part.num_elems for part in block if _is_in(part.path, path))
+
+    def children(path: str) -> Iterable[str]:
+        names = [
+            part.path.removeprefix(path).lstrip(".").partition(".")[0] for part in block if _is_in(part.path, path)
+        ]
+        return [f"{path}.{name}".lstrip(".") for name in dict.fromkeys(names) if name]
+
+    return parts_of("", size, children)
+
+
+def _is_in(path: str, unit: str) -> bool:
+    return not unit or path == unit or path.startswith(f"{unit}.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
 from ...planner.hardware.gpus import flops_per_token
-from ...planner.shapes.hf_module import hush
+from ...planner.shapes.hf_config import hush
 from ..model import Transformer
 from ..settings import Settings
 from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigurationError, did_you_mean
-from ...planner.shapes.hf_module import hush
+from ...planner.shapes.hf_config import hush
 from ..settings import Lora
 
 ADAPTER = "default"  # peft's default name

@@ -24,7 +24,7 @@ from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.writer import NOTE
 from ...core.layout import Strategy
 from ...core.mesh import device, init
-from ...planner.shapes.hf_module import hush
+from ...planner.shapes.hf_config import hush
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json

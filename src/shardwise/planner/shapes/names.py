@@ -1,0 +1,155 @@
+"""A shape from a name (`llama-3-8b`) or from words (`layers=32,hidden=4096,heads=32,vocab=128256`).
+
+A name with an owner (`meta-llama/Llama-3.2-1B`) means the published files, which transformers runs. A name without one
+means the trainer's in-tree shape, as in `shardwise train --model`, else the published model. MPT without an owner is
+the series with which its authors measured speeds, with learned positions and biases; GPT-175B and GPT-1T are
+Megatron's. All of them are in `models.json`.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...base.dtypes import dtype_of
+from ...base.errors import ConfigurationError, did_you_mean
+from ...base.json_file import find
+from .hf_config import shape_of_config
+from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
+
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+
+
+def _shapes(key: str) -> dict[str, ModelShape]:
+    found = {}
+    for group in _DATA[key]:
+        for row in group["rows"]:
+            sizes = dict(zip(_DATA["columns"], row, strict=True))
+            fields = {"head_dim": sizes["hidden"] // sizes["heads"], **group["fields"]}
+            found[row[0]] = ModelShape(**sizes, **{**fields, "dtype": dtype_of(fields["dtype"])})
+    return found
+
+
+PUBLISHED = _shapes("published")
+IN_TREE = _shapes("in-tree")
+NAMED = {**PUBLISHED, **_shapes("measured by MosaicML"), **IN_TREE}
+
+_ALIASES = {"gpt-3": "gpt-175b", "gpt3-175b": "gpt-175b"}
+# Suffixes that describe fine-tuning and not the shape.
+_VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
+
+
+def shape_of(model: str) -> ModelShape:
+    """Return the shape for a value of `--model`: a name, a config.json, or its folder."""
+    if not model.strip():
+        raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
+    return shape_of_config(model) if is_file(model) else shape_named(model)
+
+
+def is_file(model: str) -> bool:
+    """Return True for a config.json or its folder, False for the name of a shape."""
+    path = find(model)
+    return model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir()))
+
+
+def shape_named(name: str) -> ModelShape:
+    """Look up a shape; case, hyphens, underscores and suffixes of fine-tuning (`-Instruct`) are ignored."""
+    owner, _, bare = name.strip().lower().rpartition("/")
+    known = PUBLISHED if owner else NAMED
+    words = _ALIASES.get(bare, re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-"))
+    found = {_letters(key): shape for key, shape in known.items()}.get(_letters(words))
+    if found is None:
+        raise ConfigurationError(
+            f"model {name!r}: no shape has this name, and there is no such file or folder; {did_you_mean(words, known)}"
+            "; or give a config.json, or --shape layers=..."
+        )
+    return replace(found, name=name.strip()) if owner else found
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name)
+
+
+EXAMPLE = "layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256"
+_FIELDS = {"positions": "num_positions", "experts": "num_experts", "active-experts": "num_active_experts",
+           "norms": "num_norms"}  # fmt: skip
+_NUMBERS = ("layers", "hidden", "heads", "kv-heads", "head-dim", "ffn", "vocab", "expert-ffn", *_FIELDS)
+_SWITCHES = ("tied", "gated", "bias", "qkv-bias", "qk-norm")
+_KEYS = (*_NUMBERS, *_SWITCHES, "norm", "code", "params")
+_BOOLEANS = dict.fromkeys(("yes", "true", "on", "1"), True) | dict.fromkeys(("no", "false", "off", "0"), False)
+_SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def parse_shape(text: str) -> ModelShape | StatesOnly:
+    """Parse words. `layers`, `hidden`, `heads` and `vocab` are required. The default is the in-tree transformer: as
+    many key-value heads as heads, of size hidden / heads, and a gated feed-forward of 8/3 hidden, rounded up to a
+    multiple of 256 (4 hidden with `gated=no`). `bias` applies to all projections. A feature that the in-tree
+    transformer lacks makes it a model of transformers. `params=7.5e9` alone plans the training state only."""
+    given = _words(text)
+    if "params" in given:
+        if len(given) > 1:
+            other = next(key for key in given if key != "params")
+            raise _refused(text, f"params= stands alone, without {other}=: it is for models whose sizes are not known")
+        return StatesOnly(_num_params(text, given["params"]))
+    if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
+        raise _refused(text, f"it lacks {', '.join(missing)}")
+    values = {_FIELDS.get(key, key.replace("-", "_")): _value(text, key, given[key]) for key in _KEYS if key in given}
+    hidden, heads = values["hidden"], values["heads"]
+    values.setdefault("qkv_bias", values.get("bias", False))
+    if "head_dim" not in values:
+        if hidden % heads:
+            raise _refused(text, f"hidden {hidden} does not divide into {heads} heads; say head-dim=")
+        values["head_dim"] = hidden // heads
+    values.setdefault("kv_heads", heads)
+    values.setdefault("ffn", -(-hidden * 8 // 3 // 256) * 256 if values.get("gated", True) else 4 * hidden)
+    if "code" not in values:
+        try:
+            return ModelShape(name=text, **values, code="in-tree")
+        except ConfigurationError:
+            pass
+    return ModelShape(name=text, **values)
+
+
+def _words(text: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in (part.strip() for part in text.split(",")):
+        key, equals, value = word.partition("=")
+        key = key.strip().lower().replace("_", "-")
+        if key not in _KEYS:
+            raise _refused(text, f"unknown part {word!r}; {did_you_mean(key, _KEYS)}")
+        if key in given:
+            raise _refused(text, f"{key} is given twice")
+        if not equals and key in _SWITCHES:
+            value = "yes"
+        if not value.strip():
+            raise _refused(text, f"{word!r} has no value")
+        given[key] = value.strip().lower()
+    return given
+
+
+def _value(text: str, key: str, value: str) -> Any:
+    if key in _SWITCHES:
+        if value not in _BOOLEANS:
+            raise _refused(text, f"{key}={value} is neither yes nor no")
+        return _BOOLEANS[value]
+    if key not in _NUMBERS:
+        return value
+    digits = value.replace("_", "")
+    if not digits.isdecimal() or len(digits) > len(str(MOST_OF_A_SIZE)) or int(digits) < 1:
+        raise _refused(
+            text, f"{key}={value}, but it must be a whole number of at least 1, and at most {MOST_OF_A_SIZE:,}"
+        )
+    return int(digits)
+
+
+def _num_params(text: str, value: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmbt]?)", value.replace("_", ""))
+    num_params = float(found[1]) * _SCALES[found[2]] if found else 0
+    if not 1 <= num_params < 1e18:
+        raise _refused(text, f"params={value}, but it must be a number like 7.5e9 or 7.5b")
+    return round(num_params)
+
+
+def _refused(text: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"--shape {text!r}: {why}; an example: {EXAMPLE}")
