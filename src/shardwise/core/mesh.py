@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..base.errors import ConfigurationError, StateError, WireError
 from .wire.collectives import Channel
 from .wire.ledger import Ledger
-from .wire.rank_watch import Limits, Watch, last_words
+from .wire.rank_watch import Limits, Watch
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
@@ -250,7 +250,7 @@ def _watch() -> Watch | None:
 
 def _leave_watch() -> None:
     while _watches:
-        _watches.popitem()[1].close(last_words())
+        _watches.popitem()[1].close()
 
 
 def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:

@@ -42,7 +42,8 @@ class Order:
         self._begun: Event | None = None
         self._num_places = 0
         self.num_passed = 0
-        self.recent: deque[Event] = deque(maxlen=NUM_RECENT)
+        # The last events with their numbers, counted from 0. Another thread reads them.
+        self.recent: deque[tuple[int, Event]] = deque(maxlen=NUM_RECENT)
 
     @property
     def phase(self) -> str:
@@ -56,13 +57,16 @@ class Order:
     def take(self, event: Event) -> None:
         """Check an event, and announce it if it is not the expected one; called before a collective is started."""
         if self._begun is not None:
-            self._enter_phase()
+            self._enter_phase(self._begun)
         place = self._place
-        if event == place.expected:
-            self._place = place.then
-        else:
-            self._place = self._deviate(event)
-        self.recent.append(event)
+        if event != place.expected:
+            self._announce(event)
+            if event not in place.others:
+                place.others[event] = _Place()
+                self._num_places += 1
+            place.expected, place.then = event, place.others[event]
+        self._place = place.then
+        self.recent.append((self.num_passed, event))
         self.num_passed += 1
 
     def stop(self) -> None:
@@ -70,21 +74,11 @@ class Order:
         self._place = _Place()
         self._by_phases.clear()
 
-    def _enter_phase(self) -> None:
-        phase, self._begun = self._begun, None
-        assert phase is not None
+    def _enter_phase(self, phase: Event) -> None:
+        self._begun = None
         self.take(phase)
         if self._num_places > MOST_PLACES:
             self._by_phases.clear()
             self._num_places = 0
         self._phases = (*self._phases, phase)[-NUM_PHASES:]
         self._place = self._by_phases.setdefault(self._phases, _Place())
-
-    def _deviate(self, event: Event) -> _Place:
-        place = self._place
-        self._announce(event)
-        if event not in place.others:
-            place.others[event] = _Place()
-            self._num_places += 1
-        place.expected, place.then = event, place.others[event]
-        return place.then

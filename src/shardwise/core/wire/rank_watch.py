@@ -22,12 +22,15 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -35,47 +38,49 @@ from ...base.errors import WireError
 from ...base.processes import state_of
 from .collective_order import Event, Order
 from .ledger import Call
-from .stacks import Idle, caller, is_in_barrier, stack_of_main
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 SLICE = timedelta(seconds=0.5)
-# A rank that has announced something asks the others after this long.
+# A rank that has announced something asks the others after this long; one that waits in a collective after twice that.
 ANNOUNCED_S = 1.0
 # A rank that fails because another one is gone waits this long for that rank's own error.
 LAST_WORDS_S = 3.0
-NUM_SHOWN = 16
 # How many times `hang_s` a rank may do nothing in code of its own, or be stopped, while others wait for it.
 NUM_HANGS = 3
+# Processor seconds between two looks that count as idle: a thread that only wakes up and sleeps again uses less.
+LITTLE_S = 0.02
+NUM_FRAMES = 6
+_BARRIERS = ("barrier", "monitored_barrier")
+_OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The place of a rank. `passed` counts the events of its order so far, `recent` are the last of them."""
+    """The place of a rank, as its answer to question number `asked`. `passed` counts the events of its order so far;
+    `recent` are the last of them, each with its number, its checksum and a description."""
 
     asked: int
     doing: Doing
     what: str
     waited_s: float
+    announced: int  # the checksum of the event
     passed: int
-    announced: int  # a number computed from the event
-    recent: list[str]
+    recent: list[tuple[int, int, str]]
     where: str
-    idle_s: float = 0.0
-    dead: list[int] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)  # of its machine, as `dead`
+    idle_s: float
+    dead: list[int]  # ranks of its machine, as `stopped`
+    stopped: list[int]
 
     def __str__(self) -> str:
         what = {
-            "collective": f"waits in {self.what}",
             "announcing": f"wants to go on with {self.what}, which the others must do too",
-            "meeting": f"waits in {self.what}",
             "barrier": "waits in a barrier of its own code",
             "code": "is in code of its own" + (f", idle for {self.idle_s:.0f} s" if self.idle_s > 1 else ""),
-        }[self.doing]
+        }.get(self.doing, f"waits in {self.what}")
         return f"{what}, {self.where}" if self.where else what
 
 
@@ -112,7 +117,8 @@ class Watch:
         self._neighbours: dict[int, int] = {}
         # Looks at which a rank was stopped, one after the other. Seconds would count while this rank is stopped, too.
         self._stopped: Counter[int] = Counter()
-        self._idle = Idle()
+        # Where the main thread was at the last look, its processor time then, and since when it is idle there.
+        self._last_look = ("", 0.0, time.monotonic())
         self._closing = threading.Event()
         self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
         self._thread = threading.Thread(target=self._run, name="shardwise-ranks", daemon=True)
@@ -128,11 +134,13 @@ class Watch:
         self._num_meshes += 1
         return self._num_meshes - 1
 
-    def close(self, words: str) -> None:
+    def close(self) -> None:
         """Tell the other ranks that this rank leaves, and why."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(2.0)
+            error: Any = getattr(sys, "last_value", None)
+            words = "its process has ended" if error is None else f"{type(error).__name__}: {error}"
             try:
                 self._store.set(f"left/{self.rank}", words)
             except RuntimeError:
@@ -157,7 +165,7 @@ class Watch:
                     if work.is_completed():
                         work.wait()
                         return
-            self.raise_verdict()
+            self._raise_verdict()
         finally:
             self._wait = None
 
@@ -165,39 +173,41 @@ class Watch:
         return f" ({self.order.phase})" if self.order.phase else ""
 
     def _announce(self, event: Event) -> None:
-        """Add a number for the event to a sum in the store, and wait until the sum says that all ranks added the same.
-        Two keys take turns, because a rank is at most one announcement ahead of another."""
-        if self.verdict:
-            self.raise_verdict()
-        number = zlib.crc32(repr((self.order.num_passed, event)).encode())
-        key, turn = f"announced/{self._num_announced % 2}", self._num_announced % 2
+        """Add the checksum of the event to a sum in the store, and wait until the sum says that all ranks added the
+        same. Two keys take turns, because a rank is at most one announcement ahead of another."""
+        self._raise_verdict()
+        checksum = checksum_of(self.order.num_passed, event)
+        turn = self._num_announced % 2
         self._num_announced += 1
-        self._totals[turn] += self.num_ranks * number
+        self._totals[turn] += self.num_ranks * checksum
         what = f"{describe(event)}{self._in_phase() if isinstance(event[0], Call) else ''}"
-        self._wait = _Wait("announcing", what, time.monotonic(), number)
+        self._wait = _Wait("announcing", what, time.monotonic(), checksum)
+        num_tries = 0
         try:
-            total = self._store.add(key, number)
-            num_tries = 0
-            while total != self._totals[turn]:
+            while self._store.add(f"announced/{turn}", 0 if num_tries else checksum) != self._totals[turn]:
                 num_tries += 1
                 if num_tries > 20:
                     time.sleep(min(0.02, 1e-5 * num_tries))
-                if self.verdict:
-                    self.raise_verdict()
-                total = self._store.add(key, 0)
+                self._raise_verdict()
+        except WireError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, WireError):
-                raise
-            self._fail(f"{describe(event)} could not be announced: the store of the process group is gone ({error})")
+            gone = f"{describe(event)} could not be announced: the store of the process group is gone ({error})"
+            self.verdict = self.verdict or gone
+            raise WireError(self.verdict) from error
         finally:
             self._wait = None
 
+    def _raise_verdict(self) -> None:
+        if self.verdict:
+            raise WireError(self.verdict)
+
     def explain(self, failure: str) -> str:
         """Explain a failure with what other ranks know about it, and tell the ranks that wait."""
-        patience_s = time.monotonic() + LAST_WORDS_S
+        until_s = time.monotonic() + LAST_WORDS_S
         try:
-            while not self.verdict and time.monotonic() < patience_s:
-                gone = self._gone()
+            while not self.verdict and time.monotonic() < until_s:
+                gone = self._gone({})
                 if gone:
                     self._judge(f"{'; '.join(gone.values())}. Rank {self.rank}: {failure}")
                 time.sleep(0.1)
@@ -206,13 +216,6 @@ class Watch:
         except RuntimeError:
             return failure
         return self.verdict
-
-    def _fail(self, failure: str) -> NoReturn:
-        self.verdict = self.verdict or failure
-        self.raise_verdict()
-
-    def raise_verdict(self) -> NoReturn:
-        raise WireError(self.verdict)
 
     # The thread.
 
@@ -223,9 +226,8 @@ class Watch:
             except RuntimeError as error:
                 if self._wait is None or self._closing.is_set():
                     return  # the process group is gone, and no rank waits
-                self.verdict = (
-                    self.verdict or f"the store of the process group, which rank 0 may serve, is gone: {error}"
-                )
+                gone = f"the store of the process group, which rank 0 may serve, is gone: {error}"
+                self.verdict = self.verdict or gone
                 self.order.stop()
             except Exception:
                 logger.exception("the thread that watches over the ranks")
@@ -240,7 +242,10 @@ class Watch:
         if self.verdict:
             self.order.stop()
             return
-        asks = wait is not None and time.monotonic() - wait.since_s > self._patience_s(wait)
+        asks = False
+        if wait is not None:
+            patience_s = ANNOUNCED_S if wait.doing == "announcing" else 2 * ANNOUNCED_S
+            asks = time.monotonic() - wait.since_s > min(self._limits.hang_s, patience_s)
         num_asked = store.add("asked", 1 if asks else 0)
         if num_asked > self._num_answered:
             self._num_answered = num_asked
@@ -250,32 +255,47 @@ class Watch:
         else:
             self._stopped.clear()
 
-    def _patience_s(self, wait: _Wait) -> float:
-        return (
-            min(ANNOUNCED_S, self._limits.hang_s)
-            if wait.doing == "announcing"
-            else min(self._limits.hang_s, 2 * ANNOUNCED_S)
+    def _state(self, num_asked: int) -> State:
+        wait, recent, idle_s = self._wait, list(self.order.recent), 0.0
+        frames = _frames_of_main()
+        if wait is None:
+            nearest = frames[:NUM_FRAMES]
+            barriers = [frame for frame in nearest if frame.name in _BARRIERS and frame.filename.startswith(_TORCH)]
+            wait = _Wait("barrier" if barriers else "code", "", time.monotonic())
+            where = "".join(f"\n    {_line(frame)}" for frame in nearest)
+            idle_s = self._idle_s(where)
+        else:
+            outside = [frame for frame in frames if not frame.filename.startswith((_OURS, _TORCH, "<"))]
+            where = f"called from {_line(outside[0])}" if outside else ""
+        return State(
+            num_asked,
+            wait.doing,
+            wait.what,
+            time.monotonic() - wait.since_s,
+            wait.announced,
+            recent[-1][0] + 1 if recent else 0,
+            [(number, checksum_of(number, event), describe(event)) for number, event in recent],
+            where,
+            idle_s,
+            dead=[rank for rank, pid in self._neighbours.items() if not _is_alive(pid)],
+            stopped=[rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"],
         )
 
-    def _state(self, num_asked: int) -> State:
-        wait, order = self._wait, self.order
-        recent = [describe(event) for event in list(order.recent)[-NUM_SHOWN:]]
-        dead = [rank for rank in self._neighbours if not _is_alive(self._neighbours[rank])]
-        stopped = [rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"]
-        if wait is not None:
-            waited_s, what = time.monotonic() - wait.since_s, wait.what
-            passed, announced = order.num_passed, wait.announced
-            return State(num_asked, wait.doing, what, waited_s, passed, announced, recent, caller(), 0.0, dead, stopped)
-        doing: Doing = "barrier" if is_in_barrier() else "code"
-        where = "".join(f"\n    {line}" for line in stack_of_main())
-        idle_s = self._idle.seconds(where)
-        return State(num_asked, doing, "", 0.0, order.num_passed, 0, recent, where, idle_s, dead, stopped)
+    def _idle_s(self, where: str) -> float:
+        """Seconds that the main thread has been at one place without using a processor."""
+        thread = threading.main_thread().ident or threading.get_ident()
+        used_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
+        at, before_s, since_s = self._last_look
+        if where != at or used_s - before_s > LITTLE_S:
+            since_s = time.monotonic()
+        self._last_look = (where, used_s, since_s)
+        return time.monotonic() - since_s
 
-    def _gone(self, states: dict[int, State] | None = None) -> dict[int, str]:
+    def _gone(self, states: dict[int, State]) -> dict[int, str]:
         """Ranks that have left or died, with the reason."""
-        found = {rank: f"rank {rank} has died" for rank, pid in self._neighbours.items() if not _is_alive(pid)}
-        for state in (states or {}).values():
-            found |= {rank: f"rank {rank} has died" for rank in state.dead}
+        dead = {rank for rank, pid in self._neighbours.items() if not _is_alive(pid)}
+        dead.update(*(state.dead for state in states.values()))
+        found = {rank: f"rank {rank} has died" for rank in sorted(dead)}
         for rank in range(self.num_ranks):
             if self._store.check([f"left/{rank}"]):
                 found[rank] = f"rank {rank} has left: {self._store.get(f'left/{rank}').decode()}"
@@ -298,44 +318,31 @@ class Watch:
         passed = self.order.num_passed
         if wait is None or wait is not self._wait:
             return  # it has gone on meanwhile
-        seen = {rank for state in states.values() for rank in state.stopped}
-        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in seen})
+        self._stopped = Counter({rank: self._stopped[rank] + 1 for state in states.values() for rank in state.stopped})
         waited_s = time.monotonic() - wait.since_s
         headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
         most_idle_s = NUM_HANGS * self._limits.hang_s
+        idle = [rank for rank in states if states[rank].idle_s > most_idle_s and not wait.patience_s]
+        stopped = [rank for rank, num in self._stopped.items() if num * TICK_S > most_idle_s]
+        cause = ""
         if gone:
-            self._judge(self._report(f"{'; '.join(gone.values())}, and the others wait", states, gone))
-        elif apart := self._apart(wait, passed, states):
-            self._judge(self._report(apart, states, gone))
+            cause = f"{'; '.join(gone.values())}, and the others wait"
+        elif wait.doing == "announcing" and (difference := difference_from(wait.announced, passed, states)):
+            cause = f"the ranks do not do the same: rank {self.rank} wants to go on with {wait.what}, {difference}"
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
-            self._judge(self._report("no rank can go on", states, gone))
-        elif not wait.patience_s and (idle := [rank for rank in states if states[rank].idle_s > most_idle_s]):
-            self._judge(self._report(f"rank {idle[0]} does nothing, and rank {self.rank} waits for it", states, gone))
-        elif stopped := [rank for rank, num in self._stopped.items() if num * TICK_S > most_idle_s]:
-            self._judge(self._report(f"rank {stopped[0]} is stopped, and rank {self.rank} waits for it", states, gone))
+            cause = "no rank can go on"
+        elif idle:
+            cause = f"rank {idle[0]} does nothing, and rank {self.rank} waits for it"
+        elif stopped:
+            cause = f"rank {stopped[0]} is stopped, and rank {self.rank} waits for it"
         elif waited_s > (wait.patience_s or self._limits.timeout_s):
-            self._judge(self._report(headline, states, gone))
+            cause = headline
+        if cause:
+            self._judge(self._report(cause, states, gone))
         elif waited_s > self._limits.hang_s and not self._has_warned:
             self._has_warned = True
             if self.rank == min((rank for rank, state in states.items() if state.doing != "code"), default=-1):
                 logger.warning("%s", self._report(headline, states, gone))
-
-    def _apart(self, wait: _Wait, passed: int, states: dict[int, State]) -> str:
-        """Describe a rank that went on with something else than this rank announces; empty if there is none."""
-        if wait.doing == "announcing":
-            for rank, state in states.items():
-                went_on = ""
-                if state.passed > passed:
-                    at = len(state.recent) - (state.passed - passed)
-                    went_on = f"went on with {state.recent[at] if at >= 0 else 'something else'}"
-                elif (state.doing, state.passed) == ("announcing", passed) and state.announced != wait.announced:
-                    went_on = f"wants to go on with {state.what}"
-                if went_on:
-                    return (
-                        f"the ranks do not do the same: rank {self.rank} wants to go on with {wait.what}, where rank "
-                        f"{rank} {went_on}"
-                    )
-        return ""
 
     def _report(self, headline: str, states: dict[int, State], gone: dict[int, str]) -> str:
         lines = [f"{headline}:"]
@@ -354,12 +361,31 @@ class Watch:
         self.order.stop()
 
 
+def checksum_of(number: int, event: Event) -> int:
+    return zlib.crc32(repr((number, event)).encode())
+
+
 def describe(event: Event) -> str:
     head, *rest = event
     whose = f" of sharded model {rest[-1]}" if rest[-1] != 0 else ""
     if isinstance(head, Call):
         return f"{head.kind} of {rest[0]}{whose} over axis {head.axis!r}"
     return f"{head}{whose}"
+
+
+def difference_from(announced: int, passed: int, states: dict[int, State]) -> str:
+    """Describe a rank that has another event at the place `passed` than the announced one; empty if there is none.
+
+    A rank that is further because all ranks have announced the same is no such rank: the one that asks got no processor
+    since then, and is about to see it."""
+    for rank, state in states.items():
+        events = {number: (checksum, f"went on with {what}") for number, checksum, what in state.recent}
+        if state.doing == "announcing":
+            events[state.passed] = (state.announced, f"wants to go on with {state.what}")
+        checksum, what = events.get(passed, (announced, ""))
+        if checksum != announced:
+            return f"where rank {rank} {what}"
+    return ""
 
 
 def _is_deadlock(states: dict[int, State], hang_s: float) -> bool:
@@ -379,7 +405,11 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def last_words() -> str:
-    """The reason why a process ends, for the other ranks."""
-    error: Any = getattr(sys, "last_value", None)
-    return "its process has ended" if error is None else f"{type(error).__name__}: {error}"
+def _frames_of_main() -> traceback.StackSummary:
+    """The calls of the main thread, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return traceback.StackSummary.extract([] if frame is None else traceback.walk_stack(frame), lookup_lines=False)
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
