@@ -28,8 +28,7 @@ from shardwise.base.direct_io import is_direct, read_at, write_at
 from shardwise.bench.pages import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena
-from shardwise.core.offload.disk import Disk, reserve
-from shardwise.core.offload.region import memory_of
+from shardwise.core.offload.disk import Disk, memory_of, reserve
 from shardwise.core.schedule.offload import padded_bytes
 
 from .pages import benchmark_page, show, spread, table

@@ -28,14 +28,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import shardwise as sw
 from shardwise.base.errors import NoRoomError, ShardwiseError
 from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.verification import look_at, verify
-from shardwise.core.offload.disk import Region
-from shardwise.core.offload.host_memory import Windows
+from shardwise.core.offload.disk import Pending
+from shardwise.core.offload.host_memory import Rows
 from shardwise.trainer.run import run_rank
 from tests.core.offload.conftest import Mount, mount  # noqa: F401  a fixture
 from tests.harness import Pool
@@ -166,16 +165,16 @@ def wait_after(run: Run, rank: int, telling: str) -> None:
 
 def wait_in_an_update(run: Run) -> None:
     """When the second chunk of state should be written, in the thread of the updates."""
-    write, num_left = Windows.put, 2
+    write, num_left = Rows.put, 2
 
-    def put(windows: Windows, region: Region, window: Tensor, *others: Any) -> None:
+    def put(rows: Rows, number: int, *others: Any) -> Pending:
         nonlocal num_left
         num_left -= 1
         if not num_left:
-            wait_after(run, HURT, f"{region.offset} {window.nbytes}")
-        write(windows, region, window, *others)
+            wait_after(run, HURT, f"{rows.regions[number].offset} {rows.regions[number].num_bytes}")
+        return write(rows, number, *others)
 
-    Windows.put = put  # type: ignore[assignment, method-assign]
+    Rows.put = put  # type: ignore[assignment, method-assign]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from shardwise.base.direct_io import ALIGNMENT
 from shardwise.core.native import checked_io
 from shardwise.core.native import library as compiler
-from shardwise.core.offload import region
+from shardwise.core.offload import disk
 
 Mount = Callable[..., Path]
 
@@ -39,9 +39,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """So that a few pages are many blocks; returns what has one checksum."""
-    for module in (checked_io, region):
+    for module in (checked_io, disk):
         monkeypatch.setattr(module, "CHECK_BYTES", 2 * ALIGNMENT)
-    monkeypatch.setattr(region, "BLOCK_BYTES", 6 * ALIGNMENT)
+    monkeypatch.setattr(disk, "PART_BYTES", 6 * ALIGNMENT)
     return 2 * ALIGNMENT
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
-from ..offload.host_memory import OffloadedState, Staging
+from ..offload.host_memory import HostMemory, OffloadedState
 from ..schedule.flat import Flat, Pass
 from ..schedule.offload import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
@@ -51,14 +51,14 @@ class Gathers:
         units: list[Unit],
         channels: Channels,
         device: torch.device,
-        staging: Staging,
+        host: HostMemory,
         host_jobs: HostJobs,
     ) -> None:
         self.schedule = schedule
         self.statuses = statuses
         self._units = units
         self._channels = channels
-        self._staging = staging
+        self._host = host
         self._host_jobs = host_jobs
         self.memory = GatherMemory(schedule, statuses, units, device)
         self.lane = Lane(device)
@@ -184,7 +184,7 @@ class Gathers:
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
             if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
-                place, staged = self._staging.take(index, wanted)
+                place, staged = self._host.take_staged(wanted)
             rows = [] if row_slot is None else self.memory.rows_in(row_slot, unit)
             for at, is_stale, is_encoded in todo:
                 state, flat = unit.states[at], unit.states[at].flat
@@ -219,7 +219,7 @@ class Gathers:
         if gather.row_slot is not None:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
-            self._staging.give_back(gather.staged, partial(host_waits_for, gather.queued))
+            self._host.give_back_staged(gather.staged, partial(host_waits_for, gather.queued))
         self.statuses[index].finish_gather()
         self._units[index].stamp(self.statuses[index].version)
 
@@ -246,7 +246,7 @@ class Gathers:
         """Start to read parameters for the next units to compute."""
         for other in ahead:
             wanted = self._wanted_from_disk(other, self.statuses[other].todo(pass_))
-            if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._staging.ask(other, wanted)):
+            if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._host.ask_staged(wanted)):
                 return
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
@@ -303,7 +303,7 @@ class Gathers:
         self._masters_version = self._version_of_masters()
         for index in units:
             self.statuses[index].invalidate()
-        self._staging.forget()
+        self._host.forget_staged()
 
     def count_update(self, units: Iterable[int]) -> None:
         self.num_updates += 1

@@ -75,7 +75,7 @@ class Engine:
         self._progress = Progress(schedule, self.statuses)
         self._host_jobs = HostJobs(units)
         self.gathers = Gathers(
-            schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host.staging, self._host_jobs
+            schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host, self._host_jobs
         )
         # The activations of a unit that holds others stay on the device.
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]

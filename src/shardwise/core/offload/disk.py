@@ -1,17 +1,20 @@
 """Bytes on a disk, in regions of one file per rank. The file has no name, so it is gone when the process ends.
 
-Requests are cut into parts that threads move in parallel, around the page cache where the file system allows it. A
-request waits for earlier ones that touch the same blocks, unless all of them read. The first failure is stored, and
-every later call raises it again, so that training never continues with lost state.
+A request is cut into parts that threads move in parallel, around the page cache where the file system allows it. It
+waits for earlier ones that touch the same blocks, unless all of them read. A checksum of each block is computed when it
+is written and compared whenever it is read. The first failure is stored, and every later call raises it again, so that
+training never continues with lost state.
 """
 
 import ctypes
 import errno
+import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import mkstemp
@@ -21,11 +24,9 @@ from torch import Tensor
 from ...base.direct_io import ALIGNMENT, go_direct, is_direct
 from ...base.errors import NoRoomError, PlaceError, StoreError
 from ...base.intervals import round_up
-from ..native.checked_io import checked_io
-from .region import Blocks, Pending, Region, RegionPart, memory_of
+from ..native.checked_io import CHECK_BYTES, checked_io
 
-__all__ = ["Disk", "Pending", "Region"]
-
+PART_BYTES = 16 << 20  # that a thread reads or writes at once
 _NUM_THREADS = 8  # readers, and as many writers: while some compute checksums, others keep the disk busy
 _FIXES = {
     errno.ENOSPC: "make room there, or name a folder on another disk",
@@ -33,9 +34,118 @@ _FIXES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 _FIX = "replace the disk, or name a folder on another one"
-# Errors of file systems without unnamed files (the last one is that of old kernels), and of full ones.
+Jobs = SimpleQueue[Callable[[], None] | None]
+# Errors of file systems without unnamed files; the last one is that of old kernels.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Pending:
+    """A put or a fetch that was started. Until it is done, its tensor must not be used."""
+
+    def __init__(self, start: int, stop: int, is_put: bool, num_parts: int) -> None:
+        # Whole blocks: to write a part of one, the rest of it is read.
+        self.start = start // CHECK_BYTES * CHECK_BYTES
+        self.stop = round_up(stop, CHECK_BYTES)
+        self.is_put = is_put
+        self._num_left = num_parts
+        self._failure: StoreError | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if num_parts == 0:
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self.settle()
+        _raise([self._failure] if self._failure else [])
+
+    def settle(self) -> None:
+        """Wait without raising a failure."""
+        self._done.wait()
+
+    def end_part(self, failure: StoreError | None) -> None:
+        with self._lock:
+            self._failure = self._failure or failure
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._done.set()
+
+    def must_follow(self, earlier: "Pending") -> bool:
+        return (self.is_put or earlier.is_put) and self.start < earlier.stop and earlier.start < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPart:
+    """Bytes of a region that one thread moves: whole blocks directly from or to the tensor's memory, or at most one
+    block through a bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
+
+    start: int
+    stop: int
+    is_whole: bool
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A named row of bytes in the file."""
+
+    what: str
+    offset: int  # in the file
+    num_bytes: int
+    sums: list[int | None] = field(init=False, repr=False)  # of block after block; None before one is written
+    _written: list[tuple[int, int]] = field(default_factory=list, repr=False)  # in order, and apart from each other
+    _under_way: list[Pending] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.sums = [None] * (round_up(self.num_bytes, CHECK_BYTES) // CHECK_BYTES)
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing was written to it."""
+        return not self._written
+
+    def note_written(self, start: int, stop: int) -> None:
+        touching = [each for each in self._written if each[0] <= stop and start <= each[1]]
+        apart = [each for each in self._written if each not in touching]
+        both = [(start, stop), *touching]
+        self._written = sorted([*apart, (min(first for first, _ in both), max(last for _, last in both))])
+
+    def require_written(self, start: int, stop: int) -> None:
+        if start < stop and not any(first <= start and stop <= last for first, last in self._written):
+            raise StoreError(
+                f"bytes {start} to {stop} of {self.what} were not all written: put them there before they are fetched"
+            )
+
+    def under_way(self) -> list[Pending]:
+        self._under_way = [pending for pending in self._under_way if not pending.is_done]
+        return self._under_way
+
+    def add(self, pending: Pending) -> list[Pending]:
+        """Register a request; returns the earlier ones that it has to wait for."""
+        earlier = [each for each in self.under_way() if pending.must_follow(each)]
+        self._under_way.append(pending)
+        return earlier
+
+    def block_around(self, at: int) -> tuple[int, int]:
+        start = at // CHECK_BYTES * CHECK_BYTES
+        return start, min(start + CHECK_BYTES, self.num_bytes)
+
+    def parts(self, start: int, stop: int, address: int) -> Iterator[RegionPart]:
+        """Cut these bytes, which lie in memory at this address, into parts for threads."""
+        while start < stop:
+            end = start
+            if start % CHECK_BYTES == 0 and address % ALIGNMENT == 0:
+                end = min(start + PART_BYTES, stop)
+                if end != self.num_bytes or end % ALIGNMENT:
+                    end = end // CHECK_BYTES * CHECK_BYTES
+            is_whole = end > start
+            end = end if is_whole else min(stop, self.block_around(start)[1])
+            yield RegionPart(start, end, is_whole)
+            address += end - start
+            start = end
 
 
 class Disk:
@@ -55,13 +165,23 @@ class Disk:
         # Held while a request enters its region's list and the queue, so that both have the same order: no thread waits
         # for a request that is behind it in the queue.
         self._lock = threading.Lock()
-        self._failure = _Failure()
+        self._failures: list[StoreError] = []
         self._file = reserve(folder, self.reserved_bytes)
-        self._blocks = Blocks(self._file, checked_io(library), 2 * _NUM_THREADS)
-        self._readers = Workers("shardwise-fetch", _NUM_THREADS)
-        self._writers = Workers("shardwise-put", _NUM_THREADS)
+        self._io = checked_io(library)
+        self._bounces: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(2 * _NUM_THREADS):
+            self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # takes no memory until it is used
+        self._to_read, self._to_write = Jobs(), Jobs()
+        threads = [
+            threading.Thread(target=_work, args=(jobs,), name=f"shardwise-{name}-{number}", daemon=True)
+            for name, jobs in (("fetch", self._to_read), ("put", self._to_write))
+            for number in range(_NUM_THREADS)
+        ]
+        for thread in threads:
+            thread.start()
         # Also when the interpreter exits.
-        self._end = weakref.finalize(self, _end, folder, self._failure, self._readers, self._writers, self._file)
+        queues = [self._to_read, self._to_write]
+        self._end = weakref.finalize(self, _end, folder, self._failures, queues, threads, self._file)
 
     @property
     def is_direct(self) -> bool:
@@ -96,7 +216,7 @@ class Disk:
             under_way = [pending for region in self._regions for pending in region.under_way()]
         for pending in under_way:
             pending.settle()
-        self._failure.require_none()
+        _raise(self._failures)
 
     def close(self) -> None:
         """Release the space. Parts that a thread has begun are finished, the rest is dropped."""
@@ -113,11 +233,11 @@ class Disk:
             raise StoreError(
                 f"bytes {at} to {stop} are not all in {region.what}, which has {region.num_bytes}: ask for less"
             )
-        parts = region.parts(at, stop, tensor.data_ptr())
+        parts = list(region.parts(at, stop, tensor.data_ptr()))
         pending = Pending(at, stop, is_put, len(parts))
         memory = memory_of(tensor)
         with self._lock:
-            self._failure.require_none()
+            _raise(self._failures)
             if is_put:
                 region.note_written(at, stop)
                 self.written_bytes += tensor.nbytes
@@ -125,106 +245,109 @@ class Disk:
                 region.require_written(at, stop)
                 self.read_bytes += tensor.nbytes
             earlier = region.add(pending)
-            workers = self._writers if is_put else self._readers
+            jobs = self._to_write if is_put else self._to_read
             for part in parts:
                 piece = memory[part.start - at : part.stop - at]
-                workers.add(_Job(self, region, part, piece, tensor, pending, earlier).do)
+                # `tensor` keeps the memory alive.
+                jobs.put(partial(self._run, region, part, piece, pending, earlier, tensor))
         return pending
 
-    def _move(self, region: Region, part: RegionPart, memory: memoryview, is_put: bool) -> None:
+    def _run(
+        self, region: Region, part: RegionPart, memory: memoryview, pending: Pending, earlier: list[Pending], _: Tensor
+    ) -> None:
         """Move one part, in one of the threads. Any failure is stored for the callers that wait."""
-        try:
-            (self._blocks.put if is_put else self._blocks.fetch)(region, part, memory)
-        except OSError as error:
-            self._fail(region, part, is_put, error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX), error)
-        except StoreError as error:
-            self._fail(region, part, is_put, str(error), _FIX, error)
-        except Exception as error:  # noqa: BLE001
-            self._fail(region, part, is_put, repr(error), "report this, it is a bug", error)
+        for each in earlier:
+            each.settle()
+        if not self._failures:
+            try:
+                self._move(region, part, memory, pending.is_put)
+            except Exception as error:  # noqa: BLE001
+                self._failures.append(self._failure(region, part, pending.is_put, error))
+        pending.end_part(self._failures[0] if self._failures else None)
 
-    def _fail(self, region: Region, part: RegionPart, is_put: bool, why: str, fix: str, cause: Exception) -> None:
+    def _failure(self, region: Region, part: RegionPart, is_put: bool, error: Exception) -> StoreError:
+        why, fix = repr(error), "report this, it is a bug"
+        if isinstance(error, OSError):
+            why, fix = error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX)
+        elif isinstance(error, StoreError):
+            why, fix = str(error), _FIX
         failure = StoreError(
             f"{self.folder}: bytes {part.start} to {part.stop} of {region.what} could not be "
             f"{'written' if is_put else 'read'}: {why}. What rests on this disk is lost: {fix}, and resume from the "
             f"last checkpoint, which is as it was"
         )
-        failure.__cause__ = cause
-        self._failure.keep(failure)
+        failure.__cause__ = error
+        return failure
+
+    def _move(self, region: Region, part: RegionPart, memory: memoryview, is_put: bool) -> None:
+        if part.is_whole:
+            (self._write if is_put else self._read)(region, part.start, memory)
+            return
+        start, stop = region.block_around(part.start)
+        inside = slice(part.start - start, part.stop - start)
+        bounce = self._bounces.get()
+        try:
+            block = bounce[: round_up(stop - start, ALIGNMENT)]
+            if not is_put or (len(memory) < stop - start and region.sums[start // CHECK_BYTES] is not None):
+                self._read(region, start, block)
+            elif len(memory) < stop - start:
+                block[:] = bytes(len(block))
+            if is_put:
+                block[inside] = memory
+                block[stop - start :] = bytes(len(block) - (stop - start))  # behind the region's end
+                self._write(region, start, block)
+            else:
+                memory[:] = block[inside]
+        finally:
+            self._bounces.put(bounce)
+
+    def _write(self, region: Region, start: int, memory: memoryview) -> None:
+        region.sums[_blocks(start, memory)] = self._io.write(self._file, memory, region.offset + start)
+
+    def _read(self, region: Region, start: int, memory: memoryview) -> None:
+        sums = self._io.read(self._file, memory, region.offset + start)
+        for number, (read, written) in enumerate(zip(sums, region.sums[_blocks(start, memory)], strict=True)):
+            if read != written:
+                begin, end = region.block_around(start + number * CHECK_BYTES)
+                raise StoreError(f"the disk returned other bytes than were written, in bytes {begin} to {end}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    disk: Disk
-    region: Region
-    part: RegionPart
-    memory: memoryview
-    tensor: Tensor  # keeps the memory alive
-    pending: Pending
-    earlier: list[Pending]
-
-    def do(self) -> None:
-        for each in self.earlier:
-            each.settle()
-        if self.disk._failure.first is None:
-            self.disk._move(self.region, self.part, self.memory, self.pending.is_put)
-        self.pending.end_part(self.disk._failure.first)
-
-
-class _Failure:
-    """The first failure of a disk."""
-
-    def __init__(self) -> None:
-        self.first: StoreError | None = None
-        self._lock = threading.Lock()
-
-    def keep(self, failure: StoreError) -> None:
-        with self._lock:
-            self.first = self.first or failure
-
-    def require_none(self) -> None:
-        if self.first is not None:
-            raise StoreError(str(self.first)) from self.first
-
-
-class Workers:
-    """Threads that run jobs in the order in which they were added.
+def _work(jobs: Jobs) -> None:
+    """Run jobs in the order in which they were added.
 
     Not an executor: that takes no more work once the main thread has ended, and a save may still run then.
     """
-
-    def __init__(self, name: str, num: int) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name=f"{name}-{number}", daemon=True)
-            for number in range(num)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def add(self, job: Callable[[], None]) -> None:
-        """Queue a job, which must not raise."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Return when all jobs are done."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # the last job may hold the last reference to their owner
-                thread.join()
-
-
-def _end(folder: Path, failure: _Failure, readers: Workers, writers: Workers, file: int) -> None:
-    failure.keep(StoreError(f"{folder}: the disk was closed, and nothing of it can be read or written any more"))
-    readers.close()
-    writers.close()
-    os.close(file)
-
-
-def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds tensors, and the next one may not come for a long time
+
+
+def _end(
+    folder: Path, failures: list[StoreError], queues: list[Jobs], threads: list[threading.Thread], file: int
+) -> None:
+    failures.append(StoreError(f"{folder}: the disk was closed, and nothing of it can be read or written any more"))
+    for jobs in queues:
+        for _ in range(_NUM_THREADS):
+            jobs.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # the last job may hold the last reference to the disk
+            thread.join()
+    os.close(file)
+
+
+def _raise(failures: list[StoreError]) -> None:
+    """Raise the first failure, if there is one."""
+    if failures:
+        raise StoreError(str(failures[0])) from failures[0]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """A view of the bytes of a contiguous tensor on the host. The view does not keep the memory alive."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _blocks(start: int, memory: memoryview) -> slice:
+    return slice(start // CHECK_BYTES, round_up(start + len(memory), CHECK_BYTES) // CHECK_BYTES)
 
 
 def reserve(folder: Path, num_bytes: int) -> int:
@@ -251,7 +374,7 @@ def reserve(folder: Path, num_bytes: int) -> int:
         go_direct(file)
     except OSError as error:
         os.close(file)
-        if error.errno in _NO_ROOM:
+        if error.errno in _FIXES:  # no room
             raise _no_room(folder, num_bytes, free, error.strerror) from error
         raise PlaceError(
             f"{folder}: {num_bytes} bytes could not be reserved there ({error.strerror}): name another folder"

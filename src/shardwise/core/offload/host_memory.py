@@ -11,8 +11,9 @@ a window of host memory, to be updated. Parameters are read ahead into staging m
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +29,6 @@ from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 
 MASTER = "master"
-# At most this many windows are read ahead: the disk should have something to write at the same time.
-NUM_ASKED = NUM_WINDOWS - 2
 
 
 class Moves:
@@ -47,6 +46,74 @@ class Moves:
     def by_way(self) -> dict[str, int]:
         with self._lock:
             return {way: num_bytes for way, num_bytes in sorted(self._bytes.items()) if num_bytes}
+
+
+class ReadAhead:
+    """Buffers of host memory into which state is read ahead from disk, at most `most` of them at a time.
+
+    A key names the state, and `read` starts to read it into a buffer. A buffer that was given back is used again once
+    the writes that read from it are done, and `wait`, which waits for the device, has returned.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], most: int) -> None:
+        self._free: deque[tuple[Tensor, Sequence[Pending], Callable[[], None]]] = deque()
+        self._ahead: dict[Hashable, tuple[Tensor, list[Pending]]] = {}
+        self._most = most
+        for buffer in buffers:
+            self.give_back(buffer)
+
+    def ask(self, key: Hashable, read: Callable[[Tensor], list[Pending]]) -> bool:
+        """Start to read, if a buffer is free of writes; False if none is."""
+        if key in self._ahead:
+            return True
+        if len(self._ahead) == self._most or not self._free or not all(each.is_done for each in self._free[0][1]):
+            return False
+        buffer = self.take_empty()
+        self._ahead[key] = buffer, read(buffer)
+        return True
+
+    def take(self, key: Hashable, read: Callable[[Tensor], list[Pending]]) -> Tensor:
+        """Return a buffer that holds the state, to be given back."""
+        if key in self._ahead:
+            buffer, reading = self._ahead.pop(key)
+        else:
+            buffer = self.take_empty()
+            reading = read(buffer)
+        for pending in reading:
+            pending.wait()
+        return buffer
+
+    def take_empty(self) -> Tensor:
+        if not self._free:
+            self._drop(next(reversed(self._ahead)))
+        buffer, writing, wait = self._free.popleft()
+        for pending in writing:
+            pending.wait()
+        wait()
+        return buffer
+
+    def give_back(
+        self, buffer: Tensor, writing: Sequence[Pending] = (), wait: Callable[[], None] = lambda: None
+    ) -> None:
+        self._free.append((buffer, writing, wait))
+
+    def _drop(self, key: Hashable) -> None:
+        """Free a buffer that was read ahead; its state must be read again."""
+        buffer, reading = self._ahead.pop(key)
+        for pending in reading:
+            pending.wait()
+        self.give_back(buffer)
+
+    def forget(self) -> None:
+        """Drop everything that was read ahead: it is out of date."""
+        for key in list(self._ahead):
+            self._drop(key)
+
+    def flush(self) -> None:
+        """Wait for all writes."""
+        for _, writing, _ in list(self._free):
+            for pending in writing:
+                pending.wait()
 
 
 class HostMemory:
@@ -67,13 +134,21 @@ class HostMemory:
                 )
             self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)
-        self.windows = Windows(self, self._buffers(NUM_WINDOWS, self.size.windows, "a window"))
-        self.staging = Staging(self._buffers(NUM_STAGED, self.size.staged, "staging"))
+        # Not all windows are read ahead: the disk should have something to write at the same time.
+        self.windows = ReadAhead(self._buffers(NUM_WINDOWS, self.size.windows, "a window"), NUM_WINDOWS - 2)
+        self._staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
 
     def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
         return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
 
-    def away_for(self, flat: Flat, unit_name: str) -> "OffloadedState | None":
+    @property
+    def store(self) -> Disk:
+        """The disk, for state that is there."""
+        assert self.disk is not None
+        return self.disk
+
+    def state_of(self, flat: Flat, unit_name: str) -> "OffloadedState | None":
+        """Take the memory for a flat's state; None if all of it is on the device."""
         if flat.master_on == "device" and flat.rest_on in (None, "device"):
             return None
         rows = None
@@ -85,12 +160,30 @@ class HostMemory:
         }
         region = None
         if flat.rest_on == "disk":
-            assert self.disk is not None
-            region = self.disk.region(flat.num_rest * flat.compute.itemsize, f"parameters of unit {unit_name!r}")
+            region = self.store.region(flat.num_rest * flat.compute.itemsize, f"parameters of unit {unit_name!r}")
         return OffloadedState(self, flat, rows, taken.get("out"), taken.get("rest"), region, taken.get("grads"))
 
     def close_step(self) -> None:
         self.last_moves, self.moves = self.moves, Moves()
+
+    # Parameters of units on disk, which are read into staging memory and copied to the device.
+
+    def ask_staged(self, wanted: Sequence["OffloadedState"]) -> bool:
+        """Start to read these flats of a unit; False if there is no room for them now."""
+        return self._staging.ask(tuple(wanted), partial(_read_staged, wanted))
+
+    def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
+        """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
+        place = self._staging.take(tuple(wanted), partial(_read_staged, wanted))
+        views = {state.flat: view for state, view in _staged_views(wanted, place)}
+        self.moves.add("read", sum(view.nbytes for view in views.values()))
+        return place, views
+
+    def give_back_staged(self, place: Tensor, wait: Callable[[], None]) -> None:
+        self._staging.give_back(place, wait=wait)
+
+    def forget_staged(self) -> None:
+        self._staging.forget()
 
 
 class Rows:
@@ -101,66 +194,65 @@ class Rows:
         self.names = tuple(names)
         self.dtype = flat.master.torch
         self.num_elems = flat.num_master
+        self.on_disk = flat.master_on == "disk"
+        self.chunks = chunks_of(flat) if self.on_disk else [Interval(0, flat.num_master)]
         self.tensors: dict[str, Tensor] = {}
         self.regions: list[Region] = []
-        if flat.master_on == "host":
-            self.chunks = [Interval(0, flat.num_master)]
+        if self.on_disk:
+            what = f"the optimizer's state of unit {unit_name!r}" if flat.trainable else f"unit {unit_name!r}"
+            self.regions = [
+                memory.store.region(record_bytes(flat, chunk, len(names) - 1), f"{what}, chunk {number}")
+                for number, chunk in enumerate(self.chunks)
+            ]
+        else:
             self.tensors = {
                 name: memory.arena.take(flat.num_master, self.dtype, f"{name} of {unit_name}") for name in names
             }
-        else:
-            assert memory.disk is not None
-            self.chunks = chunks_of(flat)
-            what = f"the optimizer's state of unit {unit_name!r}" if flat.trainable else f"unit {unit_name!r}"
-            self.regions = [
-                memory.disk.region(record_bytes(flat, chunk, len(names) - 1), f"{what}, chunk {number}")
-                for number, chunk in enumerate(self.chunks)
-            ]
-            self._is_written = [False] * len(self.chunks)
 
-    @property
-    def on_disk(self) -> bool:
-        return not self.tensors
+    def views(self, number: int, window: Tensor | None) -> dict[str, Tensor]:
+        """The rows of a chunk: in its window, if it came from disk."""
+        if window is None:
+            return self.tensors
+        record = window[: self.regions[number].num_bytes].view(self.dtype)
+        return dict(zip(self.names, record.split(self.chunks[number].num_elems), strict=True))
 
-    def views(self, number: int, record: Tensor | None) -> dict[str, Tensor]:
-        """The rows of a chunk: in `record`, if it came from disk."""
-        chunk = self.chunks[number]
-        if record is None:
-            return {name: row[chunk.start : chunk.stop] for name, row in self.tensors.items()}
-        parts = record.view(self.dtype).split(chunk.num_elems)
-        return dict(zip(self.names, parts, strict=True))
-
-    def record_bytes(self, number: int) -> int:
-        return self.chunks[number].num_elems * self.dtype.itemsize * len(self.names)
-
-    def take(self, number: int) -> Tensor | None:
+    def take(self, number: int, moves: Moves) -> Tensor | None:
         """A window with a chunk read from disk, or zeros if it was never written; None if rows are on the host."""
         if not self.on_disk:
             return None
-        if self._is_written[number]:
-            return self._memory.windows.take(self.regions[number], self.record_bytes(number))
-        return self._memory.windows.take_empty(self.record_bytes(number)).zero_()
+        region = self.regions[number]
+        if region.is_new:
+            return self._empty_window(region)
+        moves.add("read", region.num_bytes)
+        return self._memory.windows.take(region, partial(self._read, region))
 
     def ask(self, number: int) -> None:
-        """Read a chunk ahead, if there is a window for it."""
-        if self.on_disk and self._is_written[number]:
-            self._memory.windows.ask(self.regions[number], self.record_bytes(number))
+        """Read a chunk ahead, if it exists and there is a window for it."""
+        if number < len(self.regions) and not self.regions[number].is_new:
+            self._memory.windows.ask(self.regions[number], partial(self._read, self.regions[number]))
 
-    def put(self, number: int, record: Tensor | None, beside: Sequence[Pending] = ()) -> None:
-        """Start to write a chunk. Its window is free after this write and those in `beside`, from the same window."""
-        if record is not None:
-            self._is_written[number] = True
-            self._memory.windows.put(self.regions[number], record, beside)
+    def _read(self, region: Region, window: Tensor) -> list[Pending]:
+        return [self._memory.store.fetch(region, window[: region.num_bytes])]
+
+    def _empty_window(self, region: Region) -> Tensor:
+        window = self._memory.windows.take_empty()
+        window[: region.num_bytes].zero_()
+        return window
+
+    def put(self, number: int, window: Tensor, moves: Moves) -> Pending:
+        """Start to write a chunk from its window."""
+        region = self.regions[number]
+        moves.add("write", region.num_bytes)
+        return self._memory.store.put(region, window[: region.num_bytes])
 
     def part(self, name: str, where: slice) -> Tensor:
         """Elements of a row: a view of it on the host, a copy of what is on disk."""
         if not self.on_disk:
             return self.tensors[name][where]
         found = temporary_zeros(where.stop - where.start, self.dtype)
-        for number, here, inside in self._places(name, where):
-            if self._is_written[number]:
-                assert self._memory.disk is not None
-                self._memory.disk.fetch(self.regions[number], found[here], inside).wait()
+        for region, here, inside in self._places(name, where):
+            if not region.is_new:
+                self._memory.store.fetch(region, found[here], inside).wait()
         return found
 
     def set_part(self, name: str, where: slice, values: Tensor) -> None:
@@ -168,33 +260,27 @@ class Rows:
         if not self.on_disk:
             self.tensors[name][where].copy_(values)
             return
-        values = values.to("cpu", self.dtype)
-        for number, here, inside in self._places(name, where):
-            assert self._memory.disk is not None
-            if self._is_written[number]:
-                self._memory.disk.put(self.regions[number], values[here], inside).wait()
+        values, store = values.to("cpu", self.dtype), self._memory.store
+        for region, here, inside in self._places(name, where):
+            if not region.is_new:
+                store.put(region, values[here], inside).wait()
                 continue
-            windows, part = self._memory.windows, values[here].contiguous().view(torch.uint8)
-            record = windows.take_empty(self.record_bytes(number)).zero_()
-            record[inside : inside + part.numel()].copy_(part)
-            self._memory.disk.put(self.regions[number], record).wait()
-            windows.give_back(record)
-            self._is_written[number] = True
+            window, part = self._empty_window(region), values[here].contiguous().view(torch.uint8)
+            window[inside : inside + part.numel()].copy_(part)
+            store.put(region, window[: region.num_bytes]).wait()
+            self._memory.windows.give_back(window)
 
-    def _places(self, name: str, where: slice) -> Iterator[tuple[int, slice, int]]:
-        """The chunks that hold elements of a row: the chunk's number, which elements, and their first byte in it."""
+    def _places(self, name: str, where: slice) -> Iterator[tuple[Region, slice, int]]:
+        """The chunks that hold elements of a row: the region, which elements, and their first byte in it."""
         wanted = Interval(where.start, where.stop)
-        for number, chunk in enumerate(self.chunks):
+        for region, chunk in zip(self.regions, self.chunks, strict=True):
             common = wanted.overlap(chunk)
             if common.num_elems:
                 first = self.names.index(name) * chunk.num_elems + common.start - chunk.start
-                yield number, common.within(wanted), first * self.dtype.itemsize
-
-    def all_of(self, name: str) -> Tensor:
-        return self.part(name, slice(0, self.num_elems))
+                yield region, common.within(wanted), first * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OffloadedState:
     """The offloaded state of one flat. `region` is the copy at rest on disk."""
 
@@ -211,170 +297,41 @@ class OffloadedState:
         """The tensor for updated weights in the compute dtype; None if that is the master itself, or the disk."""
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
 
-    def start_writing(self, values: Tensor, at: int, moves: Moves) -> list[Pending]:
+    @property
+    def writes_weights(self) -> bool:
+        """True if an update writes its weights to the copy at rest on disk."""
+        return self.region is not None and self.flat.rest_is_own
+
+    def start_writing(self, weights: Tensor, at: int, moves: Moves) -> Pending:
         """Start to write this rank's weights in the compute dtype to disk, at element `at` of the copy at rest."""
-        if self.region is None or not self.flat.rest_is_own:
-            return []
-        assert self.memory.disk is not None
-        moves.add("write", values.nbytes)
-        return [self.memory.disk.put(self.region, values, at * values.element_size())]
+        assert self.region is not None
+        moves.add("write", weights.nbytes)
+        return self.memory.store.put(self.region, weights, at * weights.element_size())
 
     def publish(self, master: Tensor, moves: Moves) -> None:
         """Renew the copies of the master after something else than an update on the host has changed it."""
         if self.updated is not None:
             self.updated.copy_(master)
-        if self.region is not None and self.flat.rest_is_own:
+        if self.writes_weights:
             weights = temporary_zeros(master.numel(), self.flat.compute.torch).copy_(master)
-            for pending in self.start_writing(weights, 0, moves):
-                pending.wait()
+            self.start_writing(weights, 0, moves).wait()
 
 
-class Windows:
-    """Host memory for chunks of rows on disk while they are read, updated and written, and for updated weights that are
-    written to disk."""
-
-    def __init__(self, memory: HostMemory, windows: list[Tensor]) -> None:
-        self._memory = memory
-        self._free = deque(windows)
-        self._asked: dict[Region, tuple[Tensor, Pending]] = {}
-        self._whole: dict[int, Tensor] = {window.data_ptr(): window for window in windows}
-        self._leaving: deque[tuple[Tensor, list[Pending]]] = deque()
-        # The counter of the step whose updates run now.
-        self.moves = memory.moves
-
-    def ask(self, region: Region, num_bytes: int) -> None:
-        while self._leaving and all(pending.is_done for pending in self._leaving[0][1]):
-            self._wait_for_oldest()
-        if self._free and len(self._asked) < NUM_ASKED and region not in self._asked:
-            self._start(region, num_bytes)
-
-    def _start(self, region: Region, num_bytes: int) -> None:
-        assert self._memory.disk is not None
-        window = self._free.popleft()[:num_bytes]
-        self.moves.add("read", num_bytes)
-        self._asked[region] = (window, self._memory.disk.fetch(region, window))
-
-    def _wait_for_oldest(self) -> None:
-        window, writing = self._leaving.popleft()
-        for pending in writing:
-            pending.wait()
-        self.give_back(window)
-
-    def take(self, region: Region, num_bytes: int) -> Tensor:
-        if region not in self._asked:
-            self._make_room()
-            self._start(region, num_bytes)
-        window, pending = self._asked.pop(region)
-        pending.wait()
-        return window
-
-    def take_empty(self, num_bytes: int) -> Tensor:
-        self._make_room()
-        return self._free.popleft()[:num_bytes]
-
-    def _make_room(self) -> None:
-        while not self._free and self._leaving:
-            self._wait_for_oldest()
-        if not self._free:
-            # Drop a window that was read ahead for a later chunk, which must be read again.
-            window, pending = self._asked.pop(next(reversed(self._asked)))
-            pending.wait()
-            self.moves.add("read", -window.nbytes)
-            self.give_back(window)
-
-    def room_beside(self, window: Tensor) -> Tensor:
-        """The unused part of a window, behind the record in it."""
-        return self._whole[window.data_ptr()][round_up(window.nbytes, ALIGNMENT) :]
-
-    def put(self, region: Region, window: Tensor, beside: Sequence[Pending]) -> None:
-        assert self._memory.disk is not None
-        self.moves.add("write", window.nbytes)
-        self.leave(window, [self._memory.disk.put(region, window), *beside])
-
-    def leave(self, window: Tensor, writing: list[Pending]) -> None:
-        """Free a window once its writes are done."""
-        self._leaving.append((window, writing))
-
-    def give_back(self, window: Tensor) -> None:
-        self._free.append(self._whole[window.data_ptr()])
-
-    def flush(self) -> None:
-        """Wait for all writes."""
-        while self._leaving:
-            self._wait_for_oldest()
-
-
-class Staging:
-    """Host memory into which the parameters of units are read ahead from disk, to be copied to the device."""
-
-    def __init__(self, places: list[Tensor]) -> None:
-        # Each with a function that waits until it may be written again.
-        self._free: deque[tuple[Tensor, Callable[[], None]]] = deque((place, lambda: None) for place in places)
-        self._asked: dict[int, tuple[Tensor, Sequence[OffloadedState], list[Pending]]] = {}
-
-    def ask(self, unit: int, wanted: Sequence["OffloadedState"]) -> bool:
-        """Start to read these flats of a unit, if a place is free; False if none is."""
-        if unit in self._asked:
-            return True
-        if not self._free:
-            return False
-        place, wait = self._free.popleft()
-        wait()
-        self._asked[unit] = (
-            place,
-            wanted,
-            [part for view, away in _views(place, wanted) for part in _read(view, away)],
-        )
-        return True
-
-    def take(self, unit: int, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
-        """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
-        if unit in self._asked and not _are_same(self._asked[unit][1], wanted):
-            self._forget_one(unit)
-        if not self.ask(unit, wanted):
-            self._forget_one(next(reversed(self._asked)))
-            self.ask(unit, wanted)
-        place, _, pending = self._asked.pop(unit)
-        for part in pending:
-            part.wait()
-        return place, {away.flat: view for view, away in _views(place, wanted)}
-
-    def give_back(self, place: Tensor, wait: Callable[[], None] = lambda: None) -> None:
-        self._free.append((place, wait))
-
-    def _forget_one(self, unit: int) -> None:
-        place, _, pending = self._asked.pop(unit)
-        for part in pending:
-            part.wait()
-        self.give_back(place)
-
-    def forget(self) -> None:
-        """Drop everything that was read ahead: it is out of date."""
-        for unit in list(self._asked):
-            self._forget_one(unit)
-
-
-def _are_same(some: Sequence["OffloadedState"], others: Sequence["OffloadedState"]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
-
-
-def _views(place: Tensor, wanted: Sequence["OffloadedState"]) -> list[tuple[Tensor, "OffloadedState"]]:
-    found, start = [], 0
-    for away in wanted:
-        num_bytes = away.flat.num_rest * away.flat.compute.itemsize
-        found.append((place[start : start + num_bytes].view(away.flat.compute.torch), away))
+def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:
+    start = 0
+    for state in wanted:
+        num_bytes = state.flat.num_rest * state.flat.compute.itemsize
+        yield state, place[start : start + num_bytes].view(state.flat.compute.torch)
         start += round_up(num_bytes, ALIGNMENT)
-    return found
 
 
-def _read(view: Tensor, away: "OffloadedState") -> list[Pending]:
-    disk = away.memory.disk
-    assert disk is not None
-    away.memory.moves.add("read", view.nbytes)
-    if away.region is not None:
-        return [disk.fetch(away.region, view)]
-    assert away.rows is not None  # frozen: rows are the master alone
-    return [
-        disk.fetch(region, view[chunk.start : chunk.stop])
-        for region, chunk in zip(away.rows.regions, away.rows.chunks, strict=True)
-    ]
+def _read_staged(wanted: Sequence[OffloadedState], place: Tensor) -> list[Pending]:
+    reading = []
+    for state, view in _staged_views(wanted, place):
+        if state.region is not None:
+            reading.append(state.memory.store.fetch(state.region, view))
+            continue
+        assert state.rows is not None  # frozen: rows are the master alone
+        for region, chunk in zip(state.rows.regions, state.rows.chunks, strict=True):
+            reading.append(state.memory.store.fetch(region, view[chunk.start : chunk.stop]))
+    return reading

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.direct_io import ALIGNMENT
 from ...base.dtypes import FP32
 from ...base.errors import ConfigurationError
-from ...base.intervals import Interval
+from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..native.cores import Cores
 from ..offload.host_memory import MASTER, Moves, Rows
@@ -232,9 +233,8 @@ class FlatUpdate:
 
     def ask(self) -> None:
         """Read the first chunks ahead."""
-        for number in range(2):
-            if self.update is not None and number < len(self._rows.chunks):
-                self._rows.ask(number)
+        for number in range(2 if self.update is not None else 0):
+            self._rows.ask(number)
 
     @property
     def _rows(self) -> Rows:
@@ -246,33 +246,31 @@ class FlatUpdate:
         if update is None:
             return
         assert away is not None
-        windows = away.memory.windows
-        windows.moves = self.moves
+        windows, compute = away.memory.windows, self.state.flat.compute
         grads = self.state.gradient.final_at_hand
         for number, chunk in enumerate(rows.chunks):
-            record = rows.take(number)
-            if number + 1 < len(rows.chunks):
-                rows.ask(number + 1)
-            if number + 2 < len(rows.chunks):
-                rows.ask(number + 2)
-            else:
+            window = rows.take(number, self.moves)
+            rows.ask(number + 1)
+            rows.ask(number + 2)
+            if number + 2 >= len(rows.chunks):
                 ask_ahead()
+            views = rows.views(number, window)
             out = None if away.updated is None else away.updated[chunk.start : chunk.stop]
-            to_disk = away.region is not None and self.state.flat.rest_is_own
-            if to_disk:
-                compute = self.state.flat.compute
-                size = chunk.num_elems * compute.itemsize
-                # Behind the record in its window, if both go to disk; else weights have a window for themselves.
-                room = windows.take_empty(size) if record is None else windows.room_beside(record)[:size]
-                out = room.view(compute.torch)
-            views = rows.views(number, record)
-            if to_disk and out is not None and self.leaves_out:
-                out.copy_(views[MASTER])
+            if away.writes_weights:
+                # Behind the chunk in its window, if both go to disk; else weights have a window for themselves.
+                start = 0 if window is None else round_up(rows.regions[number].num_bytes, ALIGNMENT)
+                window = windows.take_empty() if window is None else window
+                out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)
+                if self.leaves_out:
+                    out.copy_(views[MASTER])
             update(chunk.start, views, grads[chunk.start : chunk.stop], out, factor)
-            put = away.start_writing(out, chunk.start, self.moves) if to_disk and out is not None else []
-            rows.put(number, record, put)
-            if to_disk and record is None:
-                windows.leave(room, put)
+            writing = []
+            if away.writes_weights and out is not None:
+                writing.append(away.start_writing(out, chunk.start, self.moves))
+            if rows.on_disk and window is not None:
+                writing.append(rows.put(number, window, self.moves))
+            if window is not None:
+                windows.give_back(window, writing)
 
 
 def _rows_of(state: FlatState) -> Rows:

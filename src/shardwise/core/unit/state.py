@@ -23,7 +23,7 @@ class FlatState:
     def __init__(self, flat: Flat, device: torch.device, unit_name: str, host: HostMemory) -> None:
         self.flat = flat
         self.unit_name = unit_name
-        self.away: OffloadedState | None = host.away_for(flat, unit_name)
+        self.away: OffloadedState | None = host.state_of(flat, unit_name)
         self.carrier = Carrier(flat, unit_name, self.away)
         self.master = self._master_at_rest(device)
         self._draft: Tensor | None = None
@@ -83,7 +83,7 @@ class FlatState:
         """This rank's part of the master; a copy, if it is on disk."""
         if self._draft is not None:
             return self._draft
-        return self.away.rows.all_of(MASTER) if self.away is not None and self.away.rows is not None else self.master
+        return self.master_part(slice(0, self.flat.num_master))
 
     def master_part(self, where: slice) -> Tensor:
         """Elements of the master: a view, or a copy if it is on disk."""
@@ -221,11 +221,10 @@ class FlatState:
         assert self.away is not None
         memory = self.away.memory
         assert self.away.region is not None
-        assert memory.disk is not None
         values = at_rest.cpu()
         memory.moves.add("to_host", values.nbytes)
         memory.moves.add("write", values.nbytes)
-        memory.disk.put(self.away.region, values).wait()
+        memory.store.put(self.away.region, values).wait()
 
 
 class Unit:
