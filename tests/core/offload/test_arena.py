@@ -47,7 +47,6 @@ def test_nothing_is_a_size_too() -> None:
     arena = Arena(0, pin=True)
     assert arena.take(0, torch.float32, "nothing").shape == (0,)
     assert not arena.owns(torch.empty(0))
-    arena.close()
     assert (arena.num_bytes, arena.taken_bytes, arena.is_pinned) == (0, 0, False)
 
 
@@ -143,22 +142,12 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Runtime]:
     return make
 
 
-def test_it_is_pinned_in_one_piece_until_it_is_closed(with_cuda: Callable[[bool], Runtime]) -> None:
+def test_it_is_pinned_in_one_piece_until_it_is_forgotten(with_cuda: Callable[[bool], Runtime]) -> None:
     runtime = with_cuda(False)
     arena = Arena(3 * ALIGNMENT, pin=True)
     piece = arena.take(5, torch.float32, "a piece")
-    was_pinned = arena.is_pinned
+    assert arena.is_pinned
     assert runtime.registered == [(piece.data_ptr(), 3 * ALIGNMENT)]
-    arena.close()
-    arena.close()
-    assert (was_pinned, arena.is_pinned) == (True, False)
-    assert runtime.registered == []
-
-
-def test_it_is_unpinned_when_it_is_forgotten(with_cuda: Callable[[bool], Runtime]) -> None:
-    runtime = with_cuda(False)
-    arena = Arena(ALIGNMENT, pin=True)
-    assert runtime.registered
     del arena
     gc.collect()
     assert runtime.registered == []
@@ -176,7 +165,6 @@ def test_what_cannot_be_pinned_is_pageable_and_told_once(
         arena = Arena(3 * ALIGNMENT, pin=True)
     assert not arena.is_pinned
     arena.take(5, torch.float32, "a piece").fill_(1)
-    arena.close()
     (record,) = caplog.records
     told = record.getMessage()
     assert told.startswith("12288 bytes of host memory could not be pinned (")
@@ -195,7 +183,8 @@ def test_copies_from_and_to_real_pinned_memory() -> None:
     row.copy_(there, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(row, torch.arange(row.numel(), dtype=torch.float32))
-    arena.close()
+    del arena
+    gc.collect()
     assert not row.is_pinned()
     assert row[-1] == row.numel() - 1
 

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...base.errors import StateError
-from ..offload.arena import HostBuffer, HostBuffers
+from ..offload.arena import Arena, HostBuffers
 from ..offload.host_memory import HostMemory
 from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
 from ..unit.state import Unit
@@ -50,7 +50,7 @@ class _Memory:
 
     def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
         self._buffers = buffers
-        self._buffer: HostBuffer | None = None
+        self._buffer: Arena | None = None
         self.num_bytes = here.untyped_storage().nbytes()
         self.here: Tensor | None = here
         self.version = here._version

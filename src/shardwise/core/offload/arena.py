@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,23 +23,20 @@ from ...base.errors import NoRoomError, StoreError
 from ...base.intervals import round_up
 
 logger = logging.getLogger("shardwise")
+_SIZE = attrgetter("num_bytes")
 
 
 class Arena:
-    """Zeroed memory, taken piece by piece. Its tensors keep the memory alive; `close` unpins it."""
+    """Zeroed memory, taken piece by piece. Its tensors keep the memory alive; it is pinned as long as this object is."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.num_bytes = num_bytes
         self.taken_bytes = 0
-        self._row = _zeros(num_bytes)
-        self._unpin: weakref.finalize[..., Arena] | None = None
-        if pin and num_bytes and _is_pinned_now(self._row):
-            self._unpin = weakref.finalize(self, _unregister, self._row)
-            self._unpin.atexit = False  # at exit the driver unpins it, and may be gone by then
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._unpin is not None and self._unpin.alive
+        self.row = _zeros(num_bytes)
+        self.is_pinned = pin and num_bytes > 0 and _pin(self.row)
+        if self.is_pinned:
+            # At exit the driver unpins it, and may be gone by then.
+            weakref.finalize(self, _unregister, self.row).atexit = False
 
     def take(self, num_elems: int, dtype: torch.dtype, what: str) -> Tensor:
         """Return the next piece as a row of this many elements; it begins at a multiple of `ALIGNMENT`."""
@@ -50,17 +48,13 @@ class Arena:
             )
         begin = self.taken_bytes
         self.taken_bytes += round_up(size, ALIGNMENT)
-        return self._row[begin : begin + size].view(dtype)
+        return self.row[begin : begin + size].view(dtype)
 
     def owns(self, tensor: Tensor) -> bool:
         """Return True for a piece of this memory, or a view of one."""
         if tensor.device.type != "cpu" or not self.num_bytes:
             return False
-        return tensor.untyped_storage().data_ptr() == self._row.data_ptr()
-
-    def close(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
+        return tensor.untyped_storage().data_ptr() == self.row.data_ptr()
 
 
 def temporary_zeros(num_elems: int, dtype: torch.dtype) -> Tensor:
@@ -91,17 +85,26 @@ def _zeros(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _is_pinned_now(row: Tensor) -> bool:
-    if not torch.cuda.is_available():
-        _warn(row, "there is no CUDA device")
-        return False
-    row.zero_()  # many threads allocate the pages here; registering them is then fast
-    runtime = torch.cuda.cudart()
-    refused = runtime.cudaHostRegister(row.data_ptr(), row.numel(), 0)
-    if refused == runtime.cudaError.success:
-        return True
-    _take_last_error()
-    _warn(row, f"CUDA: {runtime.cudaGetErrorString(refused)}")
+def _pin(row: Tensor) -> bool:
+    """Register memory with CUDA; False, with a warning, where that is refused."""
+    why = "there is no CUDA device"
+    if torch.cuda.is_available():
+        row.zero_()  # many threads allocate the pages here; registering them is then fast
+        runtime = torch.cuda.cudart()
+        refused = runtime.cudaHostRegister(row.data_ptr(), row.numel(), 0)
+        if refused == runtime.cudaError.success:
+            return True
+        _take_last_error()
+        why = f"CUDA: {runtime.cudaGetErrorString(refused)}"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    logger.warning(
+        "%d bytes of host memory could not be pinned (%s): they stay pageable, and copies to and from the device are "
+        "slower and wait for each other. The limit of locked memory (RLIMIT_MEMLOCK, ulimit -l) is %s; raise it "
+        "(ulimit -l unlimited; Docker: --ulimit memlock=-1), or let less rest on the host.",
+        row.numel(),
+        why,
+        "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes",
+    )
     return False
 
 
@@ -115,28 +118,6 @@ def _unregister(row: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(row.data_ptr())
 
 
-def _warn(row: Tensor, why: str) -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
-    logger.warning(
-        "%d bytes of host memory could not be pinned (%s): they stay pageable, and copies to and from the device are "
-        "slower and wait for each other. The limit of locked memory (RLIMIT_MEMLOCK, ulimit -l) is %s; raise it "
-        "(ulimit -l unlimited; Docker: --ulimit memlock=-1), or let less rest on the host.",
-        row.numel(),
-        why,
-        limit,
-    )
-
-
-class HostBuffer:
-    """A reusable piece of host memory."""
-
-    def __init__(self, num_bytes: int, pin: bool) -> None:
-        self.num_bytes = round_up(num_bytes, ALIGNMENT)
-        self._arena = Arena(self.num_bytes, pin)  # pinned as long as it lives
-        self.row = self._arena.take(self.num_bytes, torch.uint8, "activations")
-
-
 class HostBuffers:
     """A pool of host buffers. If sizes do not vary from step to step, nothing is allocated after the first one.
 
@@ -147,34 +128,30 @@ class HostBuffers:
     def __init__(self, pin: bool, settle: Callable[[], None]) -> None:
         self._pin = pin
         self._settle = settle
-        self._free: list[HostBuffer] = []  # by size
+        self._free: list[Arena] = []  # by size
         # The garbage collector may return one at any moment; `lend` sorts them in.
-        self._returned: deque[HostBuffer] = deque()
+        self._returned: deque[Arena] = deque()
         self.held_bytes = self.peak_bytes = 0
 
     @property
     def lent_bytes(self) -> int:
         return self.held_bytes - sum(buffer.num_bytes for buffer in (*self._free, *self._returned))
 
-    def lend(self, num_bytes: int) -> HostBuffer:
+    def lend(self, num_bytes: int) -> Arena:
         """Return a buffer of at least this many bytes."""
         while self._returned:
             buffer = self._returned.popleft()
-            self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
-        found = bisect_left(self._free, num_bytes, key=_size)
+            self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_SIZE), buffer)
+        found = bisect_left(self._free, num_bytes, key=_SIZE)
         if found < len(self._free):
             return self._free.pop(found)
         if self._free:
             self._settle()
             self.held_bytes -= self._free.pop().num_bytes
-        buffer = HostBuffer(num_bytes, self._pin)
+        buffer = Arena(round_up(num_bytes, ALIGNMENT), self._pin)
         self.held_bytes += buffer.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
-    def take_back(self, buffer: HostBuffer) -> None:
+    def take_back(self, buffer: Arena) -> None:
         self._returned.append(buffer)
-
-
-def _size(buffer: HostBuffer) -> int:
-    return buffer.num_bytes
