@@ -27,7 +27,7 @@ _SIZE = attrgetter("num_bytes")
 
 
 class Arena:
-    """Zeroed memory, taken piece by piece. Its tensors keep the memory alive; it is pinned as long as this object is."""
+    """Zeroed memory, taken piece by piece. Its tensors keep the memory alive; it is pinned while this object lives."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.num_bytes = num_bytes
