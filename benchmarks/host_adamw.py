@@ -27,7 +27,7 @@ from torch.optim.adam import adam
 
 from shardwise.bench.pages import commit, processor
 from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
-from shardwise.core.native.cores import Cores, cores_for
+from shardwise.core.native.cores import cores_for
 from shardwise.core.native.library import library
 
 from .pages import benchmark_page, show, table
@@ -92,10 +92,10 @@ class Arrays:
         )
         self.out.copy_(self.master)
 
-    def one_pass(self, settings: AdamSettings, cores: Cores) -> None:
+    def one_pass(self, settings: AdamSettings, cores: tuple[int, ...]) -> None:
         adamw(AdamUpdate(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0), cores)
 
-    def one_pass8(self, cores: Cores) -> None:
+    def one_pass8(self, cores: tuple[int, ...]) -> None:
         moments = (Moment8(*each) for each in zip(self.codes, self.scales, self.maps, strict=True))
         adamw(AdamUpdate(self.master, *moments, self.grad, self.out, SETTINGS, 1.0), cores)
 
@@ -114,7 +114,7 @@ class Arrays:
 
         return run
 
-    def contenders(self, cores: Cores, has_torchao: bool) -> list[Contender]:
+    def contenders(self, cores: tuple[int, ...], has_torchao: bool) -> list[Contender]:
         fused, loop, torchao = "torch fused, casts", "torch loop, casts", "torchao 8-bit, casts"
         return [
             Contender("copy", 8, partial(self.wide_grad.copy_, self.master)),
@@ -131,7 +131,7 @@ def rows(millions: int, num_threads: int, pages: str, rounds: int, has_torchao: 
     """One for each contender; the first round is not counted."""
     num_elems = millions << 20
     torch.set_num_threads(num_threads)
-    cores = Cores(cores_for(0, 1).ids[:num_threads])
+    cores = cores_for(0, 1)[:num_threads]
     contenders = Arrays(num_elems, pages).contenders(cores, has_torchao)
     names = [contender.name for contender in contenders]
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -18,7 +18,7 @@ from ..core.wire.ledger import Traffic
 
 def num_cores() -> int:
     """Number of processor cores that run updates on the host for this rank."""
-    return len(cores_for(local_rank(), num_local_ranks()).ids)
+    return len(cores_for(local_rank(), num_local_ranks()))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """AdamW and Adam for state in host memory: each array is read once and written once.
 
 The C code (`c/adamw.c`, `c/adamw8.c`) is compiled at the first call (`library.py`). It runs outside the GIL, on one
-thread for each of the rank's `Cores`. The results are those of `torch.optim.AdamW` on the same processor, bit for bit.
-Without a compiler torch's own operations do the work.
+thread for each of the rank's processors. The results are those of `torch.optim.AdamW` on the same processor, bit for
+bit; torch computes the factors in double precision and rounds each once, and so do we. Without a compiler torch's own
+operations do the work.
 """
 
 import ctypes
@@ -14,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from ...base.errors import StateError
-from .adam_update import LEAST_SCALE, AdamSettings, AdamUpdate, Moment8, update_with_torch
-from .cores import Cores
 from .library import DTYPES, library, struct_fields
 
-__all__ = ["AdamSettings", "AdamUpdate", "Moment8", "adamw"]
-
+BLOCK_ELEMS = 256  # elements of an 8-bit moment that share a scale
+LEAST_SCALE = 1e-12  # smallest scale of such a block, as in torchao: a block of zeros has a scale, too
+CHUNK_ELEMS = 1 << 20  # torch's operations work on this many elements at a time, which stay in the caches
 FUSED_LANES = 8  # torch's fused kernels round the remainder of an array, divided by this, in another order
 NUM_SPANS = (25 << 7) + 1
 SQRT_MODE = 0x140102  # the mode in which torch calls MKL's root: high accuracy, denormals as they are, no errors
@@ -47,8 +48,74 @@ class Adamw8Job(ctypes.Structure):
     )
 
 
-def adamw(update: AdamUpdate, cores: Cores) -> None:
-    """Run one update."""
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW; otherwise Adam, whose decay goes into the gradient
+    maximize: bool
+    fused: bool  # the order of operations of torch's fused=True, otherwise that of its loop (foreach=False)
+    step: int  # 1 for the first update
+
+
+@dataclass(frozen=True, slots=True)
+class Moment8:
+    """A moment in 8 bits: each code is an index into `lookup`, 256 ascending values, and each block has a scale. The
+    last block may be short."""
+
+    codes: Tensor
+    scale: Tensor
+    lookup: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdamUpdate:
+    """One update of flat tensors of one length. The gradient counts as grad * grad_scale, rounded to its dtype.
+
+    `master` and the moments are updated in place: fp32, or both moments in 8 bits. Then updates and codes are those of
+    torchao's AdamW8bit and Adam8bit, which have one order of operations, so `settings.fused` does not matter. `grad`
+    is fp32, bf16 or fp16. `out`, of the same dtypes, receives the new weights, rounded to nearest even.
+    """
+
+    master: Tensor
+    exp_avg: Tensor | Moment8
+    exp_avg_sq: Tensor | Moment8
+    grad: Tensor
+    out: Tensor | None
+    settings: AdamSettings
+    grad_scale: float
+
+    def check(self) -> None:
+        """Refuse tensors whose addresses C would misread."""
+        num_elems = self.master.numel()
+        _check("master", self.master, num_elems, torch.float32)
+        for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            if isinstance(moment, Moment8):
+                _check(f"{name}_codes", moment.codes, num_elems, torch.uint8)
+                _check(f"{name}_scale", moment.scale, -(-num_elems // BLOCK_ELEMS), torch.float32)
+                _check(f"{name}_lookup", moment.lookup, 256, torch.float32)
+            else:
+                _check(name, moment, num_elems, torch.float32)
+        _check("grad", self.grad, num_elems, *DTYPES)
+        if self.out is not None:
+            _check("out", self.out, num_elems, *DTYPES)
+
+
+def _check(name: str, tensor: Tensor, num_elems: int, *dtypes: torch.dtype) -> None:
+    is_flat = tensor.device.type == "cpu" and tensor.shape == (num_elems,) and tensor.is_contiguous()
+    if not is_flat or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise StateError(
+            f"{name} of a host update must be a flat, contiguous CPU tensor of {num_elems} elements of {wanted}, but "
+            f"is {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; copy it"
+        )
+
+
+def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
+    """Run one update, on one thread for each of these processors."""
     update.check()
     loaded = library()
     if loaded is None:
@@ -57,26 +124,27 @@ def adamw(update: AdamUpdate, cores: Cores) -> None:
     is_eight_bit = isinstance(update.exp_avg, Moment8)
     job = _job8(loaded, update) if is_eight_bit else _job(update)
     function = loaded.shardwise_adamw8 if is_eight_bit else loaded.shardwise_adamw
-    ids = (ctypes.c_int32 * len(cores.ids))(*cores.ids)
+    ids = (ctypes.c_int32 * len(cores))(*cores)
     # ctypes gives the GIL back while the function runs.
-    function(ctypes.byref(job), ctypes.c_int64(update.master.numel()), ids, ctypes.c_int32(len(cores.ids)))
+    function(ctypes.byref(job), ctypes.c_int64(update.master.numel()), ids, ctypes.c_int32(len(cores)))
 
 
 def _job(update: AdamUpdate) -> AdamwJob:
     settings, num_elems = update.settings, update.master.numel()
     assert isinstance(update.exp_avg, Tensor)
     assert isinstance(update.exp_avg_sq, Tensor)
-    root = PROCESSORS_OWN if settings.fused else torch_square_root()
+    roots, set_threads = (None, None) if settings.fused else torch_square_root()
+    bias = 1 - settings.beta2**settings.step
     return AdamwJob(
         exp_avg=update.exp_avg.data_ptr(),
         exp_avg_sq=update.exp_avg_sq.data_ptr(),
-        roots=root.address,
-        set_threads=root.set_threads,
+        roots=roots,
+        set_threads=set_threads,
         last=num_elems - num_elems % FUSED_LANES if settings.fused else num_elems,
-        kept=settings.kept,
-        into_gradient=settings.into_gradient,
-        bias_root=settings.bias_root,
-        minus_step_size=-settings.step_size,
+        kept=1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0,
+        into_gradient=0.0 if settings.decoupled else settings.weight_decay,
+        bias_root=math.sqrt(bias) if settings.fused else bias**0.5,
+        minus_step_size=-settings.lr / (1 - settings.beta1**settings.step),
         **_common_fields(update),
     )
 
@@ -132,21 +200,10 @@ def _encoder(loaded: ctypes.CDLL, lookup: tuple[float, ...]) -> Tensor:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class SquareRoot:
-    """Addresses of C functions, or None for the processor's own root. `set_threads` keeps the root on the thread that
-    calls it."""
-
-    address: int | None
-    set_threads: int | None
-
-
-PROCESSORS_OWN = SquareRoot(None, None)
-
-
 @cache
-def torch_square_root() -> SquareRoot:
-    """Find the square root that torch's loop of AdamW uses, by a trial.
+def torch_square_root() -> tuple[int | None, int | None]:
+    """Find the square root that torch's loop of AdamW uses, by a trial: the addresses of a C function and of one that
+    keeps it on the calling thread, or None for the processor's own root.
 
     On x86 torch takes roots of whole tensors with MKL, whose results may differ from the processor's in the last bit
     and depend on the processor. torch's fused AdamW always uses the processor's own.
@@ -155,15 +212,92 @@ def torch_square_root() -> SquareRoot:
     roots = tried.sqrt()
     # Rounding a square root to double and then to single is the same as rounding it once.
     if torch.equal(roots, torch.tensor([math.sqrt(value) for value in tried.tolist()])):
-        return PROCESSORS_OWN
+        return None, None
     try:
         torch_library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
         function, set_threads = torch_library.vmsSqrt, torch_library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
-        return PROCESSORS_OWN
+        return None, None
     found = torch.empty_like(tried)
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (tried, found))
     function(ctypes.c_int(NUM_TRIED), *addresses, ctypes.c_int64(SQRT_MODE))
     if not torch.equal(roots, found):
-        return PROCESSORS_OWN
-    return SquareRoot(*(ctypes.cast(each, ctypes.c_void_p).value for each in (function, set_threads)))
+        return None, None
+    return ctypes.cast(function, ctypes.c_void_p).value, ctypes.cast(set_threads, ctypes.c_void_p).value
+
+
+@torch.no_grad()
+def update_with_torch(update: AdamUpdate) -> None:
+    """Run an update with torch's operations, chunk by chunk, so that no second copy of anything is made. They use
+    torch's own number of threads."""
+    for begin in range(0, update.master.numel(), CHUNK_ELEMS):
+        part = slice(begin, begin + CHUNK_ELEMS)
+        if isinstance(update.exp_avg, Moment8):
+            _update_chunk8(update, part)
+        else:
+            _update_chunk(update, part)
+        if update.out is not None:
+            update.out[part].copy_(update.master[part])
+
+
+def _update_chunk(update: AdamUpdate, part: slice) -> None:
+    settings, exp_avg, exp_avg_sq = update.settings, update.exp_avg, update.exp_avg_sq
+    assert isinstance(exp_avg, Tensor)
+    assert isinstance(exp_avg_sq, Tensor)
+    adam(
+        [update.master[part]],
+        [(update.grad[part] * update.grad_scale).float()],
+        [exp_avg[part]],
+        [exp_avg_sq[part]],
+        [],
+        [torch.tensor(float(settings.step - 1))],
+        foreach=False,
+        fused=settings.fused,
+        amsgrad=False,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=settings.maximize,
+        decoupled_weight_decay=settings.decoupled,
+    )
+
+
+def _update_chunk8(update: AdamUpdate, part: slice) -> None:
+    settings = update.settings
+    lr, step = (torch.tensor(value, dtype=torch.float32) for value in (settings.lr, settings.step))
+    bias1, bias2 = 1 - settings.beta1**step, 1 - settings.beta2**step
+    sign = -1.0 if settings.maximize else 1.0
+    weight, gradient = update.master[part], (update.grad[part] * (sign * update.grad_scale)).float()
+    if settings.decoupled:
+        weight.sub_(lr * settings.weight_decay * weight)
+    else:
+        gradient += settings.weight_decay * weight
+    mean = _moved(update.exp_avg, part, gradient, 1 - settings.beta1)
+    square = _moved(update.exp_avg_sq, part, gradient.square(), 1 - settings.beta2)
+    weight.sub_(lr * (mean / bias1) / (square.sqrt() / bias2.sqrt() + settings.eps))
+
+
+def _moved(moment: Tensor | Moment8, part: slice, end: Tensor, weight: float) -> Tensor:
+    """Move a part of a moment towards `end`, in the order of operations of torchao's compiled update; store its codes
+    and return its values."""
+    assert isinstance(moment, Moment8)
+    codes, scale = moment.codes[part], moment.scale[part.start // BLOCK_ELEMS : part.stop // BLOCK_ELEMS]
+    start = moment.lookup[codes.int()] * scale.repeat_interleave(BLOCK_ELEMS)[: codes.numel()]
+    is_near = abs(weight) < 0.5
+    moved = start + (end - start) * weight if is_near else end + (end - start) * -(1.0 - weight)
+    _encode(moved, codes, scale, moment.lookup)
+    return moved
+
+
+def _encode(values: Tensor, codes: Tensor, scale: Tensor, lookup: Tensor) -> None:
+    """Write codes and scales of `values`. Ties go up, as torchao's do."""
+    num_padding = scale.numel() * BLOCK_ELEMS - values.numel()
+    blocks = torch.nn.functional.pad(values, (0, num_padding)).view(-1, BLOCK_ELEMS)
+    scale.copy_(blocks.abs().amax(-1).clamp(min=LEAST_SCALE))
+    scaled = (blocks / scale.view(-1, 1)).flatten()[: values.numel()]
+    below = (torch.searchsorted(lookup, scaled, right=True) - 1).clamp(min=0)
+    above = (below + 1).clamp(max=lookup.numel() - 1)
+    is_up = scaled - lookup[below] >= (lookup[above] - lookup[below]) * 0.5
+    codes.copy_(torch.where(is_up, above, below))

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...base.direct_io import ALIGNMENT, read_at, write_at
 from ...base.errors import StoreError
 from ...base.intervals import round_up
+from .library import struct_fields
 
 CHECK_BYTES = 1 << 20
 
@@ -36,14 +37,14 @@ class CheckedIO:
 
 
 class _Factors(ctypes.Structure):
-    _fields_ = (("of_words", ctypes.c_void_p), ("of_pages", ctypes.c_void_p), ("block_pages", ctypes.c_int64))
+    _fields_ = struct_fields(c_void_p="of_words of_pages", c_int64="block_pages")
 
 
 def checked_io(library: ctypes.CDLL | None) -> CheckedIO:
     if library is None:
         return CheckedIO(_write, _read)
     # Computed before threads need them: `cache` may compute a value twice and keep one, and C may hold the other.
-    factors_of_words(), factors_of_pages()
+    factors()
     write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
     write.restype = read.restype = ctypes.c_int64
     return CheckedIO(partial(_run_in_c, write, _write), partial(_run_in_c, read, _read))
@@ -63,14 +64,15 @@ def _read(file: int, memory: memoryview, offset: int) -> list[int]:
 
 
 def _run_in_c(function: Any, in_python: Transfer, file: int, memory: memoryview, offset: int) -> list[int]:
-    factors = _Factors(factors_of_words().data_ptr(), factors_of_pages().data_ptr(), CHECK_BYTES // ALIGNMENT)
+    of_words, of_pages = factors()
+    struct = _Factors(of_words.data_ptr(), of_pages.data_ptr(), of_pages.numel())
     sums = (ctypes.c_int64 * (round_up(len(memory), CHECK_BYTES) // CHECK_BYTES))()
     num = function(
         ctypes.c_int32(file),
         ctypes.byref(ctypes.c_char.from_buffer(memory)),
         ctypes.c_int64(len(memory)),
         ctypes.c_int64(offset),
-        ctypes.byref(factors),
+        ctypes.byref(struct),
         sums,
     )
     # If C fails, Python meets the same problem, and works around it or reports it.
@@ -81,7 +83,8 @@ def checksums(content: memoryview) -> list[int]:
     """Return one number for each `CHECK_BYTES` of some pages; the last block may be shorter."""
     # Few calls, because each waits for the interpreter's lock; and none that uses torch's own threads, because each of
     # the disk's threads would start a set of them.
-    words, of_words, of_pages = torch.frombuffer(content, dtype=torch.int64), factors_of_words(), factors_of_pages()
+    of_words, of_pages = factors()
+    words = torch.frombuffer(content, dtype=torch.int64)
     pages = torch.mv(words.view(-1, of_words.numel()), of_words)
     num_whole = pages.numel() // of_pages.numel() * of_pages.numel()
     whole, rest = pages[:num_whole], pages[num_whole:]
@@ -89,12 +92,9 @@ def checksums(content: memoryview) -> list[int]:
     return [*sums, int(torch.dot(rest, of_pages[: rest.numel()]))] if rest.numel() else sums
 
 
-def factors_of_words() -> Tensor:
-    return _factors(ALIGNMENT // 8)
-
-
-def factors_of_pages() -> Tensor:
-    return _factors(CHECK_BYTES // ALIGNMENT)
+def factors() -> tuple[Tensor, Tensor]:
+    """One for each word of a page, and one for each page of a block."""
+    return _factors(ALIGNMENT // 8), _factors(CHECK_BYTES // ALIGNMENT)
 
 
 @cache

@@ -7,7 +7,6 @@ of processor time limits the number of threads: the kernel would interrupt more 
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.container_limits import cgroup_values, cpu_limit
@@ -15,15 +14,8 @@ from ...base.container_limits import cgroup_values, cpu_limit
 SYSTEM = Path("/sys/devices/system")
 
 
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """Processors by the kernel's ids: one thread of an update is pinned to each."""
-
-    ids: tuple[int, ...]
-
-
-def cores_for(local_rank: int, num_local_ranks: int) -> Cores:
-    """The share of rank `local_rank` of `num_local_ranks` on this machine: at least one processor.
+def cores_for(local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
+    """The kernel's ids of the processors of rank `local_rank` of `num_local_ranks` on this machine: at least one.
 
     The processors that this process may run on are shared. If a launcher has bound every rank to processors of its own,
     call `cores_for(0, 1)`.
@@ -32,14 +24,14 @@ def cores_for(local_rank: int, num_local_ranks: int) -> Cores:
     return share(ordered, cpu_limit(cgroup_values("cpu.max", None)), local_rank, num_local_ranks)
 
 
-def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> Cores:
+def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
     """The part of `ordered` that belongs to one rank. With more ranks than processors, ranks take turns."""
     num_cores = len(ordered)
     if num_local_ranks >= num_cores:
-        return Cores((ordered[local_rank % num_cores],))
+        return (ordered[local_rank % num_cores],)
     begin, end = (num_cores * rank // num_local_ranks for rank in (local_rank, local_rank + 1))
     allowed = num_cores if quota is None else max(1, int(quota) // num_local_ranks)
-    return Cores(ordered[begin:end][:allowed])
+    return ordered[begin:end][:allowed]
 
 
 def near_each_other(ids: Iterable[int], system: Path) -> tuple[int, ...]:

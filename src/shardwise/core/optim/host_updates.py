@@ -18,7 +18,6 @@ from ...base.dtypes import FP32
 from ...base.errors import ConfigurationError
 from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
-from ..native.cores import Cores
 from ..offload.host_memory import MASTER, Moves, Rows
 from ..schedule.flat import Flat
 from ..unit.stand_ins import OnDisk
@@ -55,7 +54,7 @@ def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
 class HostUpdates:
     """Updates of one optimizer on the host, and its state there and on disk."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, row_names: tuple[str, ...], cores: Cores) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, row_names: tuple[str, ...], cores: tuple[int, ...]) -> None:
         self._optimizer = optimizer
         self._row_names = row_names
         self._cores = cores

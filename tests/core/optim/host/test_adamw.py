@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.base.errors import StateError
-from shardwise.core.native.adam_update import update_with_torch
-from shardwise.core.native.adamw import AdamSettings, AdamUpdate, adamw
-from shardwise.core.native.cores import Cores, cores_for
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, adamw, update_with_torch
+from shardwise.core.native.cores import cores_for
 from shardwise.core.native.library import library
 
 FIRST = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=1)
@@ -42,7 +41,12 @@ class State:
         return State(self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone())
 
     def update(
-        self, grad: Tensor, settings: AdamSettings, out: Tensor | None = None, scale: float = 1.0, cores: Cores = CORES
+        self,
+        grad: Tensor,
+        settings: AdamSettings,
+        out: Tensor | None = None,
+        scale: float = 1.0,
+        cores: tuple[int, ...] = CORES,
     ) -> None:
         adamw(AdamUpdate(self.master, self.exp_avg, self.exp_avg_sq, grad, out, settings, scale), cores)
 
@@ -187,11 +191,11 @@ def test_weights_are_rounded_to_nearest_even(dtype: torch.dtype) -> None:
 def test_the_number_of_threads_changes_nothing() -> None:
     num_elems = 1_000_003
     start, grad = State.of(num_elems), gradients(num_elems).bfloat16()
-    first = CORES.ids[0]
+    first = CORES[0]
     results = []
     for num_threads in (1, 2, 3, 7):
         state, out = start.clone(), torch.empty(num_elems, dtype=torch.bfloat16)
-        state.update(grad, FIRST, out, cores=Cores((first,) * num_threads))
+        state.update(grad, FIRST, out, cores=(first,) * num_threads)
         results.append((state, out))
     for state, out in results[1:]:
         state.assert_same(results[0][0])
@@ -201,7 +205,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_a_processor_that_is_not_there_loses_no_work() -> None:
     state = State.of(300_000)
     peer, grad = Torch(state, FIRST), gradients(300_000)
-    state.update(grad, FIRST, cores=Cores((CORES.ids[0], 1000, 100_000)))
+    state.update(grad, FIRST, cores=(CORES[0], 1000, 100_000))
     state.assert_same(peer.step(grad))
 
 
@@ -234,11 +238,13 @@ def test_is_compiled_where_the_tests_run() -> None:
 
 def test_what_is_not_as_it_must_be_is_refused() -> None:
     state, grad = State.of(100), torch.zeros(100)
-    with pytest.raises(StateError, match=r"grad of a host update must be a flat CPU tensor of 100 .* \(99,\)"):
+    with pytest.raises(
+        StateError, match=r"grad of a host update must be a flat, contiguous CPU tensor of 100 .* \(99,\)"
+    ):
         state.update(grad[:99], FIRST)
     with pytest.raises(StateError, match=r"out of a host update .* torch.float64"):
         state.update(grad, FIRST, torch.empty(100, dtype=torch.float64))
-    with pytest.raises(StateError, match=r"grad of a host update must be contiguous, but has stride 2"):
+    with pytest.raises(StateError, match=r"grad of a host update must be a flat, contiguous .* with strides \(2,\)"):
         state.update(torch.zeros(200)[::2], FIRST)
     with pytest.raises(StateError, match="on meta"):
         state.update(torch.zeros(100, device="meta"), FIRST)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import StateError
-from shardwise.core.native.adam_update import update_with_torch
-from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw
-from shardwise.core.native.cores import Cores, cores_for
+from shardwise.core.native.adamw import AdamSettings, AdamUpdate, Moment8, adamw, update_with_torch
+from shardwise.core.native.cores import cores_for
 
 FIRST = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=1)
 CORES = cores_for(0, 1)
@@ -33,7 +32,12 @@ class State8:
         return State8(*(tensor.clone() for tensor in vars(self).values()))
 
     def update(
-        self, grad: Tensor, settings: AdamSettings, out: Tensor | None = None, scale: float = 1.0, cores: Cores = CORES
+        self,
+        grad: Tensor,
+        settings: AdamSettings,
+        out: Tensor | None = None,
+        scale: float = 1.0,
+        cores: tuple[int, ...] = CORES,
     ) -> None:
         adamw(AdamUpdate(self.master, *self.moments(*maps()), grad, out, settings, scale), cores)
 
@@ -122,7 +126,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     results = []
     for num_threads in (1, 2, 5):
         state = start.clone()
-        state.update(grad, FIRST, cores=Cores(CORES.ids[:1] * num_threads))
+        state.update(grad, FIRST, cores=CORES[:1] * num_threads)
         results.append(state)
     results[1].assert_same(results[0])
     results[2].assert_same(results[0])
@@ -139,7 +143,9 @@ def test_overflow_stays_visible() -> None:
 def test_scales_must_fit_the_blocks() -> None:
     state = State8.of(512)
     state.exp_avg_scale = torch.zeros(3)
-    with pytest.raises(StateError, match="exp_avg_scale of a host update must be a flat CPU tensor of 2 elements"):
+    with pytest.raises(
+        StateError, match="exp_avg_scale of a host update must be a flat, contiguous CPU tensor of 2 elements"
+    ):
         state.update(torch.zeros(512), FIRST)
 
 

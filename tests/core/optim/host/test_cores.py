@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.core.native.cores import Cores, cores_for, listed, near_each_other, share
+from shardwise.core.native.cores import cores_for, listed, near_each_other, share
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 7, 64])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_shares_are_even_and_meet_only_where_they_must(num_cores: int, num_ranks: int) -> None:
     ordered = tuple(range(100, 100 + num_cores))
-    shares = [share(ordered, None, rank, num_ranks).ids for rank in range(num_ranks)]
+    shares = [share(ordered, None, rank, num_ranks) for rank in range(num_ranks)]
     sizes = [len(ids) for ids in shares]
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
@@ -27,7 +27,7 @@ def test_shares_are_even_and_meet_only_where_they_must(num_cores: int, num_ranks
     [(None, 4, 4), (16.0, 4, 4), (8.0, 4, 2), (9.9, 4, 2), (1.5, 4, 1), (0.5, 1, 1), (100.0, 2, 8)],
 )
 def test_a_quota_bounds_the_threads(quota: float | None, num_ranks: int, num_threads: int) -> None:
-    shares = [share(tuple(range(16)), quota, rank, num_ranks).ids for rank in range(num_ranks)]
+    shares = [share(tuple(range(16)), quota, rank, num_ranks) for rank in range(num_ranks)]
     assert {len(ids) for ids in shares} == {num_threads}
     assert len({core for ids in shares for core in ids}) == num_threads * num_ranks
 
@@ -49,8 +49,8 @@ def test_nodes_stay_together_and_so_do_the_threads_of_a_core(tmp_path: Path) -> 
     system = machine(tmp_path, {0: "0-1,4-5", 1: "2-3,6-7"}, siblings)
     ordered = near_each_other(range(8), system)
     assert ordered == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert share(ordered, None, 1, 2) == Cores((2, 6, 3, 7))
-    assert [share(ordered, None, rank, 4).ids for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert share(ordered, None, 1, 2) == (2, 6, 3, 7)
+    assert [share(ordered, None, rank, 4) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_nodes_that_interleave(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_lists_of_the_kernel() -> None:
 
 def test_this_machine() -> None:
     allowed = os.sched_getaffinity(0)
-    assert set(cores_for(0, 1).ids) <= allowed
-    shares = [cores_for(rank, 2).ids for rank in range(2)]
+    assert set(cores_for(0, 1)) <= allowed
+    shares = [cores_for(rank, 2) for rank in range(2)]
     assert all(set(ids) <= allowed for ids in shares)
     if len(allowed) > 1:
         assert not set(shares[0]) & set(shares[1])

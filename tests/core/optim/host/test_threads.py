@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.native.adamw import AdamSettings, AdamUpdate, adamw
-from shardwise.core.native.cores import Cores, cores_for
+from shardwise.core.native.cores import cores_for
 
 SETTINGS = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=1)
 TASKS = Path("/proc/self/task")
@@ -23,7 +23,7 @@ def allowed_processors(task: Path) -> str:
 
 
 def test_threads_are_pinned_and_the_interpreter_goes_on_meanwhile() -> None:
-    cores = Cores(cores_for(0, 1).ids[:2] * 2)  # at least two threads, whatever the machine has
+    cores = cores_for(0, 1)[:2] * 2  # at least two threads, whatever the machine has
     master, exp_avg, exp_avg_sq, grad = (torch.ones(1 << 21) for _ in range(4))
     is_enough = threading.Event()
 
@@ -35,7 +35,7 @@ def test_threads_are_pinned_and_the_interpreter_goes_on_meanwhile() -> None:
     updating = threading.Thread(target=update)
     updating.start()
     before.add(str(updating.native_id))
-    expected, seen = {str(processor) for processor in cores.ids}, set[str]()
+    expected, seen = {str(processor) for processor in cores}, set[str]()
     until = time.monotonic() + 8
     while not expected <= seen and time.monotonic() < until:
         seen |= {allowed_processors(task) for task in TASKS.iterdir() if task.name not in before} - {""}
