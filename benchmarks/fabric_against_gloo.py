@@ -43,7 +43,7 @@ import shardwise as sw
 from shardwise.bench import fabric
 from shardwise.bench.pages import commit
 from shardwise.core.mesh import make_axes
-from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, plan_transfer
+from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Kind, Link, Transfer, parse, plan_transfer
 
 from .namespaces import LOCAL, Node, Rank, can_make_namespaces, end_on_signals, namespaces, run_ranks, sent_bytes
 from .pages import Page, benchmark_page, table, write
@@ -158,7 +158,7 @@ def work(job: Job) -> None:
     if job.fabric:
         # Called for every operation, so this is how the emulated ranks come to use gloo's algorithms.
         fabric.plan_transfer = as_gloo
-        fabric.start(fabric.parse(job.fabric))
+        fabric.start(parse(job.fabric))
     else:
         timeout = datetime.timedelta(seconds=DEADLINE_S)
         dist.init_process_group(

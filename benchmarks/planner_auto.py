@@ -61,6 +61,7 @@ from shardwise.core.precision import precision_of
 from shardwise.core.schedule.units import find_units
 from shardwise.planner.assess import Assessment
 from shardwise.planner.auto import AutoRequest, choose, machine_here
+from shardwise.planner.hardware import links
 from shardwise.planner.planning import Plan
 from shardwise.planner.search import strategy_of
 from shardwise.trainer.optimizers import optimizer_for
@@ -87,7 +88,7 @@ class Setting:
     @property
     def presets(self) -> list[str]:
         """Those that differ: in one node, node and world are the same."""
-        is_one_node = fabric.parse(self.case.fabric).num_nodes == 1
+        is_one_node = links.parse(self.case.fabric).num_nodes == 1
         return [name for name in PRESETS if not (is_one_node and name in SPLIT_BY_NODE)]
 
 
@@ -179,8 +180,8 @@ def room(limit_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def played(case: Case, device: torch.device) -> Iterator[fabric.Fabric]:
-    emulated = fabric.parse(case.fabric)
+def played(case: Case, device: torch.device) -> Iterator[links.Fabric]:
+    emulated = links.parse(case.fabric)
     fabric.start(emulated)
     sw.init(device=device)
     try:
@@ -191,7 +192,7 @@ def played(case: Case, device: torch.device) -> Iterator[fabric.Fabric]:
 
 def set_up_auto(case: Case, device: torch.device) -> Run:
     """As `planner_measure.set_up`, with the batch that auto asks for."""
-    emulated = fabric.parse(case.fabric)
+    emulated = links.parse(case.fabric)
     fabric.start(emulated)
     sw.init(device=device)
     model = build(case, device)

@@ -47,6 +47,7 @@ from benchmarks.planner_cases import Case, cases, smoke
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
 from shardwise.bench.pages import commit, processor
+from shardwise.planner.hardware import links
 from shardwise.trainer.checkpointing import checkpoint_blocks
 from shardwise.trainer.data.samples import Batch
 from shardwise.trainer.model import Transformer
@@ -154,7 +155,7 @@ class Run:
 
 
 def set_up(case: Case, device: torch.device) -> Run:
-    emulated = fabric.parse(case.fabric)
+    emulated = links.parse(case.fabric)
     fabric.start(emulated)
     sw.init(device=device)
     model = build(case, device)

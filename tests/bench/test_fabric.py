@@ -47,7 +47,7 @@ def start() -> Iterator[Callable[..., None]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The fabric's clock, stopped at `now_s`."""
     stopped = SimpleNamespace(now_s=100.0)
-    monkeypatch.setattr("shardwise.bench.wires.time", SimpleNamespace(perf_counter=lambda: stopped.now_s))
+    monkeypatch.setattr("shardwise.bench.fabric.time", SimpleNamespace(perf_counter=lambda: stopped.now_s))
     return stopped
 
 

@@ -215,7 +215,7 @@ def test_in_a_cuda_graph(start: Callable[..., None], copies: bool) -> None:
 def test_copies_move_memory(start: Callable[..., None]) -> None:
     """What one half of the scratch buffer holds is in the other once that much was gathered."""
     start(Fabric(1, 4, Link(400.0, 20.0), copies=True))
-    scratch = fabric._started().device.scratch
+    scratch = fabric._started().scratch
     source, target = scratch.view(2, -1)
     gather = Gather(NODE, 4 * source.numel() // 3 // 64 * 64)
     source.random_(1, 255)

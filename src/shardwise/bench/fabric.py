@@ -8,20 +8,30 @@ An operation does two things:
 1. It moves the data that one process can move. All-gather: the local shard goes to its slot; the other slots are filled
    with copies of it when their memory is first used, so that weights are finite. Reduce-scatter: the rank's slice.
    All-reduce: nothing. Losses are therefore meaningless; time, bytes and memory are not.
-2. It occupies the rank's wires for the time that `links` computes, after the traffic that `wires` has on them.
+2. It occupies the rank's wires for the time that `links` computes. A wire is a cell that holds the instant at which it
+   is free again. A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends after its
+   last byte and its latency. So two concurrent transfers take as long as one after the other, in the order in which their
+   inputs were ready; the latency of one overlaps the bytes of the next.
 
-Order. Operations of one group run in the order in which they were issued, as on one NCCL communicator, and each ends,
-latency included, before the next one begins. An asynchronous operation runs on the group's own stream, a synchronous
-one on the current stream.
+There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
+it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds at any SM clock; a transfer over
+both wires takes them under one lock. Queueing a transfer allocates nothing and does not involve the host, so it can be
+captured in a CUDA graph, and replays count. With `copies=on`, as many blocks as the bandwidth needs copy the transfer's
+bytes from one half of a scratch buffer to the other, at the speed of the wire.
 
-Not modelled: what `links` lists; the SMs that kernels of real collectives take (`copies=on` takes a few, and 256 MiB of
-device memory); and other ranks that are slower than this one.
+Operations of one group run in the order in which they were issued, as on one NCCL communicator, and each ends, latency
+included, before the next one begins. An asynchronous operation runs on the group's own stream, a synchronous one on the
+current stream. Not modelled: what `links` lists; the SMs that kernels of real collectives take (`copies=on` takes
+a few, and 256 MiB of device memory); and other ranks that are slower than this one.
 """
 
+import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +40,148 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..base.errors import ConfigurationError, StateError
-from ..planner.hardware.links import Fabric, Kind, Link, Transfer, occupied_s, parse, plan_transfer
-from .wires import Kernel, Wires, capture_of, sleep_until
-
-__all__ = ["Fabric", "Link", "busy_s", "moved_bytes", "occupied_s", "parse", "start"]
+from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
-
 # Gathers up to this size are filled every time: they are headers that the ranks compare, not weights.
 _SMALL_BYTES = 1 << 20
+_SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is spun
+_SCRATCH_BYTES = 1 << 28  # larger than any cache, and all of it is used in turn
+_CHUNK_BYTES = 1 << 16
+_GIGABYTES_PER_S_OF_A_BLOCK = 25.0
+_THREADS_OF_A_BLOCK = 512
+_WORD_BYTES = 16
+
+
+class Kernel:
+    """A kernel with converted arguments: launching it is one foreign call."""
+
+    def __init__(self, name: str, args: list[Tensor | int | float], num_blocks: int = 1, num_threads: int = 1) -> None:
+        self._function = _compiled(name).func
+        self._shape = (num_blocks, 1, 1, num_threads, 1, 1, 0)
+        self._tensors = [arg for arg in args if isinstance(arg, Tensor)]  # kept alive: arguments are addresses
+        self._args = [_c_value(arg) for arg in args]
+        pointers = [ctypes.cast(ctypes.pointer(arg), ctypes.c_void_p) for arg in self._args]
+        self._pointers = (ctypes.c_void_p * len(args))(*pointers)
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        status = _driver().cuLaunchKernel(self._function, *self._shape, handle, self._pointers, None)
+        if status:
+            raise RuntimeError(f"the kernel of the emulated fabric could not be launched: CUDA driver error {status}")
+
+
+def _c_value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_uint64 | ctypes.c_double:
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    return ctypes.c_uint64(arg) if isinstance(arg, int) else ctypes.c_double(arg)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _compiled(name: str) -> Any:
+    return torch.cuda._compile_kernel(Path(__file__).with_name("fabric.cu").read_text(), name)
+
+
+def capture_of(stream: torch.cuda.Stream) -> int:
+    """The number of the CUDA graph that is being captured on the current stream; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    nothing = [None] * 3
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    failed = _driver().cuStreamGetCaptureInfo_v2(handle, ctypes.byref(status), ctypes.byref(number), *nothing)
+    if failed:
+        raise RuntimeError(f"the stream's capture could not be read: CUDA driver error {failed}")
+    return number.value
+
+
+@dataclass
+class Wires:
+    """The state of both wires on both clocks. The tensors live until the next start."""
+
+    fabric: Fabric
+    cells: Tensor | None = None  # the struct `Cells` of fabric.cu: 8 words of 8 bytes; None: there is no device
+    scratch: Tensor | None = None  # of the copies
+    host_free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
+    host_busy_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
+    host_moved_bytes: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def make(cls, fabric: Fabric) -> "Wires":
+        if not torch.cuda.is_available():
+            return cls(fabric)
+        cells = torch.zeros(8, dtype=torch.int64, device="cuda")
+        scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda") if fabric.copies else None
+        for name in ("begin_carrying", "carry") if fabric.copies else ("occupy",):
+            _compiled(name)
+        torch.cuda.synchronize()  # other streams will use them
+        return cls(fabric, cells, scratch)
+
+    def occupy_host(self, transfer: Transfer, not_before_s: float) -> float:
+        """Start a transfer. Return the instant of `time.perf_counter` at which it ends."""
+        with self.lock:
+            earliest_s = max(time.perf_counter(), not_before_s)
+            done_s = earliest_s
+            for wire, wire_s in transfer.occupied_s.items():
+                if wire_s:
+                    self.host_free_s[wire] = max(earliest_s, self.host_free_s[wire]) + wire_s
+                    self.host_busy_s[wire] += wire_s
+                    done_s = max(done_s, self.host_free_s[wire])
+                self.host_moved_bytes[wire] += transfer.moved_bytes[wire]
+            return done_s + transfer.latency_s
+
+    def kernels(self, transfer: Transfer, span: Tensor) -> list[Kernel]:
+        """The kernels that occupy the wires for one transfer, to be launched in order on one stream.
+
+        `span`: three words on the device that nothing else uses meanwhile; needed for copies.
+        """
+        assert self.cells is not None, "no CUDA device when the fabric was started"
+        occupied_ns = [round(transfer.occupied_s[wire] * 1e9) for wire in WIRES]
+        moved = [transfer.moved_bytes[wire] for wire in WIRES]
+        latency_ns = round(transfer.latency_s * 1e9)
+        if self.scratch is None:
+            return [Kernel("occupy", [self.cells, *occupied_ns, *moved, latency_ns])]
+        # Both wires carry the same bytes, one after the other; memory traffic is counted once.
+        num_words = int(max(moved)) // _WORD_BYTES
+        mask = self.scratch.numel() // 2 // _WORD_BYTES - 1
+        wire_s = max(*transfer.occupied_s.values(), 1e-9)
+        num_blocks = min(
+            round(max(moved) / wire_s / 1e9 / _GIGABYTES_PER_S_OF_A_BLOCK), num_words * _WORD_BYTES // _CHUNK_BYTES
+        )
+        return [
+            Kernel("begin_carrying", [self.cells, *occupied_ns, *moved, num_words, span]),
+            Kernel("carry", [span, self.scratch, mask, num_words, latency_ns], max(num_blocks, 1), _THREADS_OF_A_BLOCK),
+        ]
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds of traffic, without waiting and latency."""
+        seen = self._device_cells()[4:6].tolist()
+        return {wire: self.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, seen, strict=True)}
+
+    def moved_bytes(self) -> dict[str, float]:
+        seen = self._device_cells()[6:8].view(torch.float64).tolist()
+        return {wire: self.host_moved_bytes[wire] + moved for wire, moved in zip(WIRES, seen, strict=True)}
+
+    def _device_cells(self) -> Tensor:
+        if self.cells is None:
+            return torch.zeros(8, dtype=torch.int64)
+        torch.cuda.synchronize()
+        return self.cells.cpu()
+
+
+def sleep_until(instant_s: float) -> None:
+    """Wait until this instant of `time.perf_counter`: sleep, then spin for the last moment."""
+    left_s = instant_s - time.perf_counter()
+    if left_s > _SPIN_S:
+        time.sleep(left_s - _SPIN_S)
+    while time.perf_counter() < instant_s:
+        time.sleep(0)
 
 
 def start(fabric: Fabric, rank: int = 0) -> None:
@@ -144,15 +287,20 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, place: int, ranks: Sequence[int], wires: Wires) -> None:
         super().__init__(place, len(ranks))
         self._place, self._ranks, self._wires = place, ranks, wires
-        self._transfers: dict[tuple[Kind, int], Transfer] = {}
-        self._kernels: dict[tuple[Kind, int], list[Kernel]] = {}
+        # Planned once: planning visits every rank, and a step must not get slower with the world.
+        self._transfer = functools.cache(
+            lambda kind, num_bytes: plan_transfer(wires.fabric, kind, num_bytes, ranks, ranks[place])
+        )
+        self._kernels = functools.cache(
+            lambda kind, num_bytes: wires.kernels(self._transfer(kind, num_bytes), self._span) if len(ranks) > 1 else []
+        )
         self._filled: set[tuple[int, int]] = set()
         self._host_done_s = 0.0
         self._tail: _Tail | None = None
-        if wires.device is not None:
+        if wires.cells is not None:
             self._stream = torch.cuda.Stream(priority=-1)
             self._ready = torch.cuda.Event()
-            self._span = torch.empty(3, dtype=torch.int64, device=wires.device.cells.device)
+            self._span = torch.empty(3, dtype=torch.int64, device=wires.cells.device)
 
     def getBackendName(self) -> str:  # noqa: N802, torch asks for it
         return BACKEND
@@ -170,7 +318,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return self._start_on_device(kind, num_bytes, tensors, move, opts is None or opts.asyncOp)
         if move is not None:
             move()
-        self._host_done_s = self._wires.occupy_host(self._transfer_of(kind, num_bytes), self._host_done_s)
+        self._host_done_s = self._wires.occupy_host(self._transfer(kind, num_bytes), self._host_done_s)
         return _HostTransfer(self._host_done_s, tensors)
 
     def _start_on_device(
@@ -189,27 +337,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         if move is not None:
             with torch.cuda.stream(stream):
                 move()
-        for kernel in self._kernels_of(kind, num_bytes):
+        for kernel in self._kernels(kind, num_bytes):
             kernel.launch(stream)
         event = torch.cuda.Event()
         event.record(stream)
         self._tail = _Tail(event, stream.cuda_stream, capture)
         return _DeviceTransfer(event, stream, tensors)
-
-    def _kernels_of(self, kind: Kind, num_bytes: int) -> list[Kernel]:
-        key = (kind, num_bytes)
-        if key not in self._kernels:
-            transfer = self._transfer_of(kind, num_bytes)
-            self._kernels[key] = self._wires.kernels(transfer, self._span) if len(self._ranks) > 1 else []
-        return self._kernels[key]
-
-    def _transfer_of(self, kind: Kind, num_bytes: int) -> Transfer:
-        """The transfer, planned once: planning visits every rank, and a step must not get slower with the world."""
-        key = (kind, num_bytes)
-        if key not in self._transfers:
-            place = self._ranks[self._place]
-            self._transfers[key] = plan_transfer(self._wires.fabric, *key, self._ranks, place)
-        return self._transfers[key]
 
     # The operations, under the names that torch calls.
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..base.errors import ConfigurationError
 from ..base.processes import end_with_parent
+from ..planner.hardware.links import parse
 from . import fabric
 from .calls import count_calls
 from .case import Case, case_from_json
@@ -125,7 +126,7 @@ def join(case: Case) -> None:
     if case.contender in SINGLE_PROCESS:
         return
     if case.fabric:
-        fabric.start(fabric.parse(case.fabric))
+        fabric.start(parse(case.fabric))
     elif case.device == "cuda":
         # When gradients are clipped, offloaded FSDP2 reduces norms on the host.
         backend = "cpu:gloo,cuda:nccl" if case.contender == OFFLOADED_FSDP2 else "nccl"

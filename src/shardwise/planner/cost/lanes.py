@@ -3,7 +3,7 @@
 Every transfer is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk).
 It begins when it is ready and both its predecessors, in the queue and in its chain, are done, and it occupies a wire
 for some seconds. A wire is modelled by the time at which it is free again, as on the emulated fabric
-(`bench/wires.py`): operations take it in the order in which they begin, and latency overlaps with the next one's bytes.
+(`bench/fabric.py`): operations take it in the order in which they begin; latency overlaps with the next one's bytes.
 
 The bus has a wire for each direction and one for both, because both at once are not twice as fast. A disk reads and
 writes in turns. An update of state on disk is one operation of host and disk, which work chunk by chunk in parallel.
