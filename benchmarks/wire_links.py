@@ -35,12 +35,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.bench.case import SHAPES, Case, case_from_json
+from shardwise.bench.case import DEEPSPEED, HSDP, OURS, SHAPES, Case, case_from_json
 from shardwise.bench.contenders import find
 from shardwise.bench.launch import environment
 from shardwise.bench.measure import join
 from shardwise.bench.model import batches_of, build, num_params
-from shardwise.bench.names import DEEPSPEED, HSDP, OURS
 from shardwise.bench.pages import commit, processor
 from shardwise.core.wire.ledger import Call
 from shardwise.planner.hardware.cluster import make_cluster

@@ -81,7 +81,7 @@ def test_pickles_are_read_in_one_file() -> None:
 def test_preset_names_are_known_to_layout_the_command_line_and_the_table_of_others_only() -> None:
     presets = {*PRESETS, *ALIASES}
     # A peer may have a preset's name.
-    peers = ("bench/names.py", "bench/contenders.py", "bench/peers.py", "bench/deepspeed_config.py")
+    peers = ("bench/case.py", "bench/contenders.py")
     allowed = ("core/layout.py", "cli/", "migrate/strategies.py", *peers)
     found = [
         f"src/shardwise/{path}:{node.lineno} says {node.value!r}"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench import report
+from shardwise.bench import results
 from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
 from shardwise.bench.overlap import Overlap
 from shardwise.bench.pages import new_page
-from shardwise.bench.rows import Row, rows_of
+from shardwise.bench.results import Row, rows_of
 from shardwise.planner.hardware.links import parse
 from tests.bench.cases import SMOKE, answer, outcome
 
@@ -43,8 +43,8 @@ def compare(outcomes: dict[str, Outcome], **session: object) -> tuple[Findings, 
 
 
 def written(findings: Findings, folder: Path) -> Path:
-    page = new_page(folder, report.name_of(findings.session))
-    report.report_of(findings).page.write(page)
+    page = new_page(folder, results.name_of(findings.session))
+    results.page_of(findings).write(page)
     return page
 
 
@@ -88,7 +88,7 @@ def test_who_fails_is_a_row_and_the_others_go_on() -> None:
     assert rows[OURS].status == "ok"
     assert not rows[OURS].ratios
     assert [case.contender for case in launched].count(PEER) == 1
-    assert report.report_of(findings).problems == [f"fsdp2 (oom): {oom.error}"]
+    assert results.page_of(findings).problems == [f"fsdp2 (oom): {oom.error}"]
 
 
 def test_losses_that_differ_are_an_error_that_names_both() -> None:
@@ -109,7 +109,7 @@ def test_without_one_process_the_first_contender_is_the_measure() -> None:
     oom = Outcome(status="oom", error="out of memory")
     findings, rows, _ = compare({"plain": oom, PEER: outcome(0.3), OURS: outcome(0.2, losses=(3.0, 2.0, 1.1))})
     assert rows[OURS].error.startswith("the loss of step 2 is 1.1, that of fsdp2 1:")
-    assert "compared with those of fsdp2." in report.note_of(findings)
+    assert "compared with those of fsdp2." in results.note_of(findings)
 
 
 def test_one_process_may_be_left_out() -> None:
@@ -165,7 +165,7 @@ def test_on_a_fabric_floors_stand_beside_and_only_first_losses_count() -> None:
     assert rows[OURS].status == "ok"
     assert rows[OURS].wire_s == {"intra": 0.01, "inter": 0.02}
     assert rows[OURS].moved_bytes == 5e6
-    cells = report.columns(rows_of(findings))
+    cells = results.columns(rows_of(findings))
     assert cells["link GB/s"][:4] == ["", "", "1000", "1000"]
     assert cells["inter s"][3] == "0.0200"
 
@@ -183,7 +183,7 @@ def test_rates_of_a_known_gpu() -> None:
     flops = 6 * blocks + 12 * 16 * 4096 * 2048
     assert rows[OURS].mfu == pytest.approx(2048 / 0.1 * flops / 989.5e12)
     assert rows[OURS].memory == memory
-    assert report.columns([rows[OURS]])["host GB"] == ["65.0"]
+    assert results.columns([rows[OURS]])["host GB"] == ["65.0"]
 
 
 def test_calls_of_a_unit_are_told_from_those_of_a_step() -> None:
@@ -230,7 +230,7 @@ def test_the_json_has_its_schema_and_the_page_its_table(tmp_path: Path) -> None:
 def test_the_table_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     mix = 'shardwise:{"blocks.[0-3]":"zero2","*":"zero3"}'
     findings, _, _ = compare({"plain": outcome(9), PEER: outcome(0.3), mix: outcome(0.2)})
-    report.report_of(findings).show()
+    results.page_of(findings).show()
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert re.split(" {2,}", lines[0]) == [
         "contender",

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench.case import Shape, one_process
+from shardwise.bench.case import Shape, one_process, read_deepspeed
 from shardwise.bench.compare import TOLERANCES, losses_of
-from shardwise.bench.contenders import refuse_what_deepspeed_ignores
-from shardwise.bench.deepspeed_config import config_of
+from shardwise.bench.contenders import config_of, refuse_what_deepspeed_ignores
 from shardwise.bench.launch import Outcome, launch
-from shardwise.bench.names import read_deepspeed
 from tests.bench.cases import smoke
 from tests.bench.test_contenders import losses
 from tests.support.deepspeed import DeepSpeed

@@ -3,9 +3,9 @@
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench.case import case_from_json
-from shardwise.bench.names import (
+from shardwise.bench.case import (
     DeepSpeed,
+    case_from_json,
     label,
     needs_disk,
     peers_in,

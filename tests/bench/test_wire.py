@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench import wire, wire_report
+from shardwise.bench import wire
 from shardwise.bench.wire import Findings, Request, TrainedRun, codecs_of, inter_node_bytes, last_words, strategies_of
 from shardwise.trainer.settings import Settings
 
@@ -78,7 +78,7 @@ def test_codecs_are_checked_and_told_once() -> None:
 
 def test_differences_are_to_the_first_step_by_step() -> None:
     off = seen(INT8, (4.0, 3.3, 2.0, 1.05), eval_loss=2.1, inter_node_bytes=2.5e5)
-    exact, row = wire_report.rows_of(found(seen("zero3"), off))
+    exact, row = wire.rows_of(found(seen("zero3"), off))
     assert (exact.loss, exact.loss_difference, exact.largest_difference) == (2.5, 0.0, 0.0)
     assert row.loss == pytest.approx((4.0 + 3.3 + 2.0 + 1.05) / 4)
     assert row.loss_difference == pytest.approx(0.35 / 10)
@@ -89,7 +89,7 @@ def test_differences_are_to_the_first_step_by_step() -> None:
 
 def test_the_loss_is_that_of_the_last_twenty_steps() -> None:
     losses = (100.0,) * 5 + (2.0,) * 20
-    (row,) = wire_report.rows_of(found(seen("zero3", losses), settings=replace(SETTINGS, max_steps=25)))
+    (row,) = wire.rows_of(found(seen("zero3", losses), settings=replace(SETTINGS, max_steps=25)))
     assert row.loss == 2.0
 
 
@@ -97,22 +97,22 @@ def test_who_diverged_has_what_was_seen_and_no_loss() -> None:
     findings = found(
         seen("zero3"), seen(INT8, (4.0, 9.0), status="diverged", error="the loss of step 2", eval_loss=None)
     )
-    row = wire_report.rows_of(findings)[1]
+    row = wire.rows_of(findings)[1]
     assert (row.loss, row.loss_difference, row.eval_difference) == (None, None, None)
     assert row.largest_difference == pytest.approx(2.0)
-    assert wire_report.strategy_columns(findings)["loss"] == ["2.5000", "diverged"]
-    assert wire_report.problems(findings) == [f"{INT8} (diverged): the loss of step 2"]
+    assert wire.strategy_columns(findings)["loss"] == ["2.5000", "diverged"]
+    assert wire.problems(findings) == [f"{INT8} (diverged): the loss of step 2"]
 
 
 def test_without_the_exact_run_there_is_nothing_to_compare_with() -> None:
     findings = found(TrainedRun("zero3", "failed", "no"), seen(INT8))
-    row = wire_report.rows_of(findings)[1]
+    row = wire.rows_of(findings)[1]
     assert (row.loss, row.loss_difference) == (2.5, None)
-    assert "vs zero3" not in wire_report.strategy_columns(findings)
+    assert "vs zero3" not in wire.strategy_columns(findings)
 
 
 def test_bytes_that_were_not_planned_are_a_problem() -> None:
-    (problem,) = wire_report.problems(found(seen("zero3", wire_bytes=5e6)))
+    (problem,) = wire.problems(found(seen("zero3", wire_bytes=5e6)))
     assert "zero3: a step moved 5000000.0 bytes, but 4000000.0 were planned" in problem
 
 
@@ -170,10 +170,10 @@ def test_a_session_that_is_cut_short_has_what_it_saw(progress: Iterator[Findings
     page = tmp_path / "page.md"
     findings = next(progress)
     assert findings.num_left == 1
-    wire_report.report_of(findings).page.write(page)
+    wire.page_of(findings).write(page)
     assert "Unfinished: 1 more runs were requested." in page.read_text()
     assert "Codecs on gradients" not in page.read_text()
-    wire_report.report_of(next(progress)).page.write(page)
+    wire.page_of(next(progress)).write(page)
     assert "| `int4` | 1.000e-01 | not finite | 0.990000 | 0.5157 | 2.000 | 1.000 |" in page.read_text()
     *_, last = progress
     assert list(last.runs) == ["zero3", INT8]
@@ -183,7 +183,7 @@ def test_a_session_that_is_cut_short_has_what_it_saw(progress: Iterator[Findings
 def test_the_json_has_everything_and_the_page_its_tables(progress: Iterator[Findings], tmp_path: Path) -> None:
     *_, findings = progress
     page = tmp_path / "page.md"
-    wire_report.report_of(findings).page.write(page)
+    wire.page_of(findings).write(page)
     about = json.loads(page.with_suffix(".json").read_text())
     assert set(about) == {"schema", "command", "date", "machine", "note", "settings", "rows", "runs", "codecs"}
     assert [row["strategy"] for row in about["rows"]] == ["zero3", INT8]
@@ -192,12 +192,12 @@ def test_the_json_has_everything_and_the_page_its_tables(progress: Iterator[Find
     assert f"| `{INT8}` | 2.5000 | +0.00% | 2.0000 | +0.00% | 0.00% (1) | 4.0000 | 1.0000 | 1.00 | 0.1000 |" in (
         page.read_text()
     )
-    assert wire_report.name_of(findings.request) == "bench-wire-tiny-4-ranks"
+    assert wire.name_of(findings.request) == "bench-wire-tiny-4-ranks"
 
 
 def test_tables_are_printed_whole(progress: Iterator[Findings], capsys: pytest.CaptureFixture[str]) -> None:
     *_, findings = progress
-    wire_report.report_of(findings).show()
+    wire.page_of(findings).show()
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0].startswith("strategy")
     assert lines[0].endswith("s per step")

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.bench.pages import Report
+from shardwise.bench.pages import Page, results_page
 from shardwise.cli.bench import run_benchmark
 from shardwise.cli.shared import exit_on_sigterm
 
 
-def report(*problems: str) -> Report:
-    return Report("title", {"cores": 2}, {"rows": []}, [("a note", {"name": ["a"], "value": ["1"]})], problems)
+def report(*problems: str) -> Page:
+    return results_page("title", {"cores": 2}, {"rows": []}, [("a note", {"name": ["a"], "value": ["1"]})], problems)
 
 
-def interrupted(*before: Report) -> Iterator[Report]:
+def interrupted(*before: Page) -> Iterator[Page]:
     yield from before
     raise KeyboardInterrupt
 

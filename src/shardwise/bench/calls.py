@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from .case import Case
+from .case import FLOORS, Case
 from .launch import Launch, Say
-from .names import FLOORS
 
 Calls = dict[str, float]
 

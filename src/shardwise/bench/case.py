@@ -1,15 +1,181 @@
-"""Model shapes and benchmark cases, as values. No torch, no processes.
+"""What is measured, as values: model shapes, the names of contenders, and cases. No torch, no processes.
+
+The name of a contender is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The
+argument of `shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it:
+`@early` for early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta
+device and is never whole on one device; for example `zero3@early@capture`. The argument of `deepspeed` is a stage and
+an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the optimizer, `3+hpz`.
 
 A `Case` is everything that a worker process needs to know; it is passed to the worker as JSON.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.layout import AUTO, MOST_SPLIT, Layout, layout_of
 from ..planner.hardware.links import Fabric, parse
 from ..trainer.shapes import PRESETS
-from .names import FLOORS, label
+
+OURS = "shardwise"
+OFFLOADED_FSDP2 = "fsdp2+offload"
+HSDP = "hsdp"
+DEEPSPEED = "deepspeed"
+NVME = "nvme"
+PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
+FLOORS = ("compute", "compute+update")
+SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
+EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
+MODIFIERS = ("early", "capture", "meta")
+
+# Kinds of offload, and the ZeRO stages that support each.
+OFFLOADS: dict[str, tuple[int, ...]] = {
+    "offload": (1, 2, 3),  # the optimizer to host memory; at stage 3 parameters too
+    "offload_optimizer": (3,),  # the optimizer alone
+    "super_offload": (3,),  # the same, updated by a separate process
+    NVME: (3,),  # optimizer and parameters to disk
+}
+# ZeRO++, whole or in parts. DeepSpeed supports it at stage 3, and silently ignores it below.
+ZEROPP: dict[str, tuple[str, ...]] = {
+    "hpz": ("hpz",),  # a second copy of the parameters, sharded within the node
+    "qwz": ("qwz",),  # parameters are sent as int8
+    "qgz": ("qgz",),  # gradients are sent as int4
+    "zeropp": ("hpz", "qwz", "qgz"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeed:
+    """The parsed form of `deepspeed:3+offload:0.6`."""
+
+    stage: int
+    offload: str = ""  # a key of `OFFLOADS`
+    ratio: float = 1.0  # the part of the optimizer that is offloaded
+    parts: tuple[str, ...] = ()  # of ZeRO++
+
+
+def read_deepspeed(argument: str) -> DeepSpeed:
+    """Parse the text after `deepspeed:` in a contender's name."""
+    name = f"'{DEEPSPEED}:{argument}'"
+    stage, plus, words = argument.partition("+")
+    if stage not in ("0", "1", "2", "3"):
+        raise ConfigurationError(f"--peers: {name}; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3")
+    if not plus:
+        return DeepSpeed(int(stage))
+    word, colon, part = words.partition(":")
+    known = OFFLOADS | dict.fromkeys(ZEROPP, (3,))
+    if word not in known:
+        raise ConfigurationError(f"--peers: {name}: unknown option {word!r}; {did_you_mean(word, known)}")
+    if int(stage) not in known[word]:
+        stages = " or ".join(map(str, known[word]))
+        raise ConfigurationError(f"--peers: {name}; DeepSpeed has {word!r} at stage {stages} only")
+    if not colon:
+        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
+    if stage != "3" or word == NVME or word in ZEROPP:
+        raise ConfigurationError(
+            f"--peers: {name}; DeepSpeed offloads a part of the optimizer to the host only, at stage 3"
+        )
+    try:
+        ratio = float(part)
+    except ValueError:
+        ratio = -1.0
+    if not 0 < ratio <= 1:
+        raise ConfigurationError(f"--peers: {name}; {part!r} is not a part of the optimizer: write 0.6")
+    return DeepSpeed(int(stage), word, ratio)
+
+
+def strategies_in(text: str) -> list[str]:
+    """The contenders in `zero3,zero2` or `zero3,{"blocks.[0-7]":"zero2","*":"zero3"}`."""
+    names, rest = [], text.strip()
+    while rest:
+        if rest.startswith("{"):
+            try:
+                mapping, end = json.JSONDecoder().raw_decode(rest)
+            except json.JSONDecodeError as error:
+                raise ConfigurationError(f"--strategies: {rest!r} is no JSON: {error}; write {EXAMPLE}") from error
+            modifiers, _, rest = rest[end:].partition(",")
+            name = json.dumps(mapping, separators=(",", ":")) + modifiers.strip()
+        else:
+            name, _, rest = rest.partition(",")
+        name, rest = name.strip(), rest.strip()
+        if name:
+            read_strategy(name)
+            names.append(f"{OURS}:{name}")
+    return names
+
+
+def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
+    """The `strategy` argument of `sw.shard`, and the modifiers."""
+    end = text.rfind("}") + 1
+    name, *modifiers = text[end:].split("@")
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            raise ConfigurationError(
+                f"--strategies: {text!r}: unknown modifier {modifier!r}; {did_you_mean(modifier, MODIFIERS)}"
+            )
+    if end:
+        rows = json.loads(text[:end]).items()
+        return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(modifiers)
+    _layout_by(name)
+    return name, set(modifiers)
+
+
+def _row(value: Any) -> str | Layout:
+    """A preset's name, or a layout written out as an object."""
+    if not isinstance(value, dict):
+        return value
+    known = [field.name for field in fields(Layout)]
+    for key in value.keys() - known:
+        raise ConfigurationError(f"--strategies: a layout has no {key!r}; {did_you_mean(key, known)}")
+    return Layout(**value)
+
+
+def is_auto(strategy: str | dict[str, Layout]) -> bool:
+    return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
+
+
+def _layout_by(name: str) -> Layout:
+    """The layout of a preset. For `auto`, that of the preset that shards most."""
+    return layout_of(MOST_SPLIT + name[len(AUTO) :] if is_auto(name) else name)
+
+
+def peers_in(text: str) -> list[str]:
+    """The contenders in `fsdp2,deepspeed:2`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        family, _, argument = name.partition(":")
+        if family not in PEERS:
+            raise ConfigurationError(f"--peers: unknown peer {name!r}; {did_you_mean(family, PEERS)}")
+        if family == DEEPSPEED:
+            read_deepspeed(argument)
+        elif argument:
+            raise ConfigurationError(f"--peers: {name!r}; {family} takes no {argument!r}")
+    return names
+
+
+def needs_disk(contender: str) -> bool:
+    """True if the contender offloads to disk. (`auto` may use a disk, and works without one.)"""
+    family, _, argument = contender.partition(":")
+    if family == DEEPSPEED:
+        return read_deepspeed(argument).offload == NVME
+    if family != OURS:
+        return False
+    strategy, _ = read_strategy(argument)
+    layouts = [_layout_by(strategy)] if isinstance(strategy, str) else strategy.values()
+    return any(layout.uses_disk for layout in layouts)
+
+
+def label(contender: str) -> str:
+    """The name for tables: a mapping without JSON's punctuation, `shardwise:blocks.[0-7]=zero2 *=zero3`."""
+    family, _, argument = contender.partition(":")
+    if not argument.startswith("{"):
+        return contender
+    end = argument.rfind("}") + 1
+    rows = json.loads(argument[:end]).items()
+    mix = " ".join(f"{pattern}={row if isinstance(row, str) else '(custom)'}" for pattern, row in rows)
+    return f"{family}:{mix}{argument[end:]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from ..base.errors import ConfigurationError
 from ..core.layout import layouts_for
 from ..core.schedule.units import find_units
 from .calls import AddedCalls, added_calls
-from .case import Case, one_process
+from .case import FLOORS, Case, label, needs_disk, one_process, read_strategy
 from .launch import Launch, Outcome, Say
 from .model import build
-from .names import FLOORS, label, needs_disk, read_strategy
 
 # Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}

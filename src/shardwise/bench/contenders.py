@@ -10,7 +10,7 @@
     fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
     ddp             DistributedDataParallel, gradients as views of its buckets
     deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication, with offload or ZeRO++ where the
-                    name says so: see `names`
+                    name says so: see `case`
     plain           one process, nothing sharded
     compute         floor: forward and backward of the whole model in the compute dtype, nothing else
     compute+update  floor: the same, and AdamW on one rank's part of the parameters
@@ -25,7 +25,7 @@ send fp32 gradients as bf16, and cannot reduce bf16 gradients in fp32.
 
 Micro-batches. `ddp` (no_sync) and `deepspeed` at stages 0 and 1 reduce after the last one only; `fsdp1`, `fsdp2` and
 `deepspeed` at stages 2 and 3 reduce after every one, because waiting would keep whole gradients; shardwise does what
-the layout says. The process group exists before a contender is set up, except for those in `names.SINGLE_PROCESS`.
+the layout says. The process group exists before a contender is set up, except for those in `case.SINGLE_PROCESS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,19 @@ from torch import Tensor, nn
 import shardwise as sw
 
 from ..base.errors import ConfigurationError
-from .case import Case
-from .deepspeed_config import config_of
+from .case import (
+    HSDP,
+    NVME,
+    OFFLOADED_FSDP2,
+    Case,
+    DeepSpeed,
+    is_auto,
+    needs_disk,
+    read_deepspeed,
+    read_strategy,
+)
 from .model import (
+    ADAMW,
     COMPUTE,
     DTYPES,
     WEIGHTS,
@@ -56,11 +66,17 @@ from .model import (
     step_of,
     torch_clipping,
 )
-from .names import HSDP, OFFLOADED_FSDP2, is_auto, needs_disk, read_deepspeed, read_strategy
 
 _HOST_UPDATES = "shardwise::host update"  # the profiler ranges in which our engine updates weights on the host
 # The range that torch puts around the step of any optimizer. Offloaded weights are updated on the host there.
 _OPTIMIZER_STEP = "Optimizer.step#"
+_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 4,
+    "single_submit": False,
+    "overlap_events": True,
+}
 
 
 def plain(case: Case) -> Run:
@@ -242,6 +258,53 @@ def deepspeed(case: Case, argument: str) -> Run:
         return torch.stack(losses).mean()
 
     return Run(step, COMPUTE[case.precision], _OPTIMIZER_STEP if request.offload else "")
+
+
+def config_of(case: Case, request: DeepSpeed) -> dict[str, Any]:
+    """The configuration for `deepspeed.initialize`.
+
+    Buffer sizes are those of its documentation, and for SuperOffload those of its examples. With an offloaded
+    optimizer, DeepSpeed must build the optimizer itself (`DeepSpeedCPUAdam`): it refuses other optimizers there.
+    """
+    offload, is_third = request.offload, request.stage == 3
+    is_super, on_disk = offload == "super_offload", offload == NVME
+    bucket_elems = 400_000_000 if is_super else 500_000_000
+    zero: dict[str, Any] = {
+        "stage": request.stage,
+        "overlap_comm": not is_super,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket_elems,
+        "allgather_bucket_size": bucket_elems,
+    }
+    if is_third:
+        zero |= {"stage3_prefetch_bucket_size": bucket_elems}
+        zero |= {"sub_group_size": bucket_elems if is_super else 1_000_000_000}
+    place: dict[str, Any] = {"device": "nvme", "nvme_path": case.disk_path} if on_disk else {"device": "cpu"}
+    place["pin_memory"] = True
+    if offload:
+        how = {"pipeline_read": True, "pipeline_write": True} if on_disk else {"ratio": request.ratio}
+        how |= {"super_offload": True, "cpuadam_cores_perc": 0.9} if is_super else {}
+        zero["offload_optimizer"] = place | how
+    if on_disk or (is_third and offload == "offload"):
+        zero["offload_param"] = place
+    zeropp: dict[str, dict[str, Any]] = {
+        "hpz": {"zero_hpz_partition_size": case.node_size},
+        "qwz": {"zero_quantized_weights": True},
+        "qgz": {"zero_quantized_gradients": True},
+    }
+    for part in request.parts:
+        zero |= zeropp[part]
+    return {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": case.micro_batches,
+        "zero_optimization": zero,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "communication_data_type": case.reduce,
+        "gradient_clipping": case.clip,
+        "zero_allow_untested_optimizer": True,
+        **({"optimizer": {"type": "AdamW", "params": ADAMW}} if offload else {}),
+        **({"aio": _AIO} if on_disk else {}),
+    }
 
 
 def refuse_what_deepspeed_ignores(case: Case, parts: Sequence[str], ranks_per_node: int) -> None:

@@ -10,8 +10,8 @@ An operation does two things:
    All-reduce: nothing. Losses are therefore meaningless; time, bytes and memory are not.
 2. It occupies the rank's wires for the time that `links` computes. A wire is a cell that holds the instant at which it
    is free again. A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends after its
-   last byte and its latency. So two concurrent transfers take as long as one after the other, in the order in which their
-   inputs were ready; the latency of one overlaps the bytes of the next.
+   last byte and its latency. So two concurrent transfers take as long as one after the other, in the order in which
+   their inputs were ready; the latency of one overlaps the bytes of the next.
 
 There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
 it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds at any SM clock; a transfer over

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..base.processes import as_child, temporary_folder
 from ..trainer.loopback import ADDRESS, rank_variables, store_at
-from .case import Case
-from .names import SINGLE_PROCESS
+from .case import SINGLE_PROCESS, Case
 
 
 @dataclass(frozen=True, slots=True)

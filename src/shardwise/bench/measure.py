@@ -27,10 +27,9 @@ from ..base.processes import end_with_parent
 from ..planner.hardware.links import parse
 from . import fabric
 from .calls import count_calls
-from .case import Case, case_from_json
+from .case import OFFLOADED_FSDP2, SINGLE_PROCESS, Case, case_from_json
 from .contenders import find
 from .model import batches_of, device_of
-from .names import OFFLOADED_FSDP2, SINGLE_PROCESS
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
 SETTLE = 2  # steps after the reset in which the allocator reserves its memory again

@@ -19,8 +19,9 @@ from ..trainer.checkpointing import Mode, checkpoint_blocks
 from ..trainer.model import Transformer
 from ..trainer.shapes import TransformerShape
 from .case import Case, Shape
-from .deepspeed_config import ADAMW
 
+# The same hyper-parameters for every contender.
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.hardware.links import parse
-from .case import Case
-from .names import label
+from .case import Case, label
 
 Interval = tuple[float, float]  # begin and end
 Event = dict[str, Any]

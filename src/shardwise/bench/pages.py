@@ -27,7 +27,7 @@ Columns = Mapping[str, Sequence[str]]  # the cells of a table by title; the firs
 
 @dataclass(frozen=True)
 class Page:
-    """One result. `before` are paragraphs above the command, `after` those below the machine."""
+    """One result, complete or so far. `before` are paragraphs above the command, `after` those below the machine."""
 
     title: str
     command: str
@@ -36,6 +36,8 @@ class Page:
     before: Sequence[str] = ()
     after: Sequence[str] = ()
     date: datetime.datetime = field(default_factory=datetime.datetime.now)
+    tables: Sequence[tuple[str, Columns]] = ()  # for the terminal, each with a note that explains it
+    problems: Sequence[str] = ()
 
     @property
     def document(self) -> dict[str, Any]:
@@ -52,6 +54,38 @@ class Page:
         """Write the page to `path` and the JSON next to it."""
         path.with_suffix(".json").write_text(json.dumps(self.document, indent=1) + "\n")
         path.write_text(str(self))
+
+    def show(self) -> None:
+        """Print all tables. A wide table is wrapped by the terminal, not cut."""
+        console = Console(highlight=False)
+        for note, columns in self.tables:
+            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            for index, title in enumerate(columns):
+                table.add_column(Text(title), justify="right" if index else "left", no_wrap=True)
+            for texts in zip(*columns.values(), strict=True):
+                table.add_row(*map(Text, texts))  # no markup: names contain brackets
+            needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            Console(width=max(console.width, needed)).print(table)
+            console.print(note, markup=False)
+        for problem in self.problems:
+            console.print(problem, style="red", markup=False)
+
+
+def results_page(
+    title: str,
+    machine: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    tables: Sequence[tuple[str, Columns]],
+    problems: Sequence[str],
+    details: Sequence[str] = (),
+) -> Page:
+    """The page of a command: the first table with its note above, problems, more tables, and further paragraphs."""
+    (note, columns), *more = tables
+    after = [columns_as_markdown(columns), *(f"- {problem}" for problem in problems)]
+    after += [text for words, cells in more for text in (words, columns_as_markdown(cells))]
+    command = shlex.join(["shardwise", *sys.argv[1:]])
+    about = {"note": note, **figures}
+    return Page(title, command, machine, about, [note], [*after, *details], tables=tables, problems=problems)
 
 
 def new_page(folder: Path, name: str) -> Path:
@@ -97,6 +131,11 @@ def figure(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def filled(columns: Columns) -> dict[str, Sequence[str]]:
+    """The columns that are not empty."""
+    return {title: texts for title, texts in columns.items() if any(texts)}
+
+
 def markdown_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     titles = list(titles)
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (titles, *rows)]
@@ -105,38 +144,3 @@ def markdown_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> s
 
 def columns_as_markdown(columns: Columns) -> str:
     return markdown_table(columns, ([f"`{name}`", *texts] for name, *texts in zip(*columns.values(), strict=True)))
-
-
-@dataclass(frozen=True)
-class Report:
-    """The results of a command, complete or so far: tables, each with a note that explains it, and problems."""
-
-    title: str
-    machine: Mapping[str, Any]
-    figures: Mapping[str, Any]  # for the JSON
-    tables: Sequence[tuple[str, Columns]]
-    problems: Sequence[str]
-    details: Sequence[str] = ()  # more paragraphs for the page
-
-    @property
-    def page(self) -> Page:
-        (note, columns), *more = self.tables
-        after = [columns_as_markdown(columns), *(f"- {problem}" for problem in self.problems)]
-        after += [text for words, cells in more for text in (words, columns_as_markdown(cells))]
-        command = shlex.join(["shardwise", *sys.argv[1:]])
-        return Page(self.title, command, self.machine, {"note": note, **self.figures}, [note], [*after, *self.details])
-
-    def show(self) -> None:
-        """Print all tables. A wide table is wrapped by the terminal, not cut."""
-        console = Console(highlight=False)
-        for note, columns in self.tables:
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
-            for index, title in enumerate(columns):
-                table.add_column(Text(title), justify="right" if index else "left", no_wrap=True)
-            for texts in zip(*columns.values(), strict=True):
-                table.add_row(*map(Text, texts))  # no markup: names contain brackets
-            needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            Console(width=max(console.width, needed)).print(table)
-            console.print(note, markup=False)
-        for problem in self.problems:
-            console.print(problem, style="red", markup=False)

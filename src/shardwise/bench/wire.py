@@ -9,16 +9,20 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..base.errors import ConfigurationError
 from ..base.processes import as_child
+from ..base.text import count
 from ..checkpoint.steps import CHECKPOINTS
 from ..core.layout import layout_of
 from ..core.wire.codec import parse
@@ -29,8 +33,9 @@ from ..trainer.checks import check_all, look_ahead
 from ..trainer.offload import is_auto
 from ..trainer.run_folder import DATA
 from ..trainer.settings import Settings
+from .case import OURS, strategies_in
 from .launch import Say
-from .names import OURS, strategies_in
+from .pages import Columns, Page, figure, filled, machine, results_page
 
 Strategy = str | dict[str, str]
 
@@ -39,6 +44,7 @@ STATUSES = {0: "ok", 2: "refused", 3: "oom", 4: "diverged"}
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_TO_END = 30.0
 LONGEST = 300  # characters of an error
+NUM_LAST = 20  # steps whose mean is the loss of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,7 @@ def _file_name(name: str) -> str:
 
 
 def _codecs(request: Request, run_folder: Path) -> tuple[dict[str, Any], str]:
+    """The result of `wire_codecs`, and an error if there is none."""
     answer, log = run_folder.with_suffix(".codecs.json"), run_folder.with_suffix(".codecs.log")
     question = {
         "run": str(run_folder),
@@ -197,51 +204,49 @@ def _codecs(request: Request, run_folder: Path) -> tuple[dict[str, Any], str]:
     environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ}
     if request.settings.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    with log.open("w") as sink:
-        command = [sys.executable, "-m", "shardwise.bench.wire_codecs", json.dumps(question), str(answer)]
-        worker = subprocess.Popen(command, env=as_child(environment), stdout=sink, stderr=subprocess.STDOUT)
-        try:
-            code = worker.wait()
-        finally:
-            end(worker)
+    code = _run(["shardwise.bench.wire_codecs", json.dumps(question), str(answer)], environment, log)
     if code or not answer.exists():
         return {}, last_words(log.read_text(errors="replace"), code)
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found, ""
+    return json.loads(answer.read_text()), ""
 
 
 def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: Say) -> TrainedRun:
     """Run `shardwise train`. The run's settings and its output are files next to its folder."""
     config, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     config.write_text(replace(settings, output_dir=str(folder)).to_json())
-    metrics = folder / METRICS
+    progress = partial(_progress, folder / METRICS, settings)
+    code = _run(["shardwise", "train", str(config)], os.environ, log, lambda: say(f"  {strategy}: {progress()}"))
+    status = STATUSES.get(code, "failed")
+    error = "" if status == "ok" else last_words(log.read_text(errors="replace"), code)
+    if status not in ("ok", "diverged"):
+        return TrainedRun(strategy, status, error)
+    return _with_figures(folder, TrainedRun(strategy, status, error), num_ranks, settings.node_size or num_ranks)
+
+
+def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Callable[[], None] | None = None) -> int:
+    """Run `python -m MODULE` with its output in a file. `watch` is called now and then. Return the exit code."""
     with log.open("w") as sink:
         # In its own process group: Ctrl-C reaches this process only, which then ends the run once.
         worker = subprocess.Popen(
-            [sys.executable, "-m", "shardwise", "train", str(config)],
-            env=as_child(os.environ),
+            [sys.executable, "-m", *module],
+            env=as_child(environment),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            printed_s = time.monotonic()
-            while worker.poll() is None:
-                time.sleep(0.1)
-                if time.monotonic() - printed_s > SECONDS_BETWEEN_LINES:
-                    printed_s = time.monotonic()
-                    say(f"  {strategy}: {_progress(metrics, settings)}")
+            while True:
+                try:
+                    return worker.wait(SECONDS_BETWEEN_LINES)
+                except subprocess.TimeoutExpired:
+                    if watch is not None:
+                        watch()
         finally:
-            end(worker)
-    status = STATUSES.get(worker.returncode, "failed")
-    error = "" if status == "ok" else last_words(log.read_text(errors="replace"), worker.returncode)
-    if status not in ("ok", "diverged"):
-        return TrainedRun(strategy, status, error)
-    return _with_figures(folder, TrainedRun(strategy, status, error), num_ranks, settings.node_size or num_ranks)
+            _end(worker)
 
 
-def end(worker: "subprocess.Popen[bytes]") -> None:
+def _end(worker: "subprocess.Popen[bytes]") -> None:
     """End the process. Its ranks end with it."""
     if worker.poll() is None:
         worker.terminate()
@@ -307,3 +312,156 @@ def _progress(metrics: Path, settings: Settings) -> str:
         if row.get("loss") is not None:
             return f"step {row['step']} of {settings.max_steps}, loss {row['loss']:.4f}"
     return "setting up"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy compared with the exact one. Differences are relative; an unknown figure is None."""
+
+    strategy: str
+    status: str
+    error: str
+    loss: float | None = None  # mean of the last steps
+    loss_difference: float | None = None
+    eval_loss: float | None = None
+    eval_difference: float | None = None
+    largest_difference: float | None = None  # of the loss of one step
+    largest_at: int | None = None  # the number of that step
+    wire_bytes: float | None = None
+    planned_wire_bytes: float | None = None
+    inter_node_bytes: float | None = None
+    fewer_between_nodes: float | None = None  # the exact one's bytes / these
+    step_s: float | None = None
+
+
+def rows_of(findings: Findings) -> list[Row]:
+    exact = findings.runs.get(findings.request.exact, TrainedRun(""))
+    return [_row(run, exact, findings.request.num_steps) for run in findings.runs.values()]
+
+
+def _row(run: TrainedRun, exact: TrainedRun, num_steps: int) -> Row:
+    expected, loss = exact.losses or {}, _last(run, num_steps)
+    apart = {step: abs(loss / expected[step] - 1.0) for step, loss in (run.losses or {}).items() if step in expected}
+    largest_at = max(apart, key=apart.__getitem__, default=None)
+    theirs, ours = exact.inter_node_bytes, run.inter_node_bytes
+    return Row(
+        run.strategy,
+        run.status,
+        run.error,
+        loss=loss,
+        loss_difference=_difference(loss, _last(exact, num_steps)),
+        eval_loss=run.eval_loss,
+        eval_difference=_difference(run.eval_loss, exact.eval_loss),
+        largest_difference=None if largest_at is None else apart[largest_at],
+        largest_at=largest_at,
+        wire_bytes=run.wire_bytes,
+        planned_wire_bytes=run.planned_wire_bytes,
+        inter_node_bytes=run.inter_node_bytes,
+        fewer_between_nodes=theirs / ours if theirs and ours else None,
+        step_s=run.step_s,
+    )
+
+
+def _difference(own: float | None, exact: float | None) -> float | None:
+    return None if own is None or exact is None else own / exact - 1.0
+
+
+def _last(run: TrainedRun, num_steps: int) -> float | None:
+    """The mean loss of the last steps of a run that was completed."""
+    losses = run.losses or {}
+    last = [losses[step] for step in range(max(1, num_steps - NUM_LAST + 1), num_steps + 1) if step in losses]
+    return statistics.fmean(last) if num_steps in losses else None
+
+
+def problems(findings: Findings) -> list[str]:
+    runs = findings.runs.values()
+    failed = [f"{run.strategy} ({run.status}): {run.error}" for run in runs if run.status != "ok"]
+    unplanned = [
+        f"{run.strategy}: a step moved {run.wire_bytes} bytes, but {run.planned_wire_bytes} were planned"
+        for run in runs
+        if run.status == "ok" and run.wire_bytes != run.planned_wire_bytes
+    ]
+    codecs = [f"codecs were not measured: {findings.codecs_error}"] if findings.codecs_error else []
+    return failed + unplanned + codecs
+
+
+def note_of(findings: Findings) -> str:
+    """Explain how to read the figures."""
+    request = findings.request
+    known = next((run for run in findings.runs.values() if run.num_params and run.tokens_per_step), None)
+    size = f", {count(known.num_params or 0)} parameters, {known.tokens_per_step:.0f} tokens per step" if known else ""
+    sentences = [
+        f"{request.settings.model}{size}; {request.settings.precision} on {request.num_ranks} ranks in nodes of "
+        f"{request.node_size}, {request.num_steps} steps each from the same weights on the same data.",
+        f"`loss` is the mean of the last {min(NUM_LAST, request.num_steps)} steps, `evaluation` that of samples that "
+        f"are not trained on; `vs` are differences to {request.exact}, `largest` is that of one step's loss.",
+        "MB are counted: the bytes that one rank sends per step, and the part that leaves its node.",
+        "Matrices are encoded; norms, biases and embeddings are sent unchanged.",
+    ]
+    if findings.num_left:
+        sentences.append(f"Unfinished: {findings.num_left} more runs were requested.")
+    return " ".join(sentences)
+
+
+def codecs_note(findings: Findings, kind: str) -> str:
+    request, found = findings.request, findings.codecs
+    of = f"{found['gradient_dtype']}, of one micro-batch of one rank " if kind == "gradients" else ""
+    elements = f"{count(found[f'num_{kind}'])} elements of matrices"
+    return f"Codecs on {kind}: {of}after {request.num_steps} steps of {request.exact}, {elements}."
+
+
+def strategy_columns(findings: Findings) -> Columns:
+    """The cells of the main table by column, without empty columns."""
+    exact, rows = findings.request.exact, rows_of(findings)
+    # Differences of the exact one to itself are left out.
+    others = [Row(row.strategy, row.status, row.error) if row.strategy == exact else row for row in rows]
+    return filled(
+        {
+            "strategy": [row.strategy for row in rows],
+            "loss": [figure(row.loss, ".4f") or row.status for row in rows],
+            f"vs {exact}": [figure(row.loss_difference, "+.2%") for row in others],
+            "evaluation": [figure(row.eval_loss, ".4f") for row in rows],
+            "vs": [figure(row.eval_difference, "+.2%") for row in others],
+            "largest": [
+                f"{row.largest_difference:.2%} ({row.largest_at})" if row.largest_at is not None else ""
+                for row in others
+            ],
+            "MB": [figure(row.wire_bytes and row.wire_bytes / 1e6, ".4f") for row in rows],
+            "between nodes MB": [figure(row.inter_node_bytes and row.inter_node_bytes / 1e6, ".4f") for row in rows],
+            "times fewer": [figure(row.fewer_between_nodes, ".2f") for row in others],
+            "s per step": [figure(row.step_s, ".4f") for row in rows],
+        }
+    )
+
+
+def codec_columns(found: Sequence[Mapping[str, Any]]) -> Columns:
+    return {
+        "codec": [row["codec"] for row in found],
+        "relative RMS error": [figure(row["relative_rms"], ".3e") or "not finite" for row in found],
+        "of the worst unit": [figure(row["worst_relative_rms"], ".3e") or "not finite" for row in found],
+        "cosine": [figure(row["cosine"], ".6f") or "not finite" for row in found],
+        "bytes per element": [f"{row['bytes_per_elem']:.4f}" for row in found],
+        "encode ms per million": [f"{row['encode_s'] * 1e3:.3f}" for row in found],
+        "decode ms per million": [f"{row['decode_s'] * 1e3:.3f}" for row in found],
+    }
+
+
+def page_of(findings: Findings) -> Page:
+    request, codecs = findings.request, findings.codecs
+    tables = [(note_of(findings), strategy_columns(findings))]
+    kinds = [kind for kind in ("gradients", "weights") if codecs.get(kind)]
+    tables += [(codecs_note(findings, kind), codec_columns(codecs[kind])) for kind in kinds]
+    figures = {
+        "settings": asdict(request.settings),
+        "rows": [asdict(row) for row in rows_of(findings)],
+        "runs": [asdict(run) for run in findings.runs.values()],
+        "codecs": codecs,
+    }
+    device = torch.cuda.get_device_name() if request.settings.device == "cuda" else "cpu"
+    return results_page("shardwise bench wire", machine(device, torch.__version__), figures, tables, problems(findings))
+
+
+def name_of(request: Request) -> str:
+    """The name of the files."""
+    model = Path(request.settings.model)
+    return f"bench-wire-{model.stem if model.suffix == '.json' else model.name}-{request.num_ranks}-ranks"

@@ -22,7 +22,7 @@ from .shared import documented, exit_on_sigterm, progress, require_known
 from .train import FLAGS, TrainCommand
 
 if TYPE_CHECKING:
-    from ..bench.pages import Report
+    from ..bench.pages import Page
     from ..bench.wire import Request
 
 RESULTS_FOLDER = Path("benchmark-results")
@@ -88,11 +88,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from ..bench import compare
-    from ..bench.case import SHAPES, Case, settings_of, with_intra
+    from ..bench.case import SHAPES, Case, peers_in, settings_of, strategies_in, with_intra
     from ..bench.launch import launch
-    from ..bench.names import peers_in, strategies_in
     from ..bench.pages import new_page
-    from ..bench.report import name_of, report_of
+    from ..bench.results import name_of, page_of
     from ..planner.hardware.links import parse
 
     exit_on_sigterm()
@@ -145,7 +144,7 @@ def bench(
     session.check()
     page = partial(new_page, folder, name_of(session)) if out or not as_json else None
     found = compare.run(session, partial(launch, timeout_s=timeout), progress)
-    raise run_benchmark(map(report_of, found), page, as_json)
+    raise run_benchmark(map(page_of, found), page, as_json)
 
 
 def _words(text: str | None) -> list[str]:
@@ -213,7 +212,7 @@ def wire(
     **flags: Any,
 ) -> None:
     from ..bench.pages import new_page
-    from ..bench.wire_report import name_of
+    from ..bench.wire import name_of
 
     exit_on_sigterm()
     numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
@@ -221,16 +220,15 @@ def wire(
     request = _request(words or [], flags, strategies, steps, codecs, weight_codecs)
     request.check()
     page = partial(new_page, out or RESULTS_FOLDER, name_of(request)) if out or not as_json else None
-    raise run_benchmark(_reports(request, runs), page, as_json)
+    raise run_benchmark(_pages(request, runs), page, as_json)
 
 
-def _reports(request: "Request", runs: Path | None) -> "Iterator[Report]":
+def _pages(request: "Request", runs: Path | None) -> "Iterator[Page]":
     from ..bench import wire as session
-    from ..bench.wire_report import report_of
 
     with _folder(runs) as folder:
         session.prepare(request, folder, progress)
-        yield from map(report_of, session.run(request, folder, progress))
+        yield from map(session.page_of, session.run(request, folder, progress))
 
 
 def _request(
@@ -278,26 +276,26 @@ def _folder(runs: Path | None) -> Iterator[Path]:
     yield runs
 
 
-def run_benchmark(reports: "Iterable[Report]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:
-    """Run a benchmark that yields a report after every run. Return the exit, to be raised.
+def run_benchmark(pages: "Iterable[Page]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:
+    """Run a benchmark that yields its page after every run. Return the exit, to be raised.
 
     The page is rewritten after every run, so an interrupted benchmark keeps its results. `new_page` gives its path;
     None: no files are written.
     """
-    page: Path | None = None
+    path: Path | None = None
     try:
-        for report in reports:
+        for page in pages:
             if new_page is not None:
-                page = page or new_page()
-                report.page.write(page)
+                path = path or new_page()
+                page.write(path)
     except KeyboardInterrupt:
-        saved = f"the results so far are in {page}" if page is not None else "nothing was written"
+        saved = f"the results so far are in {path}" if path is not None else "nothing was written"
         progress(f"interrupted; everything that was started is stopped, and {saved}")
         return typer.Exit(130)
     if as_json:
-        print(json.dumps(report.page.document, indent=1))
+        print(json.dumps(page.document, indent=1))
     else:
-        report.show()
-    if page is not None:
-        progress(f"written: {page}")
-    return typer.Exit(1 if report.problems else 0)
+        page.show()
+    if path is not None:
+        progress(f"written: {path}")
+    return typer.Exit(1 if page.problems else 0)
