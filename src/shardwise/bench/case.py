@@ -1,4 +1,4 @@
-"""What is measured, as values: model shapes, the names of contenders, and cases. No torch, no processes.
+"""Model shapes, the names of contenders, and cases, as values. No torch, no processes.
 
 The name of a contender is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The
 argument of `shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it:
