@@ -75,7 +75,7 @@ def test_a_name_is_as_short_as_it_can_be() -> None:
         ("e4m3:asymmetric", "e4m3 cannot be asymmetric, only int8 and int4 can; write 'e4m3'"),
         ("bf16:stochastic", "bf16 cannot be stochastic"),
         ("int8:forwards", "unknown option 'forwards'; did you mean 'forward'?"),
-        ("as_is:forward", "codec as_is for the forward alone: it is exact in the backward too; leave it"),
+        ("as_is:forward", "codec as_is with forward: nothing is lost"),
         ("as_is:feedback", "codec as_is with feedback: nothing is lost"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from shardwise.core.wire import cpu_codecs as host
+from shardwise.core.wire import reference_codecs as host
 from shardwise.core.wire.codec import encoded_bytes, parse, parts
 from shardwise.core.wire.reference_codecs import decode, decode_sum, encode, reference_decode_sum, reference_encode
 from tests.gpu.test_codecs import DTYPES, assert_same, hard_values

@@ -35,6 +35,7 @@ _LARGEST: dict[Kind, tuple[float, ...]] = {
 }
 _BLOCKS = tuple(2**power for power in range(6, 12))
 _OPTIONS = ("asymmetric", "stochastic", "feedback", "forward")
+_OF_INTEGERS = ("asymmetric", "stochastic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,22 @@ class Codec:
             )
         if not self.has_scales and self.block != BLOCK_ELEMS:
             raise ConfigurationError(f"codec {self.kind} with a block of {self.block}: {_without_blocks(self.kind)}")
-        if self.has_feedback and self.kind == "as_is":
-            raise ConfigurationError("codec as_is with feedback: nothing is lost of what travels as it is; leave it")
-        if self.is_forward_only and self.kind == "as_is":
-            raise ConfigurationError("codec as_is for the forward alone: it is exact in the backward too; leave it")
-        for option, is_asked in (("asymmetric", self.is_asymmetric), ("stochastic", self.is_stochastic)):
-            if is_asked and not self.is_integer:
+        for option, is_set in zip(_OPTIONS, self._options, strict=True):
+            if is_set and option in _OF_INTEGERS and not self.is_integer:
                 raise ConfigurationError(
                     f"codec {self.kind} cannot be {option}, only int8 and int4 can; write {self.kind!r}, "
                     f"or 'int8:{option}'"
                 )
+            if is_set and self.kind == "as_is":
+                raise ConfigurationError(f"codec as_is with {option}: nothing is lost that is sent as it is; leave it")
 
     def __str__(self) -> str:
         words = [self.kind, *([str(self.block)] if self.block != BLOCK_ELEMS else [])]
-        asked = (self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only)
-        return ":".join(words + [option for option, is_asked in zip(_OPTIONS, asked, strict=True) if is_asked])
+        return ":".join(words + [option for option, is_set in zip(_OPTIONS, self._options, strict=True) if is_set])
+
+    @property
+    def _options(self) -> tuple[bool, ...]:
+        return self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only
 
     @property
     def has_scales(self) -> bool:
@@ -107,24 +109,20 @@ def parse(name: str) -> Codec:
     known = ALIASES.get(kind, kind)
     if known not in KINDS:
         raise ConfigurationError(f"codec {name!r}: unknown kind {kind!r}; {did_you_mean(kind, [*KINDS, *ALIASES])}")
-    block: int | None = None
-    options: set[str] = set()
-    for word in words:
-        if word.isdecimal():
-            if block is not None:
-                raise ConfigurationError(f"codec {name!r}: two blocks, {block} and {word}; give one")
-            block = int(word)
-        elif word not in _OPTIONS:
+    blocks = [int(word) for word in words if word.isdecimal()]
+    options = [word for word in words if not word.isdecimal()]
+    if len(blocks) > 1:
+        raise ConfigurationError(f"codec {name!r}: two blocks, {blocks[0]} and {blocks[1]}; give one")
+    for word in options:
+        if word not in _OPTIONS:
             raise ConfigurationError(
                 f"codec {name!r}: unknown option {word!r}; {did_you_mean(word, _OPTIONS)}, or the elements of a block"
             )
-        elif word in options:
+        if options.count(word) > 1:
             raise ConfigurationError(f"codec {name!r}: {word!r} twice; write it once")
-        else:
-            options.add(word)
-    if block is not None and known not in _LARGEST:
-        raise ConfigurationError(f"codec {name!r} with a block of {block}: {_without_blocks(known)}")
-    return Codec(known, BLOCK_ELEMS if block is None else block, *(option in options for option in _OPTIONS))
+    if blocks and known not in _LARGEST:
+        raise ConfigurationError(f"codec {name!r} with a block of {blocks[0]}: {_without_blocks(known)}")
+    return Codec(known, blocks[0] if blocks else BLOCK_ELEMS, *(option in options for option in _OPTIONS))
 
 
 @lru_cache(maxsize=4096)

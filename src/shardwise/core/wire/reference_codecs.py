@@ -1,8 +1,8 @@
 """Encoding and decoding in plain torch: the definition of every codec, and the reference of its kernels.
 
-On a CUDA device the Triton kernels (`triton_codecs.py`) compute the same, bit for bit, and on a processor the C code
-(`cpu_codecs.py`) for the most common codecs; otherwise this file does the work. All arithmetic is fp32, one operation
-at a time, and nothing waits for a device.
+The same is computed, bit for bit, by the Triton kernels (`triton_codecs.py`) on a CUDA device, and for the most common
+codecs by C code on a processor (`native/c/codecs.c`). All arithmetic is fp32, one operation at a time, and nothing
+waits for a device.
 
 A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
 value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
@@ -17,19 +17,26 @@ the seed and of where the element is. fp8 is the cast of value times 1/scale. De
 Elements are taken in pieces, so that about 16 MiB of scratch memory are enough for any size; the kernels need none.
 """
 
+import ctypes
 import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.errors import ConfigurationError
-from . import cpu_codecs
+from ..native.library import DTYPES, library, struct_fields
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
 # Elements per piece: few enough for the caches, and enough for torch's threads.
 PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
+# Fewer elements are not worth a thread of the C code.
+LEAST_ELEMS = 1 << 16
 
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,49 +48,42 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
     """Fill `rows`, (num_rows, `encoded_bytes` of a part), from the values, which have as many equal parts. Only
     stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have different
     ones."""
-    _check_values(codec, "values", values)
-    num_elems = _part_elems(codec, rows, values)
-    _check_rows(codec, rows, values, num_elems)
+    num_elems = _part_elems(codec, rows, values, "values")
     if not codec.has_scales:
         rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
-    elif values.is_cuda and values.numel():
+    elif values.is_cuda and num_elems:
         _kernels().encode(codec, values, rows, seed)
-    elif values.numel() and cpu_codecs.is_compiled(codec):
-        cpu_codecs.encode(codec, values, rows)
-    elif values.numel():
+    elif num_elems and is_compiled(codec):
+        _compiled_encode(codec, values, rows)
+    elif num_elems:
         reference_encode(codec, values, rows, seed)
 
 
 @torch.no_grad()
 def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
     """Decode rows into `out`. Values that were sent unencoded must have the dtype of `out`."""
-    _check_values(codec, "out", out)
-    num_elems = _part_elems(codec, rows, out)
-    _check_rows(codec, rows, out, num_elems)
+    num_elems = _part_elems(codec, rows, out, "out")
     if not codec.has_scales:
         out.view(len(rows), num_elems).copy_(rows.view(_plain_dtype(codec, out)))
-    elif out.is_cuda and out.numel():
+    elif out.is_cuda and num_elems:
         _kernels().decode(codec, rows, out, is_sum=False)
-    elif out.numel():
-        for index, part in enumerate(out.view(len(rows), num_elems)):
-            _decode_sum_on_host(codec, rows[index : index + 1], part)
+    elif num_elems:
+        decoder = _compiled_decode_sum if is_compiled(codec) else reference_decode_sum
+        for row, part in zip(rows, out.view(len(rows), num_elems), strict=True):
+            decoder(codec, row[None], part)
 
 
 @torch.no_grad()
 def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     """Decode rows of `out`'s size and write their sum to `out`: summed in fp32, in the order of the rows, and rounded
     to the dtype of `out` once. No other memory as large as `out` is needed."""
-    _check_values(codec, "out", out)
-    _check_rows(codec, rows, out, out.numel())
-    if out.is_cuda and out.numel():
+    num_elems = _part_elems(codec, rows, out, "out", is_sum=True)
+    if out.is_cuda and num_elems:
         _kernels().decode(codec, rows, out, is_sum=True)
-    elif out.numel():
-        _decode_sum_on_host(codec, rows, out)
-
-
-def _decode_sum_on_host(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    decoder = cpu_codecs.decode_sum if cpu_codecs.is_compiled(codec) else reference_decode_sum
-    decoder(codec, rows, out)
+    elif num_elems and is_compiled(codec):
+        _compiled_decode_sum(codec, rows, out)
+    elif num_elems:
+        reference_decode_sum(codec, rows, out)
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -234,6 +234,44 @@ def _plain_dtype(codec: Codec, values: Tensor) -> torch.dtype:
     return _PLAIN.get(codec.kind, values.dtype)
 
 
+def _part_elems(codec: Codec, rows: Tensor, values: Tensor, what: str, is_sum: bool = False) -> int:
+    """Elements that one row encodes. Refuses tensors that do not fit together, or that the codec cannot carry."""
+    if values.dtype not in _CARRIED:
+        raise ConfigurationError(
+            f"codec {codec} cannot carry {what} of {values.dtype}; it carries {', '.join(map(str, _CARRIED))}"
+        )
+    num_parts = 1 if is_sum else len(rows) if rows.ndim == 2 else 0
+    num_elems = values.numel() // max(num_parts, 1)
+    needed = encoded_bytes(codec, num_elems, values.dtype)
+    align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
+    is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
+    problem = ""
+    if values.ndim != 1 or not values.is_contiguous():
+        problem = (
+            f"{what} has shape {tuple(values.shape)} and strides {values.stride()}; it must be flat and contiguous"
+        )
+    elif not num_parts or values.numel() % num_parts:
+        problem = (
+            f"{values.numel()} elements and rows of shape {tuple(rows.shape)}; rows must be (num_rows, bytes), and the "
+            "elements as many equal parts"
+        )
+    elif rows.dtype != torch.uint8 or not is_right:
+        problem = (
+            f"rows are {rows.dtype} of shape {tuple(rows.shape)}; {num_elems} elements of {values.dtype} in each need "
+            f"torch.uint8 of shape (num_rows, {needed}), each row contiguous"
+        )
+    elif rows.device != values.device:
+        problem = f"rows are on {rows.device} and the values on {values.device}; one device must hold both"
+    elif needed and (rows.storage_offset() % align or (len(rows) > 1 and rows.stride(0) % align)):
+        problem = (
+            f"rows begin at byte {rows.storage_offset()} of their storage and are {rows.stride(0)} apart; both must be "
+            f"multiples of {align}"
+        )
+    if problem:
+        raise ConfigurationError(f"codec {codec}: {problem}")
+    return num_elems
+
+
 def _kernels() -> ModuleType:
     try:
         from . import triton_codecs
@@ -245,45 +283,63 @@ def _kernels() -> ModuleType:
     return triton_codecs
 
 
-def _check_values(codec: Codec, what: str, values: Tensor) -> None:
-    if values.dtype not in _CARRIED:
-        raise ConfigurationError(
-            f"codec {codec} cannot carry {what} of {values.dtype}; it carries {', '.join(map(str, _CARRIED))}"
-        )
-    if values.ndim != 1 or not values.is_contiguous():
-        raise ConfigurationError(
-            f"codec {codec}: {what} has shape {tuple(values.shape)} and strides {values.stride()}; it must be flat and "
-            "contiguous"
-        )
+# The C code.
+
+_CODEC = "dtype block bits"
 
 
-def _part_elems(codec: Codec, rows: Tensor, values: Tensor) -> int:
-    """Elements of the part that one row encodes."""
-    num_rows = len(rows) if rows.ndim == 2 else 0
-    if not num_rows or values.numel() % num_rows:
-        raise ConfigurationError(
-            f"codec {codec}: {values.numel()} elements and rows of shape {tuple(rows.shape)}; rows must be (num_rows, "
-            "bytes), and the elements as many equal parts"
-        )
-    return values.numel() // num_rows
+class EncodeJob(ctypes.Structure):
+    _fields_ = struct_fields(
+        c_void_p="values payload scales", c_int64="num_elems", c_float="of_largest", c_int32=_CODEC
+    )
 
 
-def _check_rows(codec: Codec, rows: Tensor, values: Tensor, num_elems: int) -> None:
-    """Refuse rows that do not have room for `num_elems` each, or are on another device than the values."""
-    needed = encoded_bytes(codec, num_elems, values.dtype)
-    is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
-    if rows.dtype != torch.uint8 or not is_right:
-        raise ConfigurationError(
-            f"codec {codec}: rows are {rows.dtype} of shape {tuple(rows.shape)}; {num_elems} elements of "
-            f"{values.dtype} in each need torch.uint8 of shape (num_rows, {needed}), each row contiguous"
-        )
-    if rows.device != values.device:
-        raise ConfigurationError(
-            f"codec {codec}: rows are on {rows.device} and the values on {values.device}; one device must hold both"
-        )
-    align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
-    if needed and (rows.storage_offset() % align or (len(rows) > 1 and rows.stride(0) % align)):
-        raise ConfigurationError(
-            f"codec {codec}: rows begin at byte {rows.storage_offset()} of their storage and are {rows.stride(0)} "
-            f"apart; both must be multiples of {align}"
-        )
+class DecodeJob(ctypes.Structure):
+    _fields_ = struct_fields(c_void_p="payload scales out", c_int64="row_bytes num_rows num_elems", c_int32=_CODEC)
+
+
+def is_compiled(codec: Codec) -> bool:
+    return codec.is_integer and not codec.is_asymmetric and not codec.is_stochastic and library() is not None
+
+
+def _compiled_encode(codec: Codec, values: Tensor, rows: Tensor) -> None:
+    num_elems = values.numel() // len(rows)
+    where = parts(codec, num_elems)
+    rows[:, where.payload_bytes : where.scales_at].zero_()
+    rows[:, where.scales_at + 4 * where.num_blocks :].zero_()
+    for row, part in zip(rows, values.view(len(rows), num_elems), strict=True):
+        at = row.data_ptr()
+        job = EncodeJob(part.data_ptr(), at, at + where.scales_at, num_elems, 1.0 / codec.largest, *_codec(codec, part))
+        _in_threads("shardwise_encode", job, where.num_blocks, codec.block)
+
+
+def _compiled_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    at, where = rows.data_ptr(), parts(codec, out.numel())
+    sizes = (rows.stride(0), len(rows), out.numel())
+    job = DecodeJob(at, at + where.scales_at, out.data_ptr(), *sizes, *_codec(codec, out))
+    _in_threads("shardwise_decode_sum", job, where.num_blocks, codec.block * len(rows))
+
+
+def _codec(codec: Codec, values: Tensor) -> tuple[int, int, int]:
+    """The fields of `_CODEC`."""
+    return DTYPES[values.dtype], codec.block, 8 if codec.kind == "int8" else 4
+
+
+def _in_threads(name: str, job: ctypes.Structure, num_blocks: int, block_elems: int) -> None:
+    """Run on as many threads as torch would use. ctypes gives the GIL back while the function runs."""
+    function: Callable[..., Any] = getattr(library(), name)
+    num_threads = max(1, min(torch.get_num_threads(), num_blocks * block_elems // LEAST_ELEMS))
+    ends = [num_blocks * index // num_threads for index in range(num_threads + 1)]
+
+    def run(index: int) -> None:
+        function(ctypes.byref(job), ctypes.c_int64(ends[index]), ctypes.c_int64(ends[index + 1]))
+
+    if num_threads == 1:
+        run(0)
+    else:
+        list(_pool(num_threads).map(run, range(num_threads)))
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="codec")
