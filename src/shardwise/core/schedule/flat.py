@@ -11,7 +11,7 @@ Over the axes behind O, which do not split the optimizer, an all-reduce sums gra
 have no optimizer: their master is at depth P. The words are explained in `unit/__init__.py`.
 
 Encoded parameters have a flat of their own: matrices are encoded, the rest of a unit is exact. While they are sent, the
-parts of the ranks are rows of bytes (`wire/encoded_collectives.py`), and so is a copy at rest made of several masters.
+parts of the ranks are rows of bytes (`wire/collectives.py`), and so is a copy at rest made of several masters.
 
 Parameters, gradients and optimizer also have a place each. If the optimizer is not on the device, the host updates: it
 reads the gradient in host memory, and writes the new weights there in the compute dtype.

@@ -14,12 +14,18 @@ from ..offload.host_memory import OffloadedState
 from ..schedule.flat import Flat, Hop
 from ..schedule.state_bytes import LOST
 from ..wire.codec import Codec
-from ..wire.collectives import Channel, InFlight, Step, finish, start_all_gather, start_all_reduce, start_reduce_scatter
-from ..wire.encoded_collectives import (
-    rows_under_way,
+from ..wire.collectives import (
+    Channel,
+    InFlight,
+    Step,
+    finish,
+    rows_in_flight,
+    start_all_gather,
+    start_all_reduce,
     start_encoded_reduce_scatter,
     start_gather_of_rows,
     start_gather_of_sums,
+    start_reduce_scatter,
 )
 from ..wire.reference_codecs import decode
 
@@ -82,7 +88,7 @@ class Carrier:
             self._add_lost(part, hop)
         flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, out, rows, self.next_seed())
         if codec.has_feedback:
-            sent, _ = rows_under_way(channel, part, codec, rows)
+            sent, _ = rows_in_flight(channel, part, codec, rows)
             self._keep_lost(part, hop, codec, sent)
         return flight
 

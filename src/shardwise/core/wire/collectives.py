@@ -3,6 +3,12 @@
 `start_*` queues a collective and returns an `InFlight` record; `finish` makes the current stream (on a CPU: the caller)
 wait for it, then runs the work that follows, such as decoding. The record keeps the buffer alive until then. On an axis
 of one rank nothing is queued. This module does not know what a parameter is.
+
+Encoded, a buffer of N equal parts is N rows of bytes, one for each part, each encoded by itself; so a part of the
+buffer is made of whole rows. Rows are gathered over one axis after the other, and decoded once, at the end. A reduction
+sends every rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is
+one encoding for each hop, and no rank receives more than it needs. A sum that every rank needs is encoded once more and
+gathered. `scratch` is memory for the rows in flight (`Flat.exchanged_bytes`), in use until the collective is finished.
 """
 
 import time
@@ -14,12 +20,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import _get_object_coll_device, _object_to_tensor, _tensor_to_object
 
 from ...base.errors import WireError
+from .codec import Codec, encoded_bytes
 from .ledger import Call, Kind, Ledger, describe_call
 from .rank_watch import SLICE, Watch
+from .reference_codecs import decode, decode_sum, encode
 
 # The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
 # renamed the flat collectives; 2.11 has only the older names.
@@ -69,7 +78,7 @@ class InFlight:
     kind: Kind
     channel: Channel
     what: str
-    buffer: torch.Tensor
+    buffer: Tensor
     work: dist.Work | None = None
     then: Callable[[], object] | None = None
     call: Call | None = None  # for the ledger, if the bytes are encoded values
@@ -119,15 +128,13 @@ class HopChain:
             self._flight = None
 
 
-def start_all_gather(channel: Channel, buffer: torch.Tensor, what: str) -> InFlight:
+def start_all_gather(channel: Channel, buffer: Tensor, what: str) -> InFlight:
     """Fill `buffer` with every rank's part; this rank's own part is already in its place."""
     flight = InFlight("all_gather", channel, what, buffer)
     return _start(flight, _ALL_GATHER, buffer, _own_part(channel, buffer), _GATHER)
 
 
-def start_reduce_scatter(
-    channel: Channel, buffer: torch.Tensor, what: str, out: torch.Tensor | None = None
-) -> InFlight:
+def start_reduce_scatter(channel: Channel, buffer: Tensor, what: str, out: Tensor | None = None) -> InFlight:
     """Sum `buffer` over the ranks, or average it if the channel does. Afterwards this rank's part of the result is in
     `out`, or without `out` in its own part of `buffer`; the rest of `buffer` is undefined."""
     flight = InFlight("reduce_scatter", channel, what, buffer)
@@ -140,19 +147,57 @@ def start_reduce_scatter(
     return _start(flight, _REDUCE_SCATTER, part, buffer, _SCATTER[channel.averages])
 
 
-def start_all_reduce(channel: Channel, buffer: torch.Tensor, what: str, sums: bool = False) -> InFlight:
+def start_all_reduce(channel: Channel, buffer: Tensor, what: str, sums: bool = False) -> InFlight:
     """Sum `buffer` over the ranks, on every rank; or average it, if the channel does and `sums` is False."""
     flight = InFlight("all_reduce", channel, what, buffer)
     return _start(flight, "allreduce", [buffer], _ALL_REDUCE[channel.averages and not sums])
 
 
-def start_exchange(flight: InFlight, received: torch.Tensor) -> InFlight:
-    """Start an all-to-all: every rank receives its own part of each rank's buffer, in the order of the ranks."""
-    return _start(flight, _ALL_TO_ALL, received, flight.buffer, [], [], _EXCHANGE)
+def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
+    """Gather rows in place; this rank's own rows are in their place already."""
+    flight = _flight_of_rows("all_gather", channel, rows, codec, what)
+    return _start(flight, _ALL_GATHER, flight.buffer, _own_part(channel, flight.buffer), _GATHER)
 
 
-def start_gather(flight: InFlight) -> InFlight:
-    return _start(flight, _ALL_GATHER, flight.buffer, _own_part(flight.channel, flight.buffer), _GATHER)
+def start_encoded_reduce_scatter(
+    channel: Channel, buffer: Tensor, codec: Codec, what: str, out: Tensor, scratch: Tensor, seed: int
+) -> InFlight:
+    """Start to sum this rank's part of `buffer` over the ranks into `out`, or to average it if the channel does."""
+    sent, received = rows_in_flight(channel, buffer, codec, scratch)
+    encode(codec, buffer, sent, seed)
+    flight = _flight_of_rows("reduce_scatter", channel, sent, codec, what)
+    flight.then = partial(_sum_rows, channel, codec, received, out)
+    # Every rank receives its own part of each rank's buffer, in the order of the ranks.
+    return _start(flight, _ALL_TO_ALL, received.view(-1), flight.buffer, [], [], _EXCHANGE)
+
+
+def start_gather_of_sums(
+    channel: Channel, buffer: Tensor, codec: Codec, what: str, scratch: Tensor, seed: int
+) -> InFlight:
+    """Start, after the reduce-scatter of `buffer`, to gather its parts into `buffer`: the same bits on every rank."""
+    rows, _ = rows_in_flight(channel, buffer, codec, scratch)
+    encode(codec, _own_part(channel, buffer), rows[channel.index :][:1], seed)
+    flight = start_gather_of_rows(channel, rows, codec, what)
+    flight.then = partial(decode, codec, rows, buffer)
+    return flight
+
+
+def rows_in_flight(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> Tensor:
+    """The rows of a reduction in scratch memory: those that are sent, and those that are received."""
+    size = channel.num_ranks * encoded_bytes(codec, buffer.numel() // channel.num_ranks)
+    return scratch[: 2 * size].view(2, channel.num_ranks, -1)
+
+
+def _flight_of_rows(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
+    """A collective of rows, which the ledger counts under the codec's name."""
+    call = Call(kind, channel.axis, str(codec), rows.nbytes, channel.num_ranks)
+    return InFlight(kind, channel, what, rows.view(-1), call=call)
+
+
+def _sum_rows(channel: Channel, codec: Codec, rows: Tensor, out: Tensor) -> None:
+    decode_sum(codec, rows, out)
+    if channel.averages:
+        out.mul_(1.0 / channel.num_ranks)
 
 
 def finish(flight: InFlight) -> None:
@@ -162,7 +207,7 @@ def finish(flight: InFlight) -> None:
         flight.then()
 
 
-def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, what: str) -> None:
+def _wait(channel: Channel, work: dist.Work, buffer: Tensor, kind: str, what: str) -> None:
     """Wait for a collective. On a GPU the stream waits, and this returns at once. On a CPU the caller waits, and the
     other ranks are watched."""
     watch = channel.watch
@@ -180,14 +225,14 @@ def _wait(channel: Channel, work: dist.Work, buffer: torch.Tensor, kind: str, wh
         _fail(kind, channel, what, error)
 
 
-def broadcast_from_first(channel: Channel, buffer: torch.Tensor, what: str = "weights") -> None:
+def broadcast_from_first(channel: Channel, buffer: Tensor, what: str = "weights") -> None:
     """Copy rank 0's `buffer` to every rank; for set-up only, not counted."""
     if channel.num_ranks > 1:
         _meet(channel, "broadcast", what)
         _run(channel, "broadcast", what, buffer, lambda: dist.broadcast(buffer, 0, channel.group, async_op=True))
 
 
-def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
+def mean_over(channel: Channel, buffer: Tensor) -> None:
     """Replace `buffer` by its mean over the ranks; between steps only, not counted."""
     if channel.num_ranks > 1:
         _meet(channel, "all_reduce", "buffers")
@@ -198,51 +243,35 @@ def mean_over(channel: Channel, buffer: torch.Tensor) -> None:
 
 def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on") -> list[Any]:
     """Return every rank's value of some plain Python object, by rank; for set-up only, not counted."""
-    if channel.num_ranks == 1:
-        return [value]
-    rows = _meet_with_bytes(channel, "exchange", what, value)
-    received = torch.empty_like(rows.padded).repeat(channel.num_ranks)
-    gather = getattr(channel.group, _ALL_GATHER)
-    _run(channel, "exchange", what, received, lambda: gather(received, rows.padded, _GATHER))
-    return rows.loads(received)
+    return _gather_objects(channel, "exchange", what, value, to_all=True)
 
 
 def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") -> list[Any]:
     """Return every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
+    return _gather_objects(channel, "collect", what, value, to_all=False)
+
+
+def _gather_objects(channel: Channel, kind: str, what: str, value: Any, to_all: bool) -> list[Any]:
+    """Gather the lengths of the pickled objects, then their bytes, padded to the longest."""
     if channel.num_ranks == 1:
         return [value]
-    rows = _meet_with_bytes(channel, "collect", what, value)
-    is_first = channel.index == 0
-    received = torch.empty_like(rows.padded).repeat(channel.num_ranks if is_first else 0)
-    found = list(received.split(rows.padded.numel())) if is_first else None
-    _run(
-        channel, "collect", what, rows.padded,
-        lambda: dist.gather(rows.padded, found, dst=0, group=channel.group, async_op=True),
-    )  # fmt: skip
-    return rows.loads(received) if is_first else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """This rank's object as bytes, padded to the length of the longest one, and the lengths on all ranks."""
-
-    padded: torch.Tensor
-    lengths: list[int]
-    group: dist.ProcessGroup | None
-
-    def loads(self, received: torch.Tensor) -> list[Any]:
-        rows = received.view(len(self.lengths), -1)
-        return [_tensor_to_object(row, size, self.group) for row, size in zip(rows, self.lengths, strict=True)]
-
-
-def _meet_with_bytes(channel: Channel, kind: str, what: str, value: Any) -> _Rows:
     _meet(channel, kind, what)
-    data, length = _object_to_tensor(value, _get_object_coll_device(channel.group), channel.group)
+    group, gather = channel.group, getattr(channel.group, _ALL_GATHER)
+    data, length = _object_to_tensor(value, _get_object_coll_device(group), group)
     lengths = length.repeat(channel.num_ranks)
-    gather = getattr(channel.group, _ALL_GATHER)
     _run(channel, kind, what, lengths, lambda: gather(lengths, length, _GATHER))
-    found = [int(length) for length in lengths.tolist()]
-    return _Rows(torch.nn.functional.pad(data, (0, max(found) - data.numel())), found, channel.group)
+    sizes = [int(size) for size in lengths.tolist()]
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
+    if to_all:
+        received = padded.repeat(channel.num_ranks)
+        _run(channel, kind, what, padded, lambda: gather(received, padded, _GATHER))
+        rows = list(received.split(padded.numel()))
+    else:
+        rows = [torch.empty_like(padded) for _ in sizes] if channel.index == 0 else []
+        start = partial(dist.gather, padded, rows or None, dst=0, group=group, async_op=True)
+        _run(channel, kind, what, padded, start)
+    # There are no rows where nothing is received.
+    return [_tensor_to_object(row, size, group) for row, size in zip(rows, sizes, strict=False)]
 
 
 def _meet(channel: Channel, kind: str, what: str) -> None:
@@ -250,7 +279,7 @@ def _meet(channel: Channel, kind: str, what: str) -> None:
         channel.watch.order.take((f"{kind} of {what}", channel.mesh))
 
 
-def _run(channel: Channel, kind: str, what: str, buffer: torch.Tensor, start: Callable[[], Any]) -> None:
+def _run(channel: Channel, kind: str, what: str, buffer: Tensor, start: Callable[[], Any]) -> None:
     try:
         work = start()
     except RuntimeError as error:
@@ -259,7 +288,7 @@ def _run(channel: Channel, kind: str, what: str, buffer: torch.Tensor, start: Ca
         _wait(channel, work, buffer, kind, what)
 
 
-def gather_seconds(channel: Channel, buffer: torch.Tensor, num_tries: int = 3) -> float:
+def gather_seconds(channel: Channel, buffer: Tensor, num_tries: int = 3) -> float:
     """The shortest time of gathering `buffer` over the ranks; set-up only."""
     times = []
     for _ in range(1 + num_tries):
@@ -270,7 +299,7 @@ def gather_seconds(channel: Channel, buffer: torch.Tensor, num_tries: int = 3) -
     return min(times[1:])
 
 
-def _own_part(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
+def _own_part(channel: Channel, buffer: Tensor) -> Tensor:
     length = buffer.numel() // channel.num_ranks
     return buffer.narrow(0, channel.index * length, length)
 
