@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folder
-from shardwise.checkpoint.index import NAMES, File, Index, Optimizer, Piece, Saved, Stored, to_json
+from shardwise.checkpoint.index import NAMES, Index, Optimizer, Piece, Saved, Stored, to_json
 from shardwise.checkpoint.tensor_files import Source, lay_out, write_file
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0})
@@ -30,67 +30,47 @@ def save_by_hand(
 ) -> Index:
     """Every tensor is cut in two, and each half is in another file; so are an optimizer's moments, drawn here."""
     parts: list[dict[str, Tensor]] = [{}, {}]
-    pieces: dict[str, list[tuple[int, str, int, int]]] = {}
+    torch.manual_seed(3)
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        is_trained = with_optimizer and name not in frozen and name not in buffers
+        moments[name] = {key: torch.rand(tensor.shape) for key in ("exp_avg", "exp_avg_sq") if is_trained}
+        for label, whole in (*((f"{key} of {name}", each) for key, each in moments[name].items()), (name, tensor)):
+            for number, (start, stop) in enumerate(_halves(whole)):
+                if stop > start:
+                    parts[number][f"{label}/{start}"] = whole.detach().reshape(-1)[start:stop]
+    into = folder.begin(path)
+    layouts = [lay_out([source_of(key, tensor) for key, tensor in part.items()]) for part in parts]
+    files = tuple(write_file(into / folder.rank_file(number), layout) for number, layout in enumerate(layouts))
 
-    def cut(label: str, tensor: Tensor) -> Stored:
-        row = tensor.detach().reshape(-1)
-        middle = row.numel() // 3
-        pieces[label] = []
-        for number, (start, stop) in enumerate(((0, middle), (middle, row.numel()))):
-            if stop > start:
-                parts[number][f"{label}/{start}"] = row[start:stop]
-                pieces[label].append((number, f"{label}/{start}", start, stop))
-        return Stored(tuple(tensor.shape), NAMES[tensor.dtype], ())
+    def stored(label: str, tensor: Tensor) -> tuple[tuple[int, ...], str, tuple[Piece, ...]]:
+        pieces = (
+            Piece(number, layouts[number].offsets[f"{label}/{start}"], start, stop)
+            for number, (start, stop) in enumerate(_halves(tensor))
+            if stop > start
+        )
+        return tuple(tensor.shape), NAMES[tensor.dtype], tuple(pieces)
 
     found: dict[str, Saved] = {}
-    torch.manual_seed(3)
     for name, tensor in tensors.items():
-        is_trained = name not in frozen and name not in buffers
-        state: dict[str, Any] = {}
-        if with_optimizer and is_trained:
-            state = {key: cut(f"{key} of {name}", torch.rand(tensor.shape)) for key in ("exp_avg", "exp_avg_sq")}
-            state["step"] = 3.0
+        state: dict[str, Any] = {key: Stored(*stored(f"{key} of {name}", each)) for key, each in moments[name].items()}
         found[name] = Saved(
-            cut(name, tensor),
+            *stored(name, tensor),
             "buffer" if name in buffers else "parameter",
-            None if name in buffers else is_trained,
+            None if name in buffers else name not in frozen,
             (tied or {}).get(name, ()),
             int(tensor.dim() < 2) if state else None,
-            state,
+            {**state, "step": 3.0} if state else {},
         )
-    into = folder.begin(path)
-    files: list[File] = []
-    places: list[Mapping[str, int]] = []
-    for number, part in enumerate(parts):
-        layout = lay_out([source_of(key, tensor) for key, tensor in part.items()])
-        files.append(write_file(into / folder.rank_file(number), layout))
-        places.append(layout.offsets)
-
-    def placed(label: str, stored: Stored) -> Stored:
-        return Stored(
-            stored.shape,
-            stored.dtype,
-            tuple(Piece(number, places[number][key], start, stop) for number, key, start, stop in pieces[label]),
-        )
-
-    complete = {
-        name: Saved(
-            placed(name, saved.stored),
-            saved.kind,
-            saved.is_trained,
-            saved.tied,
-            saved.group,
-            {
-                key: placed(f"{key} of {name}", item) if isinstance(item, Stored) else item
-                for key, item in saved.state.items()
-            },
-        )
-        for name, saved in found.items()
-    }
     optimizer = Optimizer("AdamW", GROUPS) if with_optimizer else None
-    index = Index(tuple(files), complete, optimizer, dict(extra or {}), {"shardwise": "by hand"})
+    index = Index(files, found, optimizer, dict(extra or {}), {"shardwise": "by hand"})
     folder.complete(path, to_json(index))
     return index
+
+
+def _halves(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    middle = tensor.numel() // 3
+    return (0, middle), (middle, tensor.numel())
 
 
 def some_tensors() -> dict[str, Tensor]:

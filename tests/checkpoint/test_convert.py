@@ -46,9 +46,9 @@ def content(opened: Opened) -> dict[str, Any]:
 
         return {
             name: (
-                value(saved.stored),
-                saved.stored.shape,
-                saved.stored.dtype,
+                value(saved),
+                saved.shape,
+                saved.dtype,
                 saved.kind,
                 saved.is_trained,
                 saved.tied,

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import CheckpointError
 from shardwise.base.intervals import Interval
-from shardwise.checkpoint.index import Check, File, Index, Optimizer, Piece, Saved, Stored, parts_of, require_sound
+from shardwise.checkpoint.index import Check, File, Index, Optimizer, Piece, Saved, Stored, cut, require_sound
 
 W = Saved(
-    Stored((2, 3), "F32", (Piece(0, 8, 0, 4), Piece(1, 16, 4, 6))),
+    (2, 3),
+    "F32",
+    (Piece(0, 8, 0, 4), Piece(1, 16, 4, 6)),
     "parameter",
     is_trained=True,
     tied=("head.weight",),
@@ -31,9 +33,9 @@ INDEX = Index(
     ),
     {
         "w": W,
-        "frozen": Saved(Stored((0, 4), "BF16", ()), "parameter", is_trained=False),
-        "mean": Saved(Stored((), "I64", (Piece(1, 80, 0, 1),)), "buffer"),
-        "theirs": Saved(Stored((2,), "F8_E4M3", (Piece(1, 88, 0, 2),))),
+        "frozen": Saved((0, 4), "BF16", (), "parameter", is_trained=False),
+        "mean": Saved((), "I64", (Piece(1, 80, 0, 1),), "buffer"),
+        "theirs": Saved((2,), "F8_E4M3", (Piece(1, 88, 0, 2),)),
     },
     Optimizer("AdamW", ({"lr": 1e-3, "betas": [0.9, 0.95]},), {"scale": 65536.0}),
     {"step": 7, "nested": {"list": [1, "a", None]}},
@@ -44,13 +46,13 @@ INDEX = Index(
 def test_pieces_are_a_whole_tensor() -> None:
     require_sound(INDEX)
     for pieces, words in (
-        (W.stored.pieces[:1], "for 4 of the 6 elements of 'w'"),
-        (W.stored.pieces[1:], "no piece, or two, for element 0 of 'w'"),
-        (W.stored.pieces[:1] * 2, "no piece, or two, for element 4 of 'w'"),
+        (W.pieces[:1], "for 4 of the 6 elements of 'w'"),
+        (W.pieces[1:], "no piece, or two, for element 0 of 'w'"),
+        (W.pieces[:1] * 2, "no piece, or two, for element 4 of 'w'"),
         ((Piece(2, 0, 0, 6),), "'w' in file 2, of 2"),
         ((Piece(0, 80, 0, 6),), "'w' up to byte 104 of 'rank-00000.safetensors', which is 100 bytes long"),
     ):
-        wrong = replace(W, stored=replace(W.stored, pieces=pieces))
+        wrong = replace(W, pieces=pieces)
         with pytest.raises(CheckpointError, match=words):
             require_sound(replace(INDEX, tensors={"w": wrong}))
 
@@ -63,10 +65,10 @@ def test_any_cut_is_read_from_any_other(saved: list[int], wanted: list[int]) -> 
     stored = Stored((100,), "F32", tuple(Piece(number, 0, a, b) for number, (a, b) in enumerate(pairwise(saved))))
     for a, b in pairwise(wanted):
         read = []
-        for part in parts_of(stored, Interval(a, b)):
-            assert part.at == len(read)
-            start = part.piece.start + part.first
-            read += range(start, start + part.num_elems)
+        for piece in cut(stored, Interval(a, b)):
+            whole = stored.pieces[piece.file]
+            assert piece.offset == whole.offset + 4 * (piece.start - whole.start)
+            read += range(piece.start, piece.stop)
         assert read == list(range(a, b))
 
 
@@ -74,5 +76,5 @@ def test_state_is_cut_like_its_parameter_where_it_is_shaped_like_it() -> None:
     assert W.is_split("exp_avg")
     assert not W.is_split("step")
     assert not W.is_split("count")
-    number = replace(W, stored=Stored((), "F32", (Piece(0, 0, 0, 1),)))
+    number = replace(W, shape=(), pieces=(Piece(0, 0, 0, 1),))
     assert not number.is_split("step"), "a count of steps is none of a number's moments"

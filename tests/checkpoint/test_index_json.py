@@ -45,7 +45,7 @@ def whole_tensors(draw: st.DrawFn) -> Stored:
 
 plain_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | names
 saved_tensors = st.builds(
-    Saved,
+    lambda stored, *rest: Saved(stored.shape, stored.dtype, stored.pieces, *rest),
     whole_tensors(),
     st.sampled_from(["parameter", "buffer", "unknown"]),
     st.none() | st.booleans(),

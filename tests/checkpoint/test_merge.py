@@ -14,12 +14,16 @@ from tests.checkpoint.test_index import INDEX, W, cut_points
 
 
 def by_rank(stored: Stored, number: int) -> Stored:
-    return replace(stored, pieces=tuple(piece for piece in stored.pieces if piece.file == number))
+    return replace(stored, pieces=pieces_of(stored, number))
+
+
+def pieces_of(stored: Stored, number: int) -> tuple[Piece, ...]:
+    return tuple(piece for piece in stored.pieces if piece.file == number)
 
 
 def share(number: int) -> dict[str, Saved]:
     state = {key: by_rank(item, number) if isinstance(item, Stored) else item for key, item in W.state.items()}
-    return {"w": replace(W, stored=by_rank(W.stored, number), state=state)}
+    return {"w": replace(W, pieces=pieces_of(W, number), state=state)}
 
 
 def test_what_the_ranks_wrote_comes_together() -> None:
@@ -27,7 +31,7 @@ def test_what_the_ranks_wrote_comes_together() -> None:
     expected = {"w": W, **frozen}
     assert merge_shares([share(1) | frozen, share(0) | frozen]) == expected
     # A rank that holds nothing of a parameter knows its shape, and no state.
-    idle = {"w": replace(W, stored=replace(W.stored, pieces=()), state={})}
+    idle = {"w": replace(W, pieces=(), state={})}
     assert merge_shares([idle, share(0) | frozen, share(1)]) == expected
     # What is missing is for `require_sound` to find.
     with pytest.raises(CheckpointError, match="for 4 of the 6 elements of 'w'"):
@@ -46,12 +50,10 @@ def test_plain_values_are_those_of_the_rank_that_comes_first() -> None:
 def test_pieces_side_by_side_become_one(ends: list[int], num_files: int) -> None:
     """However many ranks wrote into few files, each file's part of a tensor is one piece if it lies in one stretch."""
     pieces = [Piece(a * num_files // 100, 1000 + 4 * a, a, b) for a, b in pairwise(ends)]
-    shares = [{"w": Saved(Stored((100,), "F32", (piece,)), "parameter")} for piece in reversed(pieces)]
-    merged = merge_shares(shares)["w"].stored.pieces
+    shares = [{"w": Saved((100,), "F32", (piece,), "parameter")} for piece in reversed(pieces)]
+    merged = merge_shares(shares)["w"].pieces
     assert len(merged) == len({piece.file for piece in pieces})
     assert (merged[0].start, merged[-1].stop) == (0, 100)
     assert all(piece.offset == 1000 + 4 * piece.start for piece in merged)
-    apart = [{"w": Saved(Stored((100,), "F32", (replace(p, offset=p.offset + 8 * n),)))} for n, p in enumerate(pieces)]
-    assert merge_shares(apart)["w"].stored.pieces == tuple(
-        replace(p, offset=p.offset + 8 * n) for n, p in enumerate(pieces)
-    )
+    apart = [{"w": Saved((100,), "F32", (p._replace(offset=p.offset + 8 * n),))} for n, p in enumerate(pieces)]
+    assert merge_shares(apart)["w"].pieces == tuple(p._replace(offset=p.offset + 8 * n) for n, p in enumerate(pieces))

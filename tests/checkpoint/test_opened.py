@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 
 from shardwise import CheckpointError
 from shardwise.checkpoint import folder, steps
-from shardwise.checkpoint.index import Index, Saved, Stored, to_json
+from shardwise.checkpoint.index import Index, Saved, to_json
 from shardwise.checkpoint.opened import looks_whole, open_checkpoint
 
-EMPTY = Index((), {"a": Saved(Stored((0,), "F32", ()))}, origin={"format": "shardwise checkpoint"})
+EMPTY = Index((), {"a": Saved((0,), "F32", ())}, origin={"format": "shardwise checkpoint"})
 
 
 def write_own(path: Path) -> Path:

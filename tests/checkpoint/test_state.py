@@ -227,7 +227,7 @@ def test_every_element_is_written_once_and_by_all_ranks(run_ranks: Pool, tmp_pat
         for piece in stored.pieces:
             num_elems[piece.file] += piece.stop - piece.start
     params = [saved for saved in index.tensors.values() if saved.kind == "parameter"]
-    assert sum(saved.stored.num_elems for saved in params) == sum(param.numel() for param in Odd().parameters())
+    assert sum(saved.num_elems for saved in params) == sum(param.numel() for param in Odd().parameters())
     assert sum(num_elems) == sum(stored.num_elems for _, stored in index.every_stored())
     assert max(num_elems) <= 2 * sum(num_elems) / 4
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.index import Index, Saved, Stored
+from shardwise.checkpoint.index import Index, Saved
 from shardwise.checkpoint.tree import totals_of, tree_of, walk
 from tests.checkpoint.by_hand import save_by_hand, some_tensors
 
 
 def saved(*shape: int, dtype: str = "F32") -> Saved:
-    return Saved(Stored(shape, dtype, ()))
+    return Saved(shape, dtype, ())
 
 
 def lines(tensors: dict[str, Saved], depth: int | None = None) -> list[str]:
@@ -35,7 +35,7 @@ def test_alike_blocks_are_one_line() -> None:
     ]
     assert lines(tensors, depth=2) == ["model", "  embed.weight", "  layers.0-11", "head.weight"]
     root = tree_of(tensors)
-    assert root.num_elems == sum(each.stored.num_elems for each in tensors.values())
+    assert root.num_elems == sum(each.num_elems for each in tensors.values())
     assert root.num_bytes == 4 * root.num_elems
 
 
@@ -71,7 +71,7 @@ def test_totals_by_class(tmp_path: Path) -> None:
 
 
 def test_what_nobody_says_is_not_known() -> None:
-    trained = Saved(Stored((3,), "F32", ()), "parameter", True)
+    trained = Saved((3,), "F32", (), "parameter", True)
     totals = totals_of(Index((), {"a": trained, "b": saved(4)}))
     assert (totals.num_trained, totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (3, None, None, None)
     totals = totals_of(Index((), {"a": trained}))

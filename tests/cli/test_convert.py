@@ -49,7 +49,7 @@ def test_into_dcp_and_back(ask: Asker, place: Path, tmp_path: Path) -> None:
     with given.reader() as before, back.reader() as after:
         for name, saved in given.index.tensors.items():
             other = back.index.tensors[name]
-            assert torch.equal(before.read_whole(saved.stored), after.read_whole(other.stored)), name
+            assert torch.equal(before.read_whole(saved), after.read_whole(other)), name
             assert saved.state.keys() == other.state.keys()
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -16,8 +17,7 @@ import torch
 from ..base.intervals import round_up
 from ..core.engine.runtime import Engine
 from ..core.wire.collectives import Channel, exchange
-from .index import DTYPES
-from .share import Portion, Share
+from .share import Share
 
 _ALIGNMENT_BYTES = 64
 
@@ -35,17 +35,18 @@ class HostCopy:
 
     def take(self, share: Share) -> Share:
         """Copy a share to the host, so that training does not change it any more."""
-        sizes = [round_up(_num_bytes(portion), _ALIGNMENT_BYTES) for portion in share.portions]
+        sizes = [round_up(portion.num_bytes, _ALIGNMENT_BYTES) for portion in share.portions]
         if sum(sizes) > self._memory.numel():
             self._make(sum(sizes))
         copies = []
         for portion, place in zip(share.portions, self._memory[: sum(sizes)].split(sizes), strict=True):
-            copy = place[: _num_bytes(portion)].view(DTYPES[portion.of.dtype])
-            copy.copy_(portion.read().reshape(-1), non_blocking=True)
-            copies.append(replace(portion, read=copy.detach))
+            copy = place[: portion.num_bytes].view(portion.dtype)
+            for row in portion.rows():
+                copy.copy_(row, non_blocking=True)
+            copies.append(replace(portion, rows=partial(iter, (copy,))))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return Share(share.tensors, copies)
+        return replace(share, portions=copies)
 
     def _make(self, num_bytes: int) -> None:
         if self._unlock is not None:
@@ -57,10 +58,6 @@ class HostCopy:
             torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
             self._unlock = finalize(self, cuda.cudaHostUnregister, address)
             self._unlock.atexit = False  # at exit there is no device any more
-
-
-def _num_bytes(portion: Portion) -> int:
-    return portion.interval.num_elems * DTYPES[portion.of.dtype].itemsize
 
 
 class Saving:

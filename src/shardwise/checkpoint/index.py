@@ -7,10 +7,10 @@ bytes at a place in a file. So the index does not depend on layouts and ranks, a
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, field
-from math import prod
+from dataclasses import dataclass, field, fields
+from math import inf, prod
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ MAX_NAME = 4096
 MAX_USES, FREE_BYTES = 64, 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """Some bytes of a file, and the CRC-32 (as in zlib and gzip) that they had when they were written."""
 
     offset: int
@@ -68,8 +67,7 @@ class File:
     checks: tuple[Check, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The elements from `start` to `stop` of a tensor: plain little-endian bytes from `offset` on in a file."""
 
     file: int
@@ -100,14 +98,13 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Stored):
     """A tensor of a model, under one of its names.
 
     `tied`: the other names that it has in the model. `group`: the number of the optimizer's group that it is in, if it
     is in one. `state`: the optimizer's state; a state tensor with the shape of the parameter is cut like it.
     """
 
-    stored: Stored
     kind: Kind = "unknown"
     is_trained: bool | None = None
     tied: tuple[str, ...] = ()
@@ -122,7 +119,7 @@ class Saved:
     def is_split(self, key: str) -> bool:
         """Return whether a tensor of state is shaped, and so cut, like the parameter. A count of steps never is."""
         item = self.state[key]
-        return isinstance(item, Stored) and item.shape == self.stored.shape and key != "step"
+        return isinstance(item, Stored) and item.shape == self.shape and key != "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +143,32 @@ class Index:
 
     def every_stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield all tensors with names for messages: the model's, then the optimizer's."""
-        for name, saved in self.tensors.items():
-            yield name, saved.stored
+        yield from self.tensors.items()
         for name, saved in self.tensors.items():
             for key, item in saved.stored_state.items():
                 yield f"{key} of {name}", item
+
+
+def count(value: Any) -> int:
+    """Check a number of things from an untrusted file. Raise ValueError."""
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError("a number of things is expected, and something else is there")
+    return value
 
 
 def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
     """Check a shape or other counts from an untrusted file. Raise ValueError."""
     if type(values) not in (tuple, list) or len(values) > at_most:
         raise ValueError(f"no list of at most {at_most} numbers")
-    for value in values:
-        if type(value) is not int or not 0 <= value <= MAX_COUNT:
-            raise ValueError("a number of things is expected, and something else is there")
-    return tuple(values)
+    return tuple(map(count, values))
+
+
+def text(value: Any, max_length: float = MAX_NAME) -> str:
+    """Check a name from an untrusted file; a pickle can repeat a long one a thousand times. Raise ValueError."""
+    if type(value) is not str or len(value) > max_length:
+        raise ValueError("no short text where a name is expected")
+    value.encode()  # JSON and pickles can hold halves of characters, which neither file names nor terminals can
+    return value
 
 
 def shape_from(values: Any) -> tuple[int, ...]:
@@ -209,22 +217,13 @@ def require_sound(index: Index) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The wanted part of a piece: `num_elems` from its element `first` on, for place `at` of the wanted interval."""
-
-    piece: Piece
-    first: int
-    at: int
-    num_elems: int
-
-
-def parts_of(stored: Stored, wanted: Interval) -> Iterator[Part]:
-    """Yield the parts to read for an interval of a tensor, in order."""
+def cut(stored: Stored, wanted: Interval) -> Iterator[Piece]:
+    """Yield the parts of the pieces that hold an interval of a tensor, in order."""
+    size = stored.torch_dtype.itemsize
     for piece in stored.pieces:
-        common = wanted.overlap(Interval(piece.start, piece.stop))
-        if common.num_elems:
-            yield Part(piece, common.start - piece.start, common.start - wanted.start, common.num_elems)
+        start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
+        if start < stop:
+            yield Piece(piece.file, piece.offset + (start - piece.start) * size, start, stop)
 
 
 def require_cover(name: str, pieces: Iterable[Piece], num_elems: int) -> None:
@@ -251,42 +250,26 @@ def to_json(index: Index) -> str:
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "origin": index.origin,
-        "files": [
-            {"name": file.name, "num_bytes": file.num_bytes, "checks": [astuple(check) for check in file.checks]}
-            for file in index.files
-        ],
-        "optimizer": None if index.optimizer is None else asdict(index.optimizer),
+        "files": index.files,
+        "optimizer": index.optimizer,
         "extra": index.extra,
     }
     # One by one: a million tensors are a gigabyte of lists and objects.
-    tensors = ",".join(f"{_dumps(name)}:{_dumps(_saved_to_json(saved))}" for name, saved in index.tensors.items())
+    tensors = ",".join(f"{_dumps(name)}:{_dumps(saved)}" for name, saved in index.tensors.items())
     return f'{_dumps(body)[:-1]},"tensors":{{{tensors}}}}}'
 
 
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
+def _by_field(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-def _saved_to_json(saved: Saved) -> dict[str, Any]:
-    return {
-        **_stored_to_json(saved.stored),
-        "kind": saved.kind,
-        "is_trained": saved.is_trained,
-        "tied": saved.tied,
-        "group": saved.group,
-        "state": {
-            key: _stored_to_json(item) if isinstance(item, Stored) else item for key, item in saved.state.items()
-        },
-    }
+_dumps = json.JSONEncoder(separators=(",", ":"), default=_by_field).encode
 
 
-def _stored_to_json(stored: Stored) -> dict[str, Any]:
-    return {"shape": stored.shape, "dtype": stored.dtype, "pieces": [astuple(piece) for piece in stored.pieces]}
-
-
-def from_json(text: str | bytes) -> Index:
+def from_json(content: str | bytes) -> Index:
     """Parse an index. Raise CheckpointError if it has another format, or points outside of its folder or files."""
     try:
-        given = parse(text)
+        given = parse(content)
         if (given["format"], given["version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
                 f"the index is {given['format']!r} version {given['version']!r}, and this shardwise reads {FORMAT!r} "
@@ -294,7 +277,7 @@ def from_json(text: str | bytes) -> Index:
             )
         index = Index(
             tuple(_file(entry) for entry in given["files"]),
-            {_text(name): _saved(entry) for name, entry in given["tensors"].items()},
+            {text(name, inf): _saved(entry) for name, entry in given["tensors"].items()},
             None if given["optimizer"] is None else _optimizer(given["optimizer"]),
             dict(given["extra"]),
             {str(key): str(value) for key, value in given["origin"].items()},
@@ -323,41 +306,31 @@ def in_words(error: Exception) -> str:
 
 
 def _file(entry: Any) -> File:
-    checks = tuple(Check(*(_count(number) for number in check)) for check in entry["checks"])
-    return File(_text(entry["name"]), _count(entry["num_bytes"]), checks)
+    checks = tuple(Check(*map(count, check)) for check in entry["checks"])
+    return File(text(entry["name"], inf), count(entry["num_bytes"]), checks)
 
 
 def _saved(entry: Any) -> Saved:
-    kind = entry["kind"]
-    if kind not in ("parameter", "buffer", "unknown"):
-        raise ValueError(f"a tensor of kind {kind!r}")
+    stored = _stored(entry)
+    if entry["kind"] not in ("parameter", "buffer", "unknown"):
+        raise ValueError(f"a tensor of kind {entry['kind']!r}")
     return Saved(
-        _stored(entry),
-        kind,
+        stored.shape,
+        stored.dtype,
+        stored.pieces,
+        entry["kind"],
         None if entry["is_trained"] is None else bool(entry["is_trained"]),
-        tuple(_text(name) for name in entry["tied"]),
-        None if entry["group"] is None else _count(entry["group"]),
-        {_text(key): _stored(item) if isinstance(item, dict) else _plain(item) for key, item in entry["state"].items()},
+        tuple(text(name, inf) for name in entry["tied"]),
+        None if entry["group"] is None else count(entry["group"]),
+        {text(key, inf): _stored(item) if type(item) is dict else _plain(item) for key, item in entry["state"].items()},
     )
 
 
 def _stored(entry: Any) -> Stored:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
-    shape = shape_from(entry["shape"])
-    return Stored(shape, entry["dtype"], tuple(Piece(*(_count(number) for number in p)) for p in entry["pieces"]))
-
-
-def _optimizer(entry: Any) -> Optimizer:
-    scaler = None if entry["scaler"] is None else {key: float(value) for key, value in entry["scaler"].items()}
-    return Optimizer(_text(entry["name"]), tuple(dict(group) for group in entry["groups"]), scaler)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} where a name is expected")
-    value.encode()  # JSON can hold halves of characters, which no file's name and no terminal can
-    return value
+    pieces = tuple(Piece(*map(count, piece)) for piece in entry["pieces"])
+    return Stored(shape_from(entry["shape"]), entry["dtype"], pieces)
 
 
 def _plain(value: Any) -> Plain:
@@ -366,7 +339,6 @@ def _plain(value: Any) -> Plain:
     return value
 
 
-def _count(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_COUNT:
-        raise ValueError(f"{number!r} where a number of things is expected")
-    return number
+def _optimizer(entry: Any) -> Optimizer:
+    scaler = None if entry["scaler"] is None else {key: float(value) for key, value in entry["scaler"].items()}
+    return Optimizer(text(entry["name"], inf), tuple(dict(group) for group in entry["groups"]), scaler)

@@ -22,7 +22,7 @@ from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
-from .index import NAMES, Index, Saved, Stored, parts_of
+from .index import NAMES, Index, Saved, Stored, cut
 from .opened import Opened, open_checkpoint
 from .optimizer_state import (
     Optimizers,
@@ -119,9 +119,9 @@ def _prepare(
             numbers_of = {param: home.number for param, home in homes_in(optimizers).items()}
             held = [(want.name, want.saved, want.resting, numbers_of.get(want.resting)) for want in wanted]
             require_same_groups(held, keep_groups)
-        job = _Job(opened, wanted, [(value, index.tensors[name].stored) for name, value in buffers.items()])
+        job = _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
         # Every rank checks the files that it reads, and one rank checks all of them.
-        numbers = {part.piece.file for want in wanted for part in parts_of(want.saved.stored, want.interval)}
+        numbers = {piece.file for want in wanted for piece in cut(want.saved, want.interval)}
         with opened.reader() as reader:
             for number in range(len(index.files)) if engine.mesh.rank == 0 else sorted(numbers):
                 reader.require_length(number)
@@ -137,7 +137,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
     with job.opened.reader(is_shared) as reader:
         reader.plan(_plan(job, bool(optimizers)))
         for want in job.wanted:
-            want.state.set_master(want.number, partial(reader.read, want.saved.stored, want.interval.start))
+            want.state.set_master(want.number, partial(reader.read, want.saved, want.interval.start))
             if home := homes.get(want.resting):
                 read = partial(_read_state, reader, want)
                 restore_state(home.optimizer, want.resting, home.settings, want.saved, read)
@@ -154,7 +154,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
     """Yield the reads of `_read`, in its order."""
     for want in job.wanted:
-        yield want.saved.stored, want.interval
+        yield want.saved, want.interval
         for key, item in want.saved.state.items() if has_optimizer else ():
             if isinstance(item, Stored):
                 yield item, want.interval if want.saved.is_split(key) else Interval(0, item.num_elems)
@@ -199,9 +199,9 @@ def rounded(engine: Engine, index: Index) -> list[str]:
 
 def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[str]:
     return [
-        f"{name!r} is {index.tensors[name].stored.dtype} in it, {NAMES[dtype]} in the model"
+        f"{name!r} is {index.tensors[name].dtype} in it, {NAMES[dtype]} in the model"
         for name, dtype in expected
-        if name in index.tensors and not holds(dtype, index.tensors[name].stored.torch_dtype)
+        if name in index.tensors and not holds(dtype, index.tensors[name].torch_dtype)
     ]
 
 
@@ -229,7 +229,7 @@ def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], in
             other = next((other for other, saved in index.tensors.items() if name in saved.tied), None)
             yield f"{name!r} is in the model, not in it" + (f" but as {other!r}: tie them" if other else "")
             continue
-        stored = index.tensors[name].stored
+        stored = index.tensors[name]
         if stored.shape != shape:
             yield f"{name!r} is {stored.shape} in it, {shape} in the model"
         elif stored.torch_dtype.is_floating_point != dtype.is_floating_point:
@@ -262,7 +262,7 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
         if saved.state and group is None:
             found.append(f"parameter {name!r} was trained by its optimizer, and is in no group of this one")
             continue
-        is_part = resting.numel() < saved.stored.num_elems
+        is_part = resting.numel() < saved.num_elems
         for key, item in saved.state.items():
             if isinstance(item, Stored) and is_part and not saved.is_split(key) and item.num_elems > 1:
                 raise CheckpointError(

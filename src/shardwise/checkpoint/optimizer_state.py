@@ -249,7 +249,7 @@ def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
     """Return the dtype of loaded state: the masters' dtype where it was saved in theirs, else its own."""
     item = saved.state[key]
     assert isinstance(item, Stored)
-    follows = saved.is_split(key) and item.dtype == saved.stored.dtype
+    follows = saved.is_split(key) and item.dtype == saved.dtype
     return master if follows else item.torch_dtype
 
 

@@ -24,7 +24,7 @@ from ..base.intervals import Interval, round_up
 from ..base.regular_file import num_bytes_of, open_regular
 from .disk import BLOCK_BYTES
 from .folder import os_errors_as
-from .index import Check, File, Piece, Stored, parts_of
+from .index import Check, File, Piece, Stored, cut
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7
@@ -96,9 +96,8 @@ class Reader:
 
     def _spans(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
         size = stored.torch_dtype.itemsize
-        for part in parts_of(stored, wanted):
-            number, offset = part.piece.file, part.piece.offset + part.first * size
-            checks, end = self._files[number].checks, offset + part.num_elems * size
+        for number, offset, start, stop in cut(stored, wanted):
+            checks, end = self._files[number].checks, offset + (stop - start) * size
             while offset < end:
                 if checks:
                     block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ from ..version import VERSION
 from . import folder
 from .background import Saving, finish_last, host_copy_of
 from .disk import check_bytes, write_pieces
-from .index import DTYPES, FORMAT, Check, File, Index, Optimizer, Piece, Saved, require_sound, to_json
-from .optimizer_state import Optimizers, describe_optimizers, own_optimizers
+from .index import FORMAT, File, Index, Piece, Saved, require_sound, to_json
+from .optimizer_state import Optimizers, own_optimizers
 from .share import Portion, Share, merge_shares, share_of
 from .tensor_files import Layout, Source, lay_out, state_key, write_file
 
@@ -55,8 +55,8 @@ def save(
     checkpoint is replaced once the new one is complete. Gradients are not saved. With `whole`, every tensor is stored
     in one piece under its own name, in `model.safetensors` and `optimizer.safetensors`; `load` reads both forms.
     """
-    content = _content("save", path, model, optimizer, extra, whole)
-    _write(content, patient_hosts())
+    place, share = _prepare("save", path, model, optimizer, extra, whole)
+    _write(place, share, whole, patient_hosts())
 
 
 def start_save(
@@ -80,46 +80,38 @@ def start_save(
             f"sw.start_save of unit {on_disk.name!r}, which is offloaded to disk ({on_disk.layout.name}): a save in "
             "the background copies everything to the host first; use sw.save, which reads it as it is written"
         )
-    content = _content("start_save", path, model, optimizer, extra, whole)
+    place, share = _prepare("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
-    copied = together(world, lambda: host_copy_of(engine).take(content.share), SaveError)
+    copied = together(world, lambda: host_copy_of(engine).take(share), SaveError)
     channel = patient_hosts()
-    saving = Saving(engine, channel, lambda: _write(replace(content, share=copied), channel))
+    saving = Saving(engine, channel, lambda: _write(place, copied, whole, channel))
     together(world, saving.start, SaveError)
     return saving
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    place: Path
-    share: Share
-    optimizer: Optimizer | None
-    extra: dict[str, Any]
-    is_whole: bool
-
-
-def _content(
+def _prepare(
     verb: str,
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     extra: Mapping[str, Any] | None,
     is_whole: bool,
-) -> _Content:
+) -> tuple[Path, Share]:
     engine = engine_of(model)
     own = own_optimizers(engine, optimizer)
     begin_between_steps(engine, verb, path, own, [("whether they save whole tensors", str(is_whole))])
-    return together(
-        engine.mesh.world,
-        lambda: _Content(
-            _place(path),
-            share_of(engine, model, own),
-            describe_optimizers(own),
-            _as_json(extra),
-            is_whole,
-        ),
-        SaveError,
-    )
+
+    def prepare() -> tuple[Path, Share]:
+        place = Path(path).resolve()
+        if not place.name:
+            raise CheckpointError(f"{place} cannot become a checkpoint: name a folder in it")
+        try:
+            as_loaded = json.loads(json.dumps(dict(extra or {})))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"extra= must be what JSON can hold: {error}") from error
+        return place, share_of(engine, model, own, as_loaded)
+
+    return together(engine.mesh.world, prepare, SaveError)
 
 
 def begin_between_steps(
@@ -135,66 +127,45 @@ def begin_between_steps(
     require_agreement(engine.mesh.world, [*own, *facts])
 
 
-def _place(path: str | os.PathLike[str]) -> Path:
-    place = Path(path).resolve()
-    if not place.name:
-        raise CheckpointError(f"{place} cannot become a checkpoint: name a folder in it")
-    return place
+# The files that a rank wrote, and its tensors with the places of their parts.
+_Written = tuple[list[File], dict[str, Saved]]
 
 
-def _as_json(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `extra` as JSON gives it back."""
+def _write(place: Path, share: Share, is_whole: bool, world: Channel) -> None:
+    is_first, into = world.index == 0, folder.partial_of(place)
+
+    def on_first(do: Callable[[], object]) -> None:
+        together(world, lambda: do() if is_first else None, SaveError)
+
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"extra= must be what JSON can hold: {error}") from error
-    return found
-
-
-def _write(content: _Content, world: Channel) -> None:
-    is_first, place = world.index == 0, content.place
-    into = folder.partial_of(place)
-    try:
-        together(world, lambda: folder.begin(place) if is_first else None, SaveError)
-        if content.is_whole:
-            tensors = merge_shares(exchange(world, content.share.tensors))
-            layouts = _lay_out_whole(tensors)
-            together(world, lambda: _make_whole_files(into, layouts) if is_first else None, SaveError)
-            written = together(world, lambda: _write_whole(into, layouts, content.share, is_first), SaveError)
+        on_first(lambda: folder.begin(place))
+        if is_whole:
+            layouts = _lay_out_whole(merge_shares(exchange(world, share.tensors)))
+            on_first(lambda: _make_whole_files(into, layouts))
+            written = together(world, lambda: _write_whole(into, layouts, share, is_first), SaveError)
         else:
-            written = together(world, lambda: _write_own_file(into, world.index, content.share), SaveError)
-        shares = collect(world, written)
-        together(world, lambda: _complete(content, shares, world.num_ranks) if is_first else None, SaveError)
+            written = together(world, lambda: _write_own_file(into, world.index, share), SaveError)
+        everything = collect(world, written)
+        on_first(lambda: _complete(place, share, everything, is_whole))
     except CheckpointError:
         if is_first:
             folder.abandon(place)
         raise
 
 
-def _write_own_file(into: Path, rank: int, share: Share) -> tuple[list[File], dict[str, Saved]]:
-    labels = [_label(portion.name, portion.key, portion.interval.start) for portion in share.portions]
-    layout = lay_out([portion.as_source(label) for portion, label in zip(share.portions, labels, strict=True)])
+def _write_own_file(into: Path, rank: int, share: Share) -> _Written:
+    layout = lay_out(share.portions)
     file = write_file(into / folder.rank_file(rank), layout)
-    placed = (
-        (portion, Piece(rank, layout.offsets[label], portion.interval.start, portion.interval.stop))
-        for portion, label in zip(share.portions, labels, strict=True)
-    )
+    placed = ((portion, portion.piece(rank, layout.offsets[portion.name])) for portion in share.portions)
     return [file], share.with_pieces(placed)
-
-
-def _label(name: str, key: str | None, start: int) -> str:
-    """Return the name of a piece in its file, for people and other tools; the index finds it by its place."""
-    return f"model/{name}/{start}" if key is None else f"optimizer/{key}/{name}/{start}"
 
 
 def _lay_out_whole(tensors: Mapping[str, Saved]) -> list[Layout]:
     """Return the layouts of the shared files; there is a second one only if the optimizer has tensors."""
-    model = {name: saved.stored for name, saved in tensors.items()}
     state = {state_key(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
     return [
         lay_out([Source(key, item.torch_dtype, item.shape, tuple) for key, item in stored.items()], {"format": "pt"})
-        for stored in (model, state)
-        if stored or stored is model
+        for stored in ((tensors, state) if state else (tensors,))
     ]
 
 
@@ -204,9 +175,7 @@ def _make_whole_files(into: Path, layouts: Sequence[Layout]) -> None:
             file.truncate(layout.num_bytes)
 
 
-def _write_whole(
-    into: Path, layouts: Sequence[Layout], share: Share, is_first: bool
-) -> tuple[list[File], dict[str, Saved]]:
+def _write_whole(into: Path, layouts: Sequence[Layout], share: Share, is_first: bool) -> _Written:
     """Write this rank's parts into the shared files; the first rank writes their headers as well."""
     placed = [(portion, _whole_place(portion, layouts)) for portion in share.portions]
     written = []
@@ -226,32 +195,29 @@ def _whole_contents(
         yield 0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     for portion, piece in placed:
         if piece.file == number:
-            for row in portion.as_source(portion.name).checked_rows():
+            for row in portion.checked_rows():
                 yield piece.offset, row
 
 
 def _whole_place(portion: Portion, layouts: Sequence[Layout]) -> Piece:
     number = 0 if portion.key is None else 1
-    label = portion.name if portion.key is None else state_key(portion.key, portion.name)
-    offset = layouts[number].offsets[label] + portion.interval.start * DTYPES[portion.of.dtype].itemsize
-    return Piece(number, offset, portion.interval.start, portion.interval.stop)
+    label = portion.tensor if portion.key is None else state_key(portion.key, portion.tensor)
+    return portion.piece(number, layouts[number].offsets[label] + portion.start * portion.dtype.itemsize)
 
 
 def merge_checks(shares: Sequence[Sequence[File]]) -> list[File]:
     """Return the shared files with the checksums of all ranks."""
-    merged = []
-    for parts in zip(*shares, strict=True):
-        checks: list[Check] = sorted((check for part in parts for check in part.checks), key=lambda c: c.offset)
-        merged.append(replace(parts[0], checks=tuple(checks)))
-    return merged
+    return [
+        replace(parts[0], checks=tuple(sorted(check for part in parts for check in part.checks)))
+        for parts in zip(*shares, strict=True)
+    ]
 
 
-def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Saved]]], num_ranks: int) -> None:
-    parts = [files for files, _ in shares]
-    files = merge_checks(parts) if content.is_whole else [file for own in parts for file in own]
-    into = folder.partial_of(content.place)
+def _complete(place: Path, share: Share, written: Sequence[_Written], is_whole: bool) -> None:
+    parts = [files for files, _ in written]
+    files = merge_checks(parts) if is_whole else [file for own in parts for file in own]
     for file in files:
-        path = into / file.name
+        path = folder.partial_of(place) / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
             raise CheckpointError(
                 f"{path} is not there as it was written, seen from rank 0: save to a file system that all ranks share"
@@ -261,14 +227,13 @@ def _complete(content: _Content, shares: Sequence[tuple[list[File], dict[str, Sa
         "shardwise": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "ranks": str(num_ranks),
+        "ranks": str(len(written)),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    index = Index(
-        tuple(files), merge_shares(tensors for _, tensors in shares), content.optimizer, content.extra, origin
-    )
+    tensors = merge_shares(tensors for _, tensors in written)
+    index = Index(tuple(files), tensors, share.optimizer, share.extra, origin)
     require_sound(index)
-    folder.complete(content.place, to_json(index))
+    folder.complete(place, to_json(index))
 
 
 def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:

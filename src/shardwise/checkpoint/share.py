@@ -4,7 +4,7 @@ If several ranks hold the same part, each of them writes a share of it: all rank
 layout, and nothing is written twice. Rank 0 writes the buffers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,99 +20,105 @@ from ..core.schedule.flat import Flat
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
 from ..core.unit.user_parameter import place_of
-from .index import DTYPES, NAMES, Piece, Plain, Saved, Stored, in_order
-from .optimizer_state import Optimizers, describe_state, homes_in, refuse_homeless_state, stored_row
+from .index import DTYPES, NAMES, Optimizer, Piece, Plain, Saved, Stored, in_order
+from .optimizer_state import (
+    Optimizers,
+    describe_optimizers,
+    describe_state,
+    homes_in,
+    refuse_homeless_state,
+    stored_row,
+)
 from .tensor_files import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """An interval of a tensor that this rank writes: of the model, or of the optimizer's state under `key`."""
+class Portion(Source):
+    """Elements of a tensor that this rank writes: of the model, or of the optimizer's state under `key`.
 
-    name: str
+    Its `name`, in a file of this rank, is for people and other tools; the index finds it by its place.
+    """
+
+    tensor: str
     key: str | None
-    of: Stored  # without pieces
-    interval: Interval
-    read: Callable[[], Tensor]
+    start: int
 
-    def as_source(self, label: str) -> Source:
-        return Source(label, DTYPES[self.of.dtype], (self.interval.num_elems,), lambda: [self.read().reshape(-1)])
+    def piece(self, file: int, offset: int) -> Piece:
+        return Piece(file, offset, self.start, self.start + prod(self.shape))
+
+
+def _portion(tensor: str, key: str | None, of: Stored, interval: Interval, read: Callable[[], Tensor]) -> Portion:
+    label = f"model/{tensor}/{interval.start}" if key is None else f"optimizer/{key}/{tensor}/{interval.start}"
+    shape = (interval.num_elems,)
+    return Portion(label, of.torch_dtype, shape, lambda: [read().reshape(-1)], tensor, key, interval.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share. `tensors`: the tensors that this rank knows, without pieces."""
+    """A rank's share. `tensors`: the tensors that this rank knows, without pieces. `extra`: the program's values."""
 
     tensors: dict[str, Saved]
     portions: list[Portion]
+    optimizer: Optimizer | None
+    extra: dict[str, Any]
 
     def with_pieces(self, placed: Iterable[tuple[Portion, Piece]]) -> dict[str, Saved]:
         """Return the tensors with the pieces that were written."""
-        found = dict(self.tensors)
+        tensors = dict(self.tensors)
         for portion, piece in placed:
-            saved, written = found[portion.name], replace(portion.of, pieces=(piece,))
+            saved = tensors[portion.tensor]
             if portion.key is None:
-                found[portion.name] = replace(saved, stored=written)
+                tensors[portion.tensor] = replace(saved, pieces=(piece,))
             else:
-                found[portion.name] = replace(saved, state=saved.state | {portion.key: written})
-        return found
+                item = replace(saved.stored_state[portion.key], pieces=(piece,))
+                tensors[portion.tensor] = replace(saved, state=saved.state | {portion.key: item})
+        return tensors
 
 
-def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers) -> Share:
+def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: dict[str, Any]) -> Share:
     tensors: dict[str, Saved] = {}
     portions: list[Portion] = []
     homes = homes_in(optimizers)
     refuse_homeless_state(optimizers, homes)
-    for unit in engine.units:
-        for state in unit.states:
-            flat = state.flat
-            # Rank 0 lists every parameter, so that empty ones are included.
-            if engine.mesh.rank == 0:
-                tensors |= {spec.name: _described(spec, flat) for spec in flat.params}
-            held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
-            for part in pieces(flat.intervals, _span_to_write(flat)):
-                spec, resting = flat.params[part.param], state.resting_params[part.param]
-                here = part.in_param.within(held[part.param])
-                kept: Mapping[str, Stored | Plain] = {}
-                home = homes.get(resting)
-                if home is not None:
-                    kept = describe_state(home.optimizer, spec.name, resting, tuple(spec.shape))
-                number = None if home is None else home.number
-                saved = replace(_described(spec, flat), group=number, state=dict(kept))
-                tensors[spec.name] = saved
-                master = partial(_part_of, state, part.param, here)
-                portions.append(Portion(spec.name, None, saved.stored, part.in_param, master))
-                for key, item in kept.items():
-                    if home is None or not isinstance(item, Stored):
-                        continue
-                    read = partial(stored_row, home.optimizer, resting, key)
-                    if saved.is_split(key):
-                        portions.append(Portion(spec.name, key, item, part.in_param, partial(_slice_of, read, here)))
-                    elif part.in_param.start == 0 and item.num_elems:
-                        portions.append(Portion(spec.name, key, item, Interval(0, item.num_elems), read))
-    if engine.mesh.rank == 0:
-        for name, buffer in buffers_of(model, engine).items():
-            stored = Stored(tuple(buffer.shape), dtype_name(name, buffer), ())
-            tensors[name] = Saved(stored, "buffer")
-            if buffer.numel():
-                portions.append(Portion(name, None, stored, Interval(0, buffer.numel()), buffer.detach))
-    return Share(tensors, portions)
+    for state in (state for unit in engine.units for state in unit.states):
+        flat = state.flat
+        # Rank 0 lists every parameter, so that empty ones are included.
+        if engine.mesh.rank == 0:
+            tensors |= {spec.name: _described(spec, flat) for spec in flat.params}
+        held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
+        for part in pieces(flat.intervals, _span_to_write(flat)):
+            spec, resting = flat.params[part.param], state.resting_params[part.param]
+            here = part.in_param.within(held[part.param])
+            saved = tensors[spec.name] = _described(spec, flat)
+            portions.append(_portion(spec.name, None, saved, part.in_param, partial(_part_of, state, part.param, here)))
+            home = homes.get(resting)
+            if home is None:
+                continue
+            items = describe_state(home.optimizer, spec.name, resting, saved.shape)
+            saved = tensors[spec.name] = replace(saved, group=home.number, state=items)
+            for key, item in saved.stored_state.items():
+                read = partial(stored_row, home.optimizer, resting, key)
+                if saved.is_split(key):
+                    portions.append(_portion(spec.name, key, item, part.in_param, partial(_slice_of, read, here)))
+                elif part.in_param.start == 0 and item.num_elems:
+                    portions.append(_portion(spec.name, key, item, Interval(0, item.num_elems), read))
+    for name, buffer in buffers_of(model, engine).items() if engine.mesh.rank == 0 else ():
+        if buffer.dtype not in NAMES:
+            raise CheckpointError(f"{name!r} is {buffer.dtype}, which a checkpoint cannot hold: {', '.join(DTYPES)}")
+        tensors[name] = saved = Saved(tuple(buffer.shape), NAMES[buffer.dtype], (), "buffer")
+        if buffer.numel():
+            portions.append(_portion(name, None, saved, Interval(0, buffer.numel()), buffer.detach))
+    return Share(tensors, portions, describe_optimizers(optimizers), extra)
 
 
 def _described(spec: Param, flat: Flat) -> Saved:
     tied = tuple(site.name for site in spec.sites if site.name != spec.name)
-    return Saved(Stored(tuple(spec.shape), NAMES[flat.master.torch], ()), "parameter", spec.trainable, tied)
-
-
-def dtype_name(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in NAMES:
-        raise CheckpointError(f"{name!r} is {tensor.dtype}, which a checkpoint cannot hold: {', '.join(DTYPES)}")
-    return NAMES[tensor.dtype]
+    return Saved(tuple(spec.shape), NAMES[flat.master.torch], (), "parameter", spec.trainable, tied)
 
 
 def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """Return persistent buffers, and parameters that are not sharded (integers), by their keys in the state dict."""
-    found = {}
+    buffers = {}
     for key, value in own_state_dict(model, engine).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -120,8 +126,8 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
                 "save what it says in extra="
             )
         if place_of(value) is None:
-            found[key] = value
-    return found
+            buffers[key] = value
+    return buffers
 
 
 def _part_of(state: FlatState, index: int, here: slice) -> Tensor:
@@ -149,44 +155,40 @@ def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
 
     The pieces are sorted; `require_sound` checks that they are complete.
     """
-    found: dict[str, list[Saved]] = {}
+    merged: dict[str, list[Saved]] = {}
     for share in shares:
         for name, saved in share.items():
-            found.setdefault(name, []).append(saved)
-    return {name: _merged(name, parts) for name, parts in found.items()}
+            merged.setdefault(name, []).append(saved)
+    return {name: _merged(name, parts) for name, parts in merged.items()}
 
 
 def _merged(name: str, parts: list[Saved]) -> Saved:
     # A rank that wrote nothing of a tensor does not know its state.
-    parts = [part for part in parts if part.stored.pieces or part.state] or parts[:1]
-    parts.sort(key=lambda saved: saved.stored.pieces[0].start if saved.stored.pieces else 0)
-    first = parts[0]
-    for other in parts[1:]:
+    parts = [part for part in parts if part.pieces or part.state] or parts[:1]
+    first, *others = parts = sorted(parts, key=lambda saved: saved.pieces[0].start if saved.pieces else 0)
+    for other in others:
         if _forms(other.state) != _forms(first.state):
             raise CheckpointError(
                 f"the optimizer's state of parameter {name!r} is {sorted(first.state)} on one rank and "
                 f"{sorted(other.state)} on another: such state cannot be merged"
             )
-    state = {
-        key: _joined([part.state[key] for part in parts]) if isinstance(item, Stored) else item  # type: ignore[misc]
-        for key, item in first.state.items()
+    stored = {
+        key: replace(item, pieces=_joined([part.stored_state[key] for part in parts]))
+        for key, item in first.stored_state.items()
     }
-    return Saved(_joined([part.stored for part in parts]), first.kind, first.is_trained, first.tied, first.group, state)
+    return replace(first, pieces=_joined(parts), state={**first.state, **stored})
 
 
-def _joined(parts: list[Stored]) -> Stored:
+def _joined(parts: Sequence[Stored]) -> tuple[Piece, ...]:
     """Join pieces that are adjacent in one file."""
     size, joined = parts[0].torch_dtype.itemsize, list[Piece]()
     for piece in in_order(piece for part in parts for piece in part.pieces):
-        if joined and piece == _next_to(joined[-1], size, piece.stop):
-            joined[-1] = replace(joined[-1], stop=piece.stop)
+        last = joined[-1] if joined else None
+        if last and piece[:3] == (last.file, last.offset + (last.stop - last.start) * size, last.stop):
+            joined[-1] = last._replace(stop=piece.stop)
         else:
             joined.append(piece)
-    return Stored(parts[0].shape, parts[0].dtype, tuple(joined))
-
-
-def _next_to(last: Piece, size: int, stop: int) -> Piece:
-    return Piece(last.file, last.offset + (last.stop - last.start) * size, last.stop, stop)
+    return tuple(joined)
 
 
 def _forms(state: Mapping[str, Stored | Plain]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ everything under them has the same names, shapes, dtypes and state.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,19 +40,19 @@ def totals_of(index: Index) -> Totals:
     knows_buffers = all(saved.kind != "unknown" for saved in params)
     return Totals(
         num_tensors=len(index.tensors),
-        num_params=sum(saved.stored.num_elems for saved in params),
-        num_trained=sum(saved.stored.num_elems for saved in params if saved.is_trained) if knows_trained else None,
-        num_frozen=sum(saved.stored.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
+        num_params=sum(saved.num_elems for saved in params),
+        num_trained=sum(saved.num_elems for saved in params if saved.is_trained) if knows_trained else None,
+        num_frozen=sum(saved.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
         num_buffers=len(buffers) if knows_buffers else None,
-        weights_bytes=sum(saved.stored.num_bytes for saved in params),
-        buffers_bytes=sum(saved.stored.num_bytes for saved in buffers) if knows_buffers else None,
+        weights_bytes=sum(saved.num_bytes for saved in params),
+        buffers_bytes=sum(saved.num_bytes for saved in buffers) if knows_buffers else None,
         state_bytes=sum(item.num_bytes for item in state),
-        dtypes=_by_dtype([saved.stored for saved in index.tensors.values()]),
+        dtypes=_by_dtype(index.tensors.values()),
         state_dtypes=_by_dtype(state),
     )
 
 
-def _by_dtype(tensors: list[Stored]) -> dict[str, int]:
+def _by_dtype(tensors: Iterable[Stored]) -> dict[str, int]:
     found: dict[str, int] = {}
     for stored in tensors:
         found[stored.dtype] = found.get(stored.dtype, 0) + stored.num_elems
@@ -71,12 +71,12 @@ class Node:
     @property
     def num_elems(self) -> int:
         """Number of elements of one of the alike modules."""
-        own = 0 if self.saved is None else self.saved.stored.num_elems
+        own = 0 if self.saved is None else self.saved.num_elems
         return own + sum(child.times * child.num_elems for child in self.children)
 
     @property
     def num_bytes(self) -> int:
-        own = 0 if self.saved is None else self.saved.stored.num_bytes
+        own = 0 if self.saved is None else self.saved.num_bytes
         return own + sum(child.times * child.num_bytes for child in self.children)
 
     @property
@@ -135,8 +135,8 @@ def _form(node: Node) -> Any:
     """Return a value that is equal for alike modules."""
     saved = node.saved
     own = saved and (
-        saved.stored.shape,
-        saved.stored.dtype,
+        saved.shape,
+        saved.dtype,
         saved.kind,
         saved.is_trained,
         bool(saved.tied),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .opened import Opened
 from .reader import Reader
 from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
 
+StoredT = TypeVar("StoredT", bound=Stored)
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
 NOTE = "shardwise.json"  # in an exported folder: its writer and its source
@@ -155,7 +156,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
     into = folder.begin(path)
     try:
         with opened.reader() as reader:
-            weights = [stored_source(name, reader, saved.stored) for name, saved in index.tensors.items()]
+            weights = [stored_source(name, reader, saved) for name, saved in index.tensors.items()]
             state = [
                 stored_source(state_key(key, name), reader, item)
                 for name, saved in index.tensors.items()
@@ -166,8 +167,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
             state_places = _write_files(into, "optimizer", state, max_bytes, files, on_bytes) if state else {}
         tensors = {
             name: replace(
-                saved,
-                stored=_at(saved.stored, *weight_places[name]),
+                _at(saved, *weight_places[name]),
                 state=saved.state
                 | {key: _at(item, *state_places[state_key(key, name)]) for key, item in saved.stored_state.items()},
             )
@@ -184,7 +184,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
 def write_bare_weights(opened: Opened, path: Path, max_bytes: int, on_bytes: OnBytes) -> None:
     """Write the weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
     with new_folder(path) as into, opened.reader() as reader:
-        sources = [stored_source(name, reader, saved.stored) for name, saved in opened.index.tensors.items()]
+        sources = [stored_source(name, reader, saved) for name, saved in opened.index.tensors.items()]
         write_weights(into, sources, max_bytes, on_bytes)
         write_note(into, {**opened.index.origin, **_converted()})
 
@@ -202,7 +202,7 @@ def _write_files(
     return places
 
 
-def _at(stored: Stored, file: int, offset: int) -> Stored:
+def _at(stored: StoredT, file: int, offset: int) -> StoredT:
     """Return the same tensor in one piece."""
     pieces = (Piece(file, offset, 0, stored.num_elems),) if stored.num_elems else ()
     return replace(stored, pieces=pieces)

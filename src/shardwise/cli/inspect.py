@@ -144,7 +144,7 @@ def _line(level: int, node: "Node") -> tuple[str, ...]:
     words = [f"{times} equal"] if times > 1 else []
     shape = ""
     if node.saved is not None:
-        stored = node.saved.stored
+        stored = node.saved
         shape = f"{'x'.join(map(str, stored.shape)) or 'scalar'} {stored.dtype}"
         words += ["buffer"] if node.saved.kind == "buffer" else ["frozen"] if node.saved.is_trained is False else []
         words += ["tied"] if node.saved.tied else []
@@ -173,7 +173,7 @@ def _as_json(opened: "Opened") -> dict[str, Any]:
         ],
         "tensors": {
             name: {
-                **described(saved.stored),
+                **described(saved),
                 "kind": saved.kind,
                 "is_trained": saved.is_trained,
                 "tied": saved.tied,

@@ -84,7 +84,7 @@ def require_same_names(settings: Settings, checked: Checked) -> None:
     model = build(settings, checked.tokenizer.vocab_size, torch.device("cpu"), facts=checked.facts).model
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {first: next((name for name in names if name in saved), None) for first, names in names_of(model).items()}
-    wrong = [name for name, own in found.items() if own is None or saved[own].stored.shape != shapes[name]]
+    wrong = [name for name, own in found.items() if own is None or saved[own].shape != shapes[name]]
     if wrong:
         raise CheckpointError(
             f"resume_from_checkpoint {resume} is a Hugging Face folder of another model: it lacks {len(wrong)} of this "

@@ -66,7 +66,7 @@ def rows(root: Path) -> dict[str, Tensor]:
     with opened.reader() as reader:
         for name in model_states()["param_shapes"][0]:
             saved = opened.index.tensors[name]
-            found["weight"].append(reader.read_whole(saved.stored))
+            found["weight"].append(reader.read_whole(saved))
             for key in ("exp_avg", "exp_avg_sq"):
                 item = saved.state[key]
                 assert isinstance(item, Stored)
@@ -146,7 +146,7 @@ def test_padding_between_parameters(tmp_path: Path) -> None:
     change(root / "global_step5" / optimizer_file(0), pad)
     opened = open_checkpoint(root)
     with opened.reader() as reader:
-        third = reader.read_whole(opened.index.tensors["layers.2"].stored)
+        third = reader.read_whole(opened.index.tensors["layers.2"])
     assert torch.equal(third, ROW[8:11])
 
 

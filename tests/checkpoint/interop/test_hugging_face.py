@@ -15,7 +15,7 @@ from tests.support.models import MODELS
 
 def weights(opened: Opened) -> dict[str, Tensor]:
     with opened.reader() as reader:
-        return {name: reader.read_whole(saved.stored) for name, saved in opened.index.tensors.items()}
+        return {name: reader.read_whole(saved) for name, saved in opened.index.tensors.items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

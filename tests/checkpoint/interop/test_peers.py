@@ -35,7 +35,7 @@ def assert_holds(opened: Opened, peer: Peer) -> None:
     assert set(tensors) == set(peer.weights)
     with opened.reader() as reader:
         for name, saved in tensors.items():
-            assert torch.equal(reader.read_whole(saved.stored), peer.weights[name]), name
+            assert torch.equal(reader.read_whole(saved), peer.weights[name]), name
             assert set(saved.state) == set(peer.state.get(name, {})), name
             for key, item in saved.state.items():
                 assert isinstance(item, Stored)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
-from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from
+from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from, text
 from . import archives, pickles
 from .archives import OpenFiles
 from .described import Described, add_optimizer, by_settings, index_of
-from .known_names import Record, Strided, text, version_text
+from .known_names import Record, Strided, version_text
 from .strided_intervals import place
 
 METADATA = ".metadata"

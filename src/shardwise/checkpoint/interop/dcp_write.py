@@ -82,7 +82,7 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
     tensors = opened.index.tensors
     for name, saved in tensors.items():
         for own in (name, *(other for other in saved.tied if other not in tensors)):
-            yield ("model", own), saved.stored
+            yield ("model", own), saved
     optimizer = opened.index.optimizer
     if optimizer is None:
         return

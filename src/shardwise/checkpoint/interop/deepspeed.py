@@ -15,11 +15,11 @@ from typing import Any
 from ...base.errors import CheckpointError
 from ...base.intervals import Interval
 from ...base.regular_file import read_regular
-from ..index import Index, Piece, Plain, Stored, counts, parts_of, shape_from
+from ..index import Index, Piece, Plain, Stored, counts, cut, shape_from, text
 from . import archives
 from .archives import OpenFiles
 from .described import Described, add_model, index_of, item_of, settings_of
-from .known_names import Record, Strided, text, version_text
+from .known_names import Record, Strided, version_text
 
 LATEST = "latest"
 _MAX_PARAMETERS = 1 << 20
@@ -233,10 +233,9 @@ def _gathered(name: str, shape: tuple[int, ...], spans: Sequence[_Span], rows: S
                 f"{name!r} should reach to element {span.start + span.num_elems} of what rank {span.rank} wrote, which "
                 f"has {row.num_elems}"
             )
-        size = row.torch_dtype.itemsize
-        for part in parts_of(row, Interval(span.start, span.start + span.num_elems)):
-            start = end + part.at
-            pieces.append(Piece(part.piece.file, part.piece.offset + part.first * size, start, start + part.num_elems))
+        for piece in cut(row, Interval(span.start, span.start + span.num_elems)):
+            shift = end - span.start
+            pieces.append(piece._replace(start=piece.start + shift, stop=piece.stop + shift))
         end += span.num_elems
     if end != prod(shape):
         raise CheckpointError(f"{name!r} has {prod(shape)} elements, and {end} of them were written")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound
+from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound, text
 from .archives import OpenFiles
-from .known_names import Strided, text
+from .known_names import Strided
 from .strided_intervals import Budget, stored_of
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -73,7 +73,8 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
         is_frozen = bool(found.groups) and kind == "parameter" and not is_in_optimizer
         is_trained = True if state.get(name) else False if is_frozen else None
         tied = tuple(plain(other) for other in found.tied.get(given, ()))
-        tensors[name] = Saved(stored, kind, is_trained, tied, group.get(name), state.get(name, {}))
+        own = (stored.shape, stored.dtype, stored.pieces)
+        tensors[name] = Saved(*own, kind, is_trained, tied, group.get(name), state.get(name, {}))
     if lost := [name for name in {**state, **group} if name not in tensors]:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None

@@ -9,12 +9,11 @@ from typing import Any
 
 from ...base.errors import CheckpointError
 from ...base.json_file import parse
-from ..index import Index, Stored, in_words
+from ..index import Index, Stored, in_words, text
 from ..tensor_files import read_header
 from . import archives
 from .archives import OpenFiles
 from .described import Described, Groups, add_model, add_optimizer, index_of
-from .known_names import text
 
 # In this order, because a folder may hold several.
 NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")

@@ -84,14 +84,6 @@ def find(module: str, name: str) -> Any:
     return _KNOWN[full]
 
 
-def text(value: Any) -> str:
-    """Return a name, which must be a string of limited length: a pickle can repeat a long one a thousand times."""
-    if type(value) is not str or len(value) > MAX_NAME:
-        raise ValueError("no short text where a name is expected")
-    value.encode()  # a pickle can hold halves of characters, which neither file names nor terminals can
-    return value
-
-
 def version_text(value: Any) -> str:
     """Return a version or a count for display."""
     return str(value) if type(value) is int else value if type(value) is str and len(value) < MAX_NAME else "unknown"

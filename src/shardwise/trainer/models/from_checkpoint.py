@@ -157,11 +157,11 @@ def _stored_sources(
         saved = next((by_name[name] for name in names if name in by_name), None)
         if saved is None:
             missing.append(first)
-        elif saved.stored.shape != tuple(own.shape):
-            raise CheckpointError(f"{place}: {first!r} is {saved.stored.shape} in it, {tuple(own.shape)} in the model")
+        elif saved.shape != tuple(own.shape):
+            raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(own.shape)} in the model")
         else:
-            chosen = _dtype_of(own, saved.stored.torch_dtype, dtype)
-            sources.append(stored_source(first, reader, saved.stored, chosen))
+            chosen = _dtype_of(own, saved.torch_dtype, dtype)
+            sources.append(stored_source(first, reader, saved, chosen))
     unknown = [
         name
         for name, saved in tensors.items()
