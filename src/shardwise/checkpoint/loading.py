@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
 from ..base.intervals import Interval, pieces
+from ..base.text import plural
 from ..core.engine.guards import engine_of
 from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
@@ -86,6 +87,12 @@ class _Wanted:
     def resting(self) -> Tensor:
         return self.state.resting_params[self.number]
 
+    def part(self, key: str | None) -> tuple[Stored, Interval]:
+        """Return the elements to read, of the parameter or of the optimizer's state under `key`."""
+        stored = self.saved if key is None else self.saved.stored_state[key]
+        is_split = key is None or self.saved.is_split(key)
+        return stored, self.interval if is_split else Interval(0, stored.num_elems)
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -137,10 +144,10 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
     with job.opened.reader(is_shared) as reader:
         reader.plan(_plan(job, bool(optimizers)))
         for want in job.wanted:
-            want.state.set_master(want.number, partial(reader.read, want.saved, want.interval.start))
+            read = partial(_read_part, reader, want)
+            want.state.set_master(want.number, partial(read, None))
             if home := homes.get(want.resting):
-                read = partial(_read_state, reader, want)
-                restore_state(home.optimizer, want.resting, home.settings, want.saved, read)
+                restore_state(home, want.resting, want.saved, read)
         for state in dict.fromkeys(want.state for want in job.wanted):
             state.publish()
         for buffer, stored in job.buffers:
@@ -154,18 +161,15 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
     """Yield the reads of `_read`, in its order."""
     for want in job.wanted:
-        yield want.saved, want.interval
-        for key, item in want.saved.state.items() if has_optimizer else ():
-            if isinstance(item, Stored):
-                yield item, want.interval if want.saved.is_split(key) else Interval(0, item.num_elems)
+        for key in (None, *(want.saved.stored_state if has_optimizer else ())):
+            yield want.part(key)
     for _, stored in job.buffers:
         yield stored, Interval(0, stored.num_elems)
 
 
-def _read_state(reader: Reader, want: _Wanted, key: str, row: Tensor) -> None:
-    item = want.saved.state[key]
-    assert isinstance(item, Stored)
-    reader.read(item, want.interval.start if want.saved.is_split(key) else 0, row)
+def _read_part(reader: Reader, want: _Wanted, key: str | None, row: Tensor) -> None:
+    stored, interval = want.part(key)
+    reader.read(stored, interval.start, row)
 
 
 def require_same_model(
@@ -237,37 +241,34 @@ def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], in
 
 
 def _list(differences: list[str]) -> str:
-    more = len(differences) - _MAX_LISTED
-    text = "; ".join(differences[:_MAX_LISTED])
-    count = f"{len(differences)} difference{'s' if len(differences) > 1 else ''}: "
-    return count + text + (f"; and {more} more" if more > 0 else "")
+    more = [f"and {len(differences) - _MAX_LISTED} more"] if len(differences) > _MAX_LISTED else []
+    return f"{plural(len(differences), 'difference')}: " + "; ".join([*differences[:_MAX_LISTED], *more])
 
 
 def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], keep_groups: bool) -> None:
     """Raise unless the optimizer's groups are the saved ones.
 
-    `held`: name, saved value, this rank's part, and group, of every parameter that this rank holds.
-
-    With `keep_groups` the groups may differ, but no saved state may be lost.
+    `held`: name, saved value, this rank's part, and group, of every parameter that this rank holds. With `keep_groups`
+    the groups may differ, but no saved state may be lost.
     """
-    found = []
+    wrong = []
     for name, saved, resting, group in held:
         # Other libraries also list frozen parameters in an optimizer's groups.
         is_frozen = group is None and not saved.state and not resting.requires_grad
         if saved.group != group and not keep_groups and not is_frozen:
-            found.append(
+            wrong.append(
                 f"parameter {name!r} is in group {saved.group} of its optimizer and in group {group} of this one"
             )
             continue
         if saved.state and group is None:
-            found.append(f"parameter {name!r} was trained by its optimizer, and is in no group of this one")
+            wrong.append(f"parameter {name!r} was trained by its optimizer, and is in no group of this one")
             continue
         is_part = resting.numel() < saved.num_elems
-        for key, item in saved.state.items():
-            if isinstance(item, Stored) and is_part and not saved.is_split(key) and item.num_elems > 1:
+        for key, item in saved.stored_state.items():
+            if is_part and not saved.is_split(key) and item.num_elems > 1:
                 raise CheckpointError(
                     f"the optimizer's {key!r} of parameter {name!r} is {item.shape} and was made for the whole "
                     "parameter: use a layout whose optimizer is 'whole'"
                 )
-    if found:
-        raise CheckpointError(f"build the same groups, or load with keep_groups=True ({_list(found)})")
+    if wrong:
+        raise CheckpointError(f"build the same groups, or load with keep_groups=True ({_list(wrong)})")

@@ -5,7 +5,7 @@ stored in blocks that depend on the cut, so it is saved as fp32 and quantised ag
 crosses a shard, so the loaded values are the saved ones.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -25,9 +25,6 @@ from .index import NAMES, Optimizer, Plain, Saved, Stored
 
 # These settings choose how updates are computed, not their values: the running program sets them.
 _RUNTIME_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
-
-_PLAIN = (bool, int, float, str, type(None))
-
 
 # The optimizers of a model, none, one or several: a checkpoint holds their groups one after the other.
 Optimizers = Sequence[ShardedOptimizer]
@@ -81,26 +78,27 @@ def _name_of(optimizers: Optimizers) -> str:
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
+    settings = ({key: _plain(value) for key, value in group.items()} for group in _groups_of(optimizers))
     # The running program sets values that are not plain (a function, for example).
     groups = tuple(
-        {key: _plain(value) for key, value in group.items() if key not in _RUNTIME_SETTINGS and _is_plain(value)}
-        for group in _groups_of(optimizers)
+        {key: value for key, value in group.items() if key not in _RUNTIME_SETTINGS and value is not _OTHER}
+        for group in settings
     )
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler
     return Optimizer(_name_of(optimizers), groups, None if scaler is None else scaler.state())
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(part) for part in value)
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _PLAIN)
+_OTHER = object()  # stands for a value that a checkpoint cannot hold
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return value.item() if isinstance(value, Tensor) else value
+        parts = [_plain(part) for part in value]
+        return _OTHER if _OTHER in parts else parts
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else _OTHER
+    return value if isinstance(value, Plain) else _OTHER
 
 
 def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bool) -> None:
@@ -173,23 +171,21 @@ def describe_state(
     is_part = resting.numel() < torch.Size(shape).numel()
     for key, value in optimizer.inner.state.get(resting, {}).items():
         what = f"the optimizer {type(optimizer.inner).__name__} keeps {key!r} of parameter {name!r}"
-        if isinstance(value, Tensor):
-            if type(value) not in (Tensor, OnDisk) and not _is_low_bit(optimizer):
-                raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
-            is_like_param = value.shape == resting.shape and key != "step"
-            if is_part and not is_like_param and value.numel() > 1:
-                raise CheckpointError(
-                    f"{what} with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}: it cannot be "
-                    "cut for another world; use a layout whose optimizer is 'whole'"
-                )
-            dtype = NAMES.get(_stored_dtype(optimizer, value), "")
-            if not dtype:
-                raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
-            found[key] = Stored(shape if is_like_param else tuple(value.shape), dtype, ())
-        elif isinstance(value, _PLAIN):
+        if isinstance(value, Plain):
             found[key] = value
-        else:
+            continue
+        if not isinstance(value, Tensor) or (type(value) not in (Tensor, OnDisk) and not _is_low_bit(optimizer)):
             raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
+        is_like_param = value.shape == resting.shape and key != "step"
+        if is_part and not is_like_param and value.numel() > 1:
+            raise CheckpointError(
+                f"{what} with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}: it cannot be cut for "
+                "another world; use a layout whose optimizer is 'whole'"
+            )
+        dtype = _stored_dtype(optimizer, value)
+        if dtype not in NAMES:
+            raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
+        found[key] = Stored(shape if is_like_param else tuple(value.shape), NAMES[dtype], ())
     return found
 
 
@@ -210,47 +206,60 @@ def _is_low_bit(optimizer: ShardedOptimizer) -> bool:
     return type(optimizer.inner).__module__.startswith(KNOWN_PACKAGES)
 
 
-def restore_state(
-    optimizer: ShardedOptimizer,
-    resting: Tensor,
-    group: Mapping[str, Any],
-    saved: Saved,
-    read: Callable[[str, Tensor], None],
-) -> None:
+def restore_state(home: Home, resting: Tensor, saved: Saved, read: Callable[[str, Tensor], None]) -> None:
     """Set the optimizer's state of a parameter; `read` fills a row with this rank's part of a tensor.
 
     Existing tensors are overwritten in place, because a step in a CUDA graph reads them at their address.
     """
-    kept = optimizer.inner.state[resting]
-    for key in [key for key in kept if key not in saved.state]:
-        del kept[key]
+    inner = home.optimizer.inner
+    state = inner.state[resting]
+    for key in [key for key in state if key not in saved.state]:
+        del state[key]
     for key, item in saved.state.items():
-        if not isinstance(item, Stored):
-            kept[key] = _counted(optimizer, resting, group, item, kept.get(key)) if key == "step" else item
-            continue
-        target = kept.get(key)
-        shape = resting.shape if saved.is_split(key) else torch.Size(item.shape)
-        dtype = dtype_of_state(saved, key, resting.dtype)
-        if not _fits(target, shape, dtype):
-            target = _fresh(optimizer, resting, group, key, saved)
-        if type(target) is Tensor:
-            read(key, target.view(-1))
+        if isinstance(item, Stored):
+            state[key] = _restored(home, resting, saved, key, state.get(key), read)
+        elif key == "step" and isinstance(item, (int, float)) and isinstance(state.get(key), Tensor):
+            state[key].fill_(item)
+        elif key == "step" and isinstance(item, (int, float)) and type(inner).__module__.startswith("torch.optim"):
+            state[key] = torch.tensor(float(item), device=_device_of_steps(home, resting))  # as torch's own count
         else:
-            row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
-            read(key, row)
-            _quantise(target, row.view(shape))
-        kept[key] = target
-    if not kept:
-        del optimizer.inner.state[resting]
-    optimizer.was_restored(resting)
+            state[key] = item
+    if not state:
+        del inner.state[resting]
+    home.optimizer.was_restored(resting)
 
 
-def dtype_of_state(saved: Saved, key: str, master: torch.dtype) -> torch.dtype:
-    """Return the dtype of loaded state: the masters' dtype where it was saved in theirs, else its own."""
-    item = saved.state[key]
-    assert isinstance(item, Stored)
-    follows = saved.is_split(key) and item.dtype == saved.dtype
-    return master if follows else item.torch_dtype
+def _restored(
+    home: Home, resting: Tensor, saved: Saved, key: str, target: Any, read: Callable[[str, Tensor], None]
+) -> Tensor:
+    """Read a tensor of state into `target`, or, where that has another form, into a new tensor."""
+    item, is_split, is_low_bit = saved.stored_state[key], saved.is_split(key), _is_low_bit(home.optimizer)
+    shape = resting.shape if is_split else torch.Size(item.shape)
+    # In the masters' dtype where it was saved in theirs.
+    dtype = resting.dtype if is_split and item.dtype == saved.dtype else item.torch_dtype
+    is_reused = isinstance(target, Tensor) and not isinstance(target, OnDisk) and target.shape == shape
+    if type(target) is Tensor and (target.dtype != dtype or not target.is_contiguous()):
+        is_reused = False  # only quantised state accepts values of any dtype
+    if not is_reused and is_split and is_low_bit:
+        # The optimizer itself decides what it quantises; its squares have no sign.
+        target = home.optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
+    elif not is_reused:
+        device = _device_of_steps(home, resting) if key == "step" else resting.device
+        target = torch.empty(shape, dtype=dtype, device=device)
+    if type(target) is Tensor:
+        read(key, target.view(-1))
+    else:
+        row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
+        read(key, row)
+        _quantise(target, row.view(shape))
+    restored: Tensor = target
+    return restored
+
+
+def _device_of_steps(home: Home, resting: Tensor) -> torch.device:
+    """Return the device of a count of steps, as torch loads it: the host, unless the update reads it on the device."""
+    settings = home.settings
+    return resting.device if settings.get("capturable") or settings.get("fused") else torch.device("cpu")
 
 
 def _quantise(target: Any, values: Tensor) -> None:
@@ -266,41 +275,3 @@ def _quantise(target: Any, values: Tensor) -> None:
         lowest = (blocks == low) & (-low >= high)
         values = torch.where(lowest, blocks / -target.qmap[0], blocks).view(values.shape)
     target.copy_(values)
-
-
-def _fits(target: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
-    if not isinstance(target, Tensor) or isinstance(target, OnDisk) or target.shape != shape:
-        return False
-    # Quantised state accepts values of any dtype.
-    return type(target) is not Tensor or (target.dtype == dtype and target.is_contiguous())
-
-
-def _fresh(optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], key: str, saved: Saved) -> Tensor:
-    dtype = dtype_of_state(saved, key, resting.dtype)
-    if saved.is_split(key):
-        if _is_low_bit(optimizer):
-            # The optimizer itself decides what it quantises; its squares have no sign.
-            buffer: Tensor = optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
-            return buffer
-        return torch.empty(resting.shape, dtype=dtype, device=resting.device)
-    item = saved.state[key]
-    assert isinstance(item, Stored)
-    return torch.empty(
-        item.shape, dtype=dtype, device=_device_of_steps(resting, group) if key == "step" else resting.device
-    )
-
-
-def _device_of_steps(resting: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Return the device of a count of steps, as torch loads it: the host, unless the update reads it on the device."""
-    return resting.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-
-
-def _counted(
-    optimizer: ShardedOptimizer, resting: Tensor, group: Mapping[str, Any], steps: Plain, now: Any
-) -> Tensor | Plain:
-    """Return a count of steps that was saved as a number; torch's optimizers count in tensors, in place."""
-    if isinstance(now, Tensor) and isinstance(steps, (int, float)):
-        return now.fill_(steps)
-    if not type(optimizer.inner).__module__.startswith("torch.optim") or not isinstance(steps, (int, float)):
-        return steps
-    return torch.tensor(float(steps), device=_device_of_steps(resting, group))

@@ -97,15 +97,22 @@ class Reader:
     def _spans(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
         size = stored.torch_dtype.itemsize
         for number, offset, start, stop in cut(stored, wanted):
-            checks, end = self._files[number].checks, offset + (stop - start) * size
+            end = offset + (stop - start) * size
             while offset < end:
-                if checks:
-                    block = checks[bisect_right(checks, offset, key=lambda check: check.offset) - 1]
-                else:
-                    block = _unsummed(offset, end, self._files[number].num_bytes)
+                block = self.block_at(number, offset, end)
                 stop = min(end, block.offset + block.num_bytes)
                 yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
                 offset = stop
+
+    def block_at(self, number: int, offset: int, end: int) -> Check:
+        """Return the block of a file in which the bytes from `offset` to `end` begin."""
+        file = self._files[number]
+        if file.checks:
+            return file.checks[bisect_right(file.checks, offset, key=lambda check: check.offset) - 1]
+        # Without checksums, small neighbouring tensors share a block.
+        begin = offset // _SHARED_BYTES * _SHARED_BYTES
+        stop = min(begin + _SHARED_BYTES, file.num_bytes)
+        return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
 
     def _content(self, number: int, block: Check) -> Tensor:
         """Return a block's bytes, valid until the next call, and start to read the next planned blocks."""
@@ -213,13 +220,6 @@ class _Slot:
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
                 raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
         return self._row[block.offset - begin : end - begin]
-
-
-def _unsummed(offset: int, end: int, num_bytes: int) -> Check:
-    """Return a block for bytes of a file without checksums; small neighbouring tensors share a block."""
-    begin = offset // _SHARED_BYTES * _SHARED_BYTES
-    stop = min(begin + _SHARED_BYTES, num_bytes)
-    return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
 
 
 def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:

@@ -7,9 +7,7 @@ are checked. Files of other libraries have no checksums; their lengths and numbe
 import cmath
 import math
 import re
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, DamageError
-from ..base.intervals import Interval
+from ..base.intervals import Interval, round_up
 from . import folder
-from .disk import BLOCK_BYTES
-from .index import Check, Index, Piece, Stored, from_json, require_sound
+from .index import DTYPES, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
 from .reader import Reader
 from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
@@ -113,136 +110,100 @@ def parts_of_others(path: Path) -> list[Path]:
     return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    """Elements of a tensor in a file, from the element `start` on. Bytes of no floating-point tensor have no name."""
+
+    offset: int
+    stop: int
+    start: int = 0
+    name: str = ""
+    dtype: str = "U8"
+
+    def rest(self, file: int, offset: int) -> Stored:
+        """Return the elements from this place in the file on."""
+        num_elems = (self.stop - offset) // DTYPES[self.dtype].itemsize
+        return Stored((num_elems,), self.dtype, (Piece(file, offset, 0, num_elems),))
+
+
 def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
     """Read everything, and add the problems to the report."""
-    index, numbers = opened.index, _Numbers()
+    index = opened.index
     for name, saved in index.tensors.items():
         for key, item in saved.state.items():
             if isinstance(item, float) and not math.isfinite(item):
                 report.not_finite.append(f"{key} of {name!r} is {item}")
-    places = _places(index)
+    wrong: dict[str, list[tuple[int, int, str]]] = {}
     with opened.reader() as reader:
-        for number, file in enumerate(index.files):
+        for number, places in enumerate(_places(index)):
             try:
                 reader.require_length(number)
             except CheckpointError as error:
                 report.damage.append(str(error))
-                on_bytes(file.num_bytes)
+                on_bytes(index.files[number].num_bytes)
                 continue
-            # Without checksums only the numbers can be checked.
-            everything = [_Range(number, 0, file.num_bytes, places[number])]
-            for wanted in everything if file.checks else _together(number, places[number]):
-                _look_through(reader, wanted, file.checks, numbers, report.damage, on_bytes)
-    report.not_finite += numbers.summary()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Elements of a tensor in a file, from the element `start` on."""
-
-    offset: int
-    stop: int
-    start: int
-    name: str
-    stored: Stored
-
-
-@dataclass(slots=True)
-class _Range:
-    """Bytes of a file, and the tensors in them, in order."""
-
-    file: int
-    start: int
-    stop: int
-    places: list[_Place]
+            rests = [place.rest(number, place.offset) for place in places]
+            reader.plan((rest, Interval(0, rest.num_elems)) for rest in rests)
+            for place in places:
+                for at, values in _values(reader, number, place, report.damage, on_bytes):
+                    if place.name and (found := _not_finite(values)):
+                        num, first, value = found
+                        wrong.setdefault(place.name, []).append((at + first, num, value))
+    tensors = dict(index.every_stored()) if wrong else {}
+    for name, parts in wrong.items():
+        at, _, value = min(parts)
+        shape, num = tensors[name].shape, sum(num for _, num, _ in parts)
+        where = [int(number) for number in torch.unravel_index(torch.tensor(at), shape)]
+        how_many = f"{num:,} of {tensors[name].num_elems:,} numbers are not finite"
+        report.not_finite.append(f"{name!r}: {how_many}; the first is element {at}, at {where}: {value}")
 
 
 def _places(index: Index) -> list[list[_Place]]:
-    """Return the places of floating-point tensors by file, in order."""
-    places: list[list[_Place]] = [[] for _ in index.files]
+    """Return the bytes to read of each file, in order. Without checksums, only the numbers can be checked."""
+    files: list[list[_Place]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
         if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
-            for piece in stored.pieces:
-                stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
-                places[piece.file].append(_Place(piece.offset, stop, piece.start, name, stored))
-    for found in places:
-        found.sort(key=lambda place: place.offset)
-    return places
+            for file, offset, start, stop in stored.pieces:
+                end = offset + (stop - start) * stored.torch_dtype.itemsize
+                files[file].append(_Place(offset, end, start, name, stored.dtype))
+    for about, places in zip(index.files, files, strict=True):
+        places.sort()
+        end = 0
+        for place in (*places, _Place(about.num_bytes, about.num_bytes)) if about.checks else ():
+            if place.offset > end:
+                places.append(_Place(end, place.offset))
+            end = max(end, place.stop)
+        places.sort()
+    return files
 
 
-def _together(file: int, places: Sequence[_Place]) -> list[_Range]:
-    """Join places that touch or overlap into ranges that are read once, if blocks end between their elements."""
-    found: list[_Range] = []
-    for place in places:
-        last = found[-1] if found else None
-        size = place.stored.torch_dtype.itemsize
-        if last is not None and place.offset <= last.stop and (place.offset - last.start) % size == 0:
-            last.stop = max(last.stop, place.stop)
-            last.places.append(place)
-        else:
-            found.append(_Range(file, place.offset, place.stop, [place]))
-    return found
-
-
-def _look_through(
-    reader: Reader, wanted: _Range, checks: Sequence[Check], numbers: "_Numbers", damage: list[str], on_bytes: OnBytes
-) -> None:
-    """Read block after block. A damaged block is reported and skipped."""
-    ahead, start = deque(wanted.places), wanted.start
-    begun: list[_Place] = []
-    while start < wanted.stop:
-        num_bytes = wanted.stop - start
-        rest = Stored((num_bytes,), "U8", (Piece(wanted.file, start, 0, num_bytes),))
+def _values(
+    reader: Reader, file: int, place: _Place, damage: list[str], on_bytes: OnBytes
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield a place's values, each row with the number of its first element. A damaged block is listed and skipped."""
+    offset, size = place.offset, DTYPES[place.dtype].itemsize
+    while offset < place.stop:
+        before, rest = offset, place.rest(file, offset)
         try:
-            for content in reader.rows(rest, Interval(0, num_bytes)):
-                stop = start + content.numel()
-                while ahead and ahead[0].offset < stop:
-                    begun.append(ahead.popleft())
-                for place in begun:
-                    numbers.look(place, start, content)
-                begun = [place for place in begun if place.stop > stop]
-                on_bytes(content.numel())
-                start = stop
+            for values in reader.rows(rest, Interval(0, rest.num_elems)):
+                yield place.start + (offset - place.offset) // size, values
+                on_bytes(values.nbytes)
+                before = offset = offset + values.nbytes
         except CheckpointError as error:
-            damage.append(str(error))
-            block = checks[bisect_right(checks, start, key=lambda check: check.offset) - 1] if checks else None
-            stop = block.offset + block.num_bytes if block else min(wanted.stop, start + BLOCK_BYTES)
-            on_bytes(stop - start)
-            start = stop
+            if str(error) not in damage:  # other tensors may share the block
+                damage.append(str(error))
+            block = reader.block_at(file, offset, place.stop)
+            offset = place.offset + round_up(block.offset + block.num_bytes - place.offset, size)
+            on_bytes(min(offset, place.stop) - before)
 
 
-class _Numbers:
-    """The tensors with numbers that are not finite: how many there are, and the first."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[Stored, int, int, str]] = {}
-
-    def look(self, place: _Place, offset: int, content: Tensor) -> None:
-        """Check the part of a place that lies in these bytes of its file."""
-        first, last = max(place.offset, offset), min(place.stop, offset + content.numel())
-        if last <= first:
-            return
-        part, dtype = content[first - offset : last - offset], place.stored.torch_dtype
-        if (first - place.offset) % dtype.itemsize or part.numel() % dtype.itemsize:
-            raise CheckpointError(f"a checksum ends inside an element of {place.name!r}, at byte {first} or {last}")
-        values = (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
-        if dtype.itemsize == 1:
-            values = values.float()
-        # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
-        wide = torch.float32 if dtype.itemsize < 4 else dtype
-        if not cmath.isfinite(values.sum(dtype=wide).item()):
-            wrong = (~values.isfinite()).nonzero()
-            if len(wrong):
-                at = place.start + (first - place.offset) // dtype.itemsize + int(wrong[0])
-                self._add(place, len(wrong), at, str(values[wrong[0]].item()))
-
-    def _add(self, place: _Place, num: int, at: int, value: str) -> None:
-        _, before, first, first_value = self._found.get(place.name, (None, 0, at, value))
-        at, value = min((at, value), (first, first_value), key=lambda pair: pair[0])
-        self._found[place.name] = (place.stored, before + num, at, value)
-
-    def summary(self) -> Iterator[str]:
-        for name, (stored, num, at, value) in self._found.items():
-            index = [int(number) for number in torch.unravel_index(torch.tensor(at), stored.shape)]
-            how_many = f"{num:,} of {stored.num_elems:,} numbers are not finite"
-            yield f"{name!r}: {how_many}; the first is element {at}, at {index}: {value}"
+def _not_finite(values: Tensor) -> tuple[int, int, str] | None:
+    """Return how many values are not finite, and the first of them; None if all are."""
+    if values.dtype.itemsize == 1:
+        values = values.float()
+    # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
+    wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    if cmath.isfinite(values.sum(dtype=wide).item()):
+        return None
+    wrong = (~values.isfinite()).nonzero()
+    return (len(wrong), int(wrong[0]), str(values[wrong[0]].item())) if len(wrong) else None

@@ -18,8 +18,8 @@ from shardwise import CheckpointError
 from shardwise.checkpoint.index import DTYPES
 from shardwise.checkpoint.interop import archives
 from shardwise.checkpoint.interop.archives import OpenFile
-from shardwise.checkpoint.interop.known_names import Strided
-from shardwise.checkpoint.interop.strided_intervals import Budget, stored_of
+from shardwise.checkpoint.interop.described import Budget, stored_of
+from shardwise.checkpoint.interop.pickles import Strided
 from tests.checkpoint.interop.places import whole
 
 

@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[Callable[[Any], None], str]] = {
     "beyond": (point_beyond, "is .* bytes long, not"),
     "a gap": (overlap, "has pieces for 3 of the 6 elements of 'a'"),
     "a dtype": (lie_about_the_dtype, r"'model.a' has no torch.float64 \(3,\) at \(0,\) in its file"),
-    "no place": (forget_the_place, "cannot be understood: KeyError"),
+    "no place": (forget_the_place, "cannot be understood: it has no"),
     "compressed": (compress, "was compressed when it was saved"),
     "nonsense": (be_something_else, "cannot be understood"),
 }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.interop import pickles
-from shardwise.checkpoint.interop.known_names import Record
+from shardwise.checkpoint.interop.pickles import Record
 
 
 def read(data: bytes) -> Any:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import Piece, Stored, in_order, require_cover
-from shardwise.checkpoint.interop.known_names import Storage, Strided
-from shardwise.checkpoint.interop.strided_intervals import Budget, place, stored_of
+from shardwise.checkpoint.interop.described import Budget, place, stored_of
+from shardwise.checkpoint.interop.pickles import Storage, Strided
 
 SIZE = 4
 BUDGET = Budget()

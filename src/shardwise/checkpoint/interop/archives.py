@@ -20,7 +20,7 @@ from ...base.regular_file import open_regular
 from ..folder import os_errors_as
 from ..index import File, Stored, text
 from . import pickles
-from .known_names import STORAGE_DTYPES, Maker, Storage
+from .pickles import STORAGE_DTYPES, Maker, Storage
 
 _MAX_OPEN = 64
 _MAX_DIRECTORY_BYTES = 64 << 20

@@ -16,9 +16,8 @@ from ...base.errors import CheckpointError
 from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from, text
 from . import archives, pickles
 from .archives import OpenFiles
-from .described import Described, add_optimizer, by_settings, index_of
-from .known_names import Record, Strided, version_text
-from .strided_intervals import place
+from .described import Described, add_optimizer, by_settings, describing, index_of, place, version_text
+from .pickles import Record, Strided
 
 METADATA = ".metadata"
 MODEL_PART, OPTIMIZER_PART = "pytorch_model_fsdp_0", "optimizer_0"
@@ -31,16 +30,14 @@ _MAX_DEPTH = 64
 
 
 def read(folder: Path) -> Index:
-    with OpenFiles(folder) as sources:
-        found = Described(sources)
+    with describing(folder, str(folder / METADATA)) as found:
         version = _add(found, "")
         return index_of(found, {"format": "torch DCP", "version": version})
 
 
 def read_accelerate(folder: Path) -> Index:
     """Read the two folders of Accelerate; the optimizer's may be missing."""
-    with OpenFiles(folder) as sources:
-        found = Described(sources)
+    with describing(folder, str(folder)) as found:
         version = _add(found, f"{MODEL_PART}/")
         if (folder / OPTIMIZER_PART / METADATA).is_file():
             _add(found, f"{OPTIMIZER_PART}/")
@@ -71,8 +68,6 @@ def _add(found: Described, inside: str) -> str:
         optimizer.describe(found)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source.path} cannot be understood: {error!r}") from error
     return metadata.version
 
 

@@ -17,9 +17,8 @@ from ...base.intervals import Interval
 from ...base.regular_file import read_regular
 from ..index import Index, Piece, Plain, Stored, counts, cut, shape_from, text
 from . import archives
-from .archives import OpenFiles
-from .described import Described, add_model, index_of, item_of, settings_of
-from .known_names import Record, Strided, version_text
+from .described import Described, add_model, describing, index_of, item_of, settings_of, version_text
+from .pickles import Record, Strided
 
 LATEST = "latest"
 _MAX_PARAMETERS = 1 << 20
@@ -43,18 +42,15 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read(folder: Path) -> Index:
-    with OpenFiles(folder) as sources:
-        try:
-            return _read(sources)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what DeepSpeed wrote there cannot be understood: {error!r}") from error
+    with describing(folder, "what DeepSpeed wrote there") as found:
+        return _read(found)
 
 
-def _read(sources: OpenFiles) -> Index:
+def _read(found: Described) -> Index:
+    sources = found.sources
     model_files, part_files = _files(sources.folder)
     models = [archives.load(sources.source(name)) for name in model_files]
     parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]
-    found = Described(sources)
     stage = _stage(parts)
     if stage:
         _require_complete(models, parts, stage)

@@ -1,27 +1,62 @@
 """Build an index from another library's description of a model and its optimizer.
 
 The reader of a format collects tensors by name, state by name, and the groups' settings. This module combines them, and
-removes the prefixes that wrappers put in front of names.
+removes the prefixes that wrappers put in front of names. A tensor that is contiguous in its file is one piece. Any
+other is several contiguous runs, which are counted before they are made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from operator import mul
+from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ..index import Index, Kind, Optimizer, Plain, Saved, Stored, require_sound, text
+from ..index import (
+    DTYPES,
+    MAX_NAME,
+    NAMES,
+    Index,
+    Kind,
+    Optimizer,
+    Piece,
+    Plain,
+    Saved,
+    Stored,
+    in_words,
+    require_sound,
+    text,
+)
 from .archives import OpenFiles
-from .known_names import Strided
-from .strided_intervals import Budget, stored_of
+from .pickles import Strided
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _REPLICA = "module."
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
 _MAX_LISTED = 20
+# A checkpoint with this many runs takes 200 MB of memory, and minutes to read.
+MAX_RUNS = 1 << 20
 # Names of parameters, by group of an optimizer, in its order.
 Groups = Sequence[Sequence[str]]
 # The keys of a group that are not settings.
 _MEMBERS = ("params", "param_names")
+
+
+@dataclass(slots=True)
+class Budget:
+    """The number of runs that a checkpoint may still have."""
+
+    num_left: int = MAX_RUNS
+
+    def spend(self, num_runs: int, what: str) -> None:
+        if num_runs > self.num_left:
+            raise CheckpointError(
+                f"{what} lies in {num_runs} places of its file, of {self.num_left} that are left: save it contiguous"
+            )
+        self.num_left -= num_runs
 
 
 @dataclass(slots=True)
@@ -47,6 +82,16 @@ class Described:
         if not isinstance(tensor, Strided):
             raise ValueError(f"a {type(tensor).__name__} where a tensor is expected")
         return stored_of(tensor, self.budget)
+
+
+@contextmanager
+def describing(folder: Path, what: str) -> Iterator[Described]:
+    """Describe a checkpoint in a folder. Values of another kind than expected are a CheckpointError about `what`."""
+    with OpenFiles(folder) as sources:
+        try:
+            yield Described(sources)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{what} cannot be understood: {in_words(error)}") from error
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
@@ -166,3 +211,65 @@ def by_settings(found: Described, settings: Mapping[str, dict[str, Any]]) -> lis
             groups.append(group)
         group["params"].append(name)
     return groups
+
+
+def version_text(value: Any) -> str:
+    """Return a version or a count for display."""
+    return str(value) if type(value) is int else value if type(value) is str and len(value) < MAX_NAME else "unknown"
+
+
+def stored_of(tensor: Strided, budget: Budget) -> Stored:
+    """Locate the elements of a tensor, in row-major order."""
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here: {', '.join(DTYPES)}")
+    if tensor.num_elems == 0:
+        return Stored(tensor.shape, NAMES[tensor.dtype], ())
+    run, places = _runs(tensor.shape, tensor.stride, budget)
+    size = tensor.dtype.itemsize
+    begin = tensor.storage.offset + tensor.first * size
+    pieces = (
+        Piece(tensor.storage.file, begin + place * size, number * run, (number + 1) * run)
+        for number, place in enumerate(places)
+    )
+    return Stored(tensor.shape, NAMES[tensor.dtype], tuple(pieces))
+
+
+def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: int = 0) -> tuple[int, Iterator[int]]:
+    """Return the length of contiguous runs of elements, and where each begins, in row-major order."""
+    dims = [(length, step) for length, step in zip(shape, stride, strict=True) if length != 1]
+    run = 1
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    budget.spend(prod(shape) // run + cuts, f"a tensor of shape {shape} and strides {tuple(stride)}")
+    steps = [step for _, step in dims]
+    return run, (sum(map(mul, index, steps)) for index in product(*(range(length) for length, _ in dims)))
+
+
+def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budget: Budget) -> list[Piece]:
+    """Return the pieces of a whole tensor that a rectangle of it covers, whose first element is at `offsets`."""
+    if len(chunk.shape) != len(shape) or any(
+        at + length > whole for at, length, whole in zip(offsets, chunk.shape, shape, strict=True)
+    ):
+        raise CheckpointError(f"a part of shape {chunk.shape} at {offsets} does not lie in a tensor of shape {shape}")
+    if chunk.num_elems == 0:
+        return []
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    begin = sum(map(mul, offsets, steps))
+    run, places = _runs(chunk.shape, steps, budget, len(chunk.pieces))
+    return list(_cut(chunk, run, (begin + place for place in places)))
+
+
+def _cut(chunk: Stored, run: int, starts: Iterator[int]) -> Iterator[Piece]:
+    """Cut the pieces of a chunk where a run ends, each at its place in the whole tensor."""
+    size = chunk.torch_dtype.itemsize
+    pieces = iter(chunk.pieces)
+    piece = next(pieces)
+    for number, start in enumerate(starts):
+        at, end = number * run, (number + 1) * run
+        while at < end:
+            while piece.stop <= at:
+                piece = next(pieces)
+            stop = min(end, piece.stop)
+            first = start + at - number * run
+            yield Piece(piece.file, piece.offset + (at - piece.start) * size, first, first + stop - at)
+            at = stop

@@ -9,11 +9,10 @@ from typing import Any
 
 from ...base.errors import CheckpointError
 from ...base.json_file import parse
-from ..index import Index, Stored, in_words, text
+from ..index import Index, Stored, text
 from ..tensor_files import read_header
 from . import archives
-from .archives import OpenFiles
-from .described import Described, Groups, add_model, add_optimizer, index_of
+from .described import Described, Groups, add_model, add_optimizer, describing, index_of
 
 # In this order, because a folder may hold several.
 NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
@@ -32,23 +31,19 @@ def file_of(folder: Path) -> str | None:
 def read(folder: Path, name: str, groups: Groups = ()) -> Index:
     """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
-    with OpenFiles(folder) as sources:
-        found = Described(sources)
-        try:
-            if name.endswith(_INDEX):
-                _add_shards(found, name)
-            else:
-                _add(found, name)
-            for file in _OPTIMIZERS:
-                if not (folder / file).is_file():
-                    continue
-                if name == _GATHERED:
-                    given = archives.load(sources.source(file))
-                    add_optimizer(found, given["param_groups"], given["state"])
-                elif not (groups and _add_numbered(found, archives.load(sources.source(file)), groups)):
-                    found.leave_out(f"the optimizer in {file}, whose state has no names")
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder / name} cannot be understood: {in_words(error)}") from error
+    with describing(folder, str(folder / name)) as found:
+        if name.endswith(_INDEX):
+            _add_shards(found, name)
+        else:
+            _add(found, name)
+        for file in _OPTIMIZERS:
+            if not (folder / file).is_file():
+                continue
+            if name == _GATHERED:
+                given = archives.load(found.sources.source(file))
+                add_optimizer(found, given["param_groups"], given["state"])
+            elif not (groups and _add_numbered(found, archives.load(found.sources.source(file)), groups)):
+                found.leave_out(f"the optimizer in {file}, whose state has no names")
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
 
 
@@ -72,9 +67,8 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
 
 def read_file(path: Path) -> Index:
     """Read a single file."""
-    with OpenFiles(path.parent) as sources:
-        found = Described(sources)
-        if path.suffix != ".safetensors" and not archives.is_archive(sources.source(path.name)):
+    with describing(path.parent, str(path)) as found:
+        if path.suffix != ".safetensors" and not archives.is_archive(found.sources.source(path.name)):
             raise CheckpointError(
                 f"{path} is no checkpoint: what can be opened is a folder, a file *.safetensors, or a file of "
                 "torch.save (since torch 1.6; an older one: load it with the library that wrote it, and save it again)"
