@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.base.errors import SaveError, StateError
-from shardwise.checkpoint import background
 from shardwise.checkpoint import saving as save
 from shardwise.core.engine.guards import engine_of
 from tests.checkpoint.test_refusals import built, step
@@ -107,14 +106,14 @@ def save_one_after_another(path: Path) -> None:
     for kind in ("save", "start_save"):
         with held() as go_on:
             first = sw.start_save(path / f"first {kind}", model, optimizer)
-            memory = background.host_copy_of(engine)._memory.data_ptr()
+            memory = save.host_copy_of(engine)._memory.data_ptr()
             threading.Timer(0.2, go_on.set).start()
             getattr(sw, kind)(path / f"second {kind}", model, optimizer)
             assert first.is_complete
             assert (path / f"first {kind}" / "complete").is_file()
             step(model, optimizer)
-        assert background.host_copy_of(engine)._memory.data_ptr() == memory, "the copies are made where they were"
-    background.finish_last()
+        assert save.host_copy_of(engine)._memory.data_ptr() == memory, "the copies are made where they were"
+    save.finish_last()
     dist.barrier()
     assert digests(path / "second save").keys() == digests(path / "second start_save").keys()
     assert not engine.at_step, "nothing is left to say"
@@ -234,18 +233,18 @@ def copy_fails(path: Path) -> None:
     """No memory for the copies on one rank: an error at once on all, and nothing is under way."""
     model, optimizer = built()
     step(model, optimizer)
-    take = background.HostCopy.take
+    take = save.HostCopy.take
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no host memory")
 
     if dist.get_rank() == 1:
-        background.HostCopy.take = fail  # type: ignore[method-assign]
+        save.HostCopy.take = fail  # type: ignore[method-assign]
     try:
         with pytest.raises(sw.CheckpointError, match="rank 1: MemoryError: no host memory"):
             sw.start_save(path, model, optimizer)
     finally:
-        background.HostCopy.take = take  # type: ignore[method-assign]
+        save.HostCopy.take = take  # type: ignore[method-assign]
     sw.start_save(path, model, optimizer).finish()
 
 

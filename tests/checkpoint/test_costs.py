@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.disk import check_bytes
 from shardwise.checkpoint.opened import open_checkpoint
+from shardwise.checkpoint.tensor_files import check_bytes
 from tests.harness import Pool
 
 NUM_BLOCKS, WIDTH = 8, 1600

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.base.direct_io import ALIGNMENT, open_direct, read_at
-from shardwise.checkpoint import disk
-from shardwise.checkpoint.disk import BLOCK_BYTES, Stream, check_bytes, write_pieces
+from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import Check
+from shardwise.checkpoint.tensor_files import BLOCK_BYTES, Stream, check_bytes, write_pieces
 from tests.harness import num_open_files
 
 BLOCK, CHECKED = 8192, 4096
@@ -28,7 +28,7 @@ BLOCK, CHECKED = 8192, 4096
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", BLOCK)
 
 
 def stream(path: Path, rows: list[Tensor]) -> Stream:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise import CheckpointError
-from shardwise.checkpoint import folder, steps
+from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import Index, Saved, to_json
 from shardwise.checkpoint.opened import looks_whole, open_checkpoint
 
@@ -24,8 +24,8 @@ def write_own(path: Path) -> Path:
 def test_a_run_leads_to_its_newest_complete_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "run" / "checkpoints"
     for step in (3, 12):
-        write_own(steps.step_folder(root, step))
-    folder.begin(steps.step_folder(root, 20))
+        write_own(folder.step_folder(root, step))
+    folder.begin(folder.step_folder(root, 20))
     for path in (tmp_path / "run", root, root / "step-000012"):
         assert open_checkpoint(path).folder == root / "step-000012"
 
@@ -79,7 +79,7 @@ def test_one_file_of_a_checkpoint_leads_to_its_folder(tmp_path: Path) -> None:
 
 def test_a_folder_of_runs_names_the_newest(tmp_path: Path) -> None:
     for age, run in enumerate(("b", "c", "a")):
-        path = write_own(steps.step_folder(tmp_path / run / "checkpoints", 3))
+        path = write_own(folder.step_folder(tmp_path / run / "checkpoints", 3))
         os.utime(path, (100 - age, 100 - age))
     (tmp_path / "d" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=rf"holds runs.*: name one, the newest is {tmp_path / 'b'}$"):

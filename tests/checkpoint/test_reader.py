@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import CheckpointError
 from shardwise.base.intervals import Interval
-from shardwise.checkpoint import disk, reader
+from shardwise.checkpoint import reader, tensor_files
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensor_files import lay_out, read_header, write_file
@@ -28,7 +28,7 @@ BLOCK = 16384
 @pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["around the cache", "through the cache"])
 def _small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(reader, "_DIRECT_BYTES", request.param)
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(reader, "_UNSUMMED_BYTES", BLOCK)
     monkeypatch.setattr(reader, "_SHARED_BYTES", BLOCK // 4)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint import disk
+from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import NAMES
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensor_files import Source, lay_out, read_header, write_file
@@ -35,7 +35,7 @@ def same(seen: Tensor, expected: Tensor) -> bool:
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)  # and so a checksum's
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", BLOCK)  # and so a checksum's
     given, path = some_of_each(), tmp_path / "file"
     layout = lay_out(entries(given), {"by": "us"})
     file = write_file(path, layout)
@@ -48,7 +48,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_block_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", BLOCK)
     file = write_file(tmp_path / "file", lay_out(entries(some_of_each())))
     content = (tmp_path / "file").read_bytes()
     assert [check.offset for check in file.checks] == list(range(0, len(content), BLOCK))

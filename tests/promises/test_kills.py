@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.folder import find
+from shardwise.checkpoint.folder import find, latest
 from shardwise.checkpoint.opened import open_checkpoint
-from shardwise.checkpoint.steps import latest
 from tests.support.nursery import Nursery
 from tests.support.running import losses, settings_for
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import saving as save
-from shardwise.checkpoint import steps
+from shardwise.checkpoint.folder import complete_steps, latest
 from shardwise.trainer import run_checkpoints
 from shardwise.trainer.run import run_rank
 from tests.harness import Pool
@@ -57,7 +58,7 @@ def test_a_stop_waits_for_its_save(run_ranks: Pool, tmp_path: Path) -> None:
     ((code, said), _) = run_ranks(2, listen, settings.to_json())
     assert code == 130
     (saved,) = saved_in(said)
-    assert steps.latest(folder / "checkpoints") == folder / "checkpoints" / saved.split()[0]
+    assert latest(folder / "checkpoints") == folder / "checkpoints" / saved.split()[0]
     again = settings_for(folder, async_save=True, resume_from_checkpoint="latest")
     assert train(run_ranks, 2, again) == 0
     assert len(losses(folder)) == 6
@@ -68,7 +69,7 @@ def watch_what_is_complete(settings: str, root: str) -> list[list[int]]:
     seen, write = [], save._write_own_file
 
     def look_and_write(*args: Any) -> Any:
-        seen.append(steps.complete_steps(Path(root)))
+        seen.append(complete_steps(Path(root)))
         return write(*args)
 
     save._write_own_file = look_and_write
@@ -136,16 +137,17 @@ def test_what_a_checkpoint_says_of_its_run(run_ranks: Pool, tmp_path: Path) -> N
 
 
 def listen_where_nothing_can_be_removed(settings: str) -> tuple[int, str]:
-    remove = steps.remove
+    remove = folders.remove
 
     def refuse(folder: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(folder))
+        if folder.exists():
+            raise PermissionError(1, "Operation not permitted", str(folder))
 
-    steps.remove = refuse
+    folders.remove = refuse
     try:
         return listen(settings)
     finally:
-        steps.remove = remove
+        folders.remove = remove
 
 
 def test_older_checkpoints_that_cannot_be_removed_do_not_end_a_run(run_ranks: Pool, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_older_checkpoints_that_cannot_be_removed_do_not_end_a_run(run_ranks: Po
     ((code, said), _) = run_ranks(2, listen_where_nothing_can_be_removed, settings.to_json())
     assert code == 0
     assert "older checkpoints cannot be removed: [Errno 1] Operation not permitted" in said
-    assert steps.complete_steps(tmp_path / "run/checkpoints") == [3, 6]
+    assert complete_steps(tmp_path / "run/checkpoints") == [3, 6]
 
 
 def listen_on_a_small_disk(settings: str, free_bytes: int) -> tuple[int, str]:

@@ -23,7 +23,7 @@ import torch
 from ..base.errors import ConfigurationError
 from ..base.processes import as_child
 from ..base.text import count
-from ..checkpoint.steps import CHECKPOINTS
+from ..checkpoint.folder import CHECKPOINTS
 from ..core.layout import layout_of
 from ..core.wire.codec import parse
 from ..core.wire.ledger import SHARE_OF_BUFFER, Call

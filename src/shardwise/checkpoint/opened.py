@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import CheckpointError
-from . import folder, steps
+from . import folder
 from .index import Index, from_json
 from .interop import dcp, deepspeed, hugging_face
 from .interop.described import Groups
 from .reader import Reader
 
 _LOOKED_FOR = (
-    f"shardwise ({folder.MARKER}; {steps.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
+    f"shardwise ({folder.MARKER}; {folder.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
     f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
     f"({', '.join(hugging_face.NAMES)})"
 )
@@ -42,7 +42,7 @@ def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
 
 
 def _open(path: Path, groups: Groups) -> Opened:
-    path = steps.newest_in(path)
+    path = folder.newest_in(path)
     if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
         path, text = folder.read_index(path)
     else:
@@ -76,7 +76,7 @@ def _open_others(path: Path, groups: Groups) -> Opened:
 
 
 def _newest_run_in(path: Path) -> Path | None:
-    saved = [place for root in path.glob(f"*/{steps.CHECKPOINTS}") if (place := steps.latest(root)) is not None]
+    saved = [place for root in path.glob(f"*/{folder.CHECKPOINTS}") if (place := folder.latest(root)) is not None]
     newest = max(saved, key=lambda place: place.stat().st_mtime, default=None)
     return None if newest is None else newest.parent.parent
 

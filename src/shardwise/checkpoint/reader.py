@@ -22,9 +22,9 @@ from ..base.direct_io import ALIGNMENT, go_direct, read_at
 from ..base.errors import DamageError
 from ..base.intervals import Interval, round_up
 from ..base.regular_file import num_bytes_of, open_regular
-from .disk import BLOCK_BYTES
 from .folder import os_errors_as
 from .index import Check, File, Piece, Stored, cut
+from .tensor_files import BLOCK_BYTES
 
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_SLOTS = 4, 7

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..base.errors import CheckpointError, DamageError
 from ..base.intervals import Interval, round_up
 from . import folder
+from .folder import CHECKPOINTS, INSIDE, all_steps, step_folder
 from .index import DTYPES, Index, Piece, Stored, from_json, require_sound
 from .opened import Opened, open_checkpoint
 from .reader import Reader
-from .steps import CHECKPOINTS, INSIDE, all_steps, step_folder
 from .tensor_files import OnBytes
 
 

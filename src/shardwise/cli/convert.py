@@ -93,7 +93,7 @@ def export(
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_exists(path)
     from ..base.text import size
-    from ..checkpoint.steps import newest_in
+    from ..checkpoint.folder import newest_in
     from ..checkpoint.writer import require_free
     from ..trainer.models.export import write_export
     from ..trainer.models.from_checkpoint import ExportOptions, content_of

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from ..api.full_weights import full_state_dict
 from ..api.sharded_model import accumulate
 from ..base.errors import ConfigurationError, StateError
+from ..checkpoint.folder import INSIDE
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
-from ..checkpoint.steps import INSIDE
 from ..core.engine.guards import engine_of, find_engine
 from ..core.mesh import everyone, init
 from ..core.optim.sharded_optimizer import ShardedOptimizer

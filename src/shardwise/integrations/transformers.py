@@ -21,10 +21,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..api.full_weights import whole_weights
 from ..base.errors import SaveError
+from ..checkpoint.folder import INSIDE
 from ..checkpoint.interop import dcp, deepspeed
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save, together
-from ..checkpoint.steps import INSIDE
 from ..core.engine.guards import find_engine
 from ..core.mesh import init, is_first, patient_hosts
 from .accelerate import Accelerator

@@ -20,11 +20,10 @@ from torch import nn
 
 from ..base.errors import CheckpointError, ConfigurationError, DamageError
 from ..base.text import size
-from ..checkpoint.folder import read_index
+from ..checkpoint.folder import CHECKPOINTS, all_steps, read_index
 from ..checkpoint.loading import load, rounded
 from ..checkpoint.opened import open_checkpoint
 from ..checkpoint.saving import together
-from ..checkpoint.steps import CHECKPOINTS, all_steps
 from ..core.engine.guards import engine_of
 from ..core.engine.runtime import Engine
 from ..core.wire.collectives import Channel, exchange

@@ -21,8 +21,7 @@ from typing import Any
 from ..base.documents import read_text
 from ..base.errors import CheckpointError, ConfigurationError, SaveError
 from ..base.json_file import parse, read_object
-from ..checkpoint.folder import INDEX, find, read_index
-from ..checkpoint.steps import CHECKPOINTS, all_steps, latest, step_folder
+from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
 from .settings import Settings
 
 RUNS = Path("runs")

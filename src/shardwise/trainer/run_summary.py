@@ -12,7 +12,7 @@ import torch
 from ..api.memory_report import Memory, memory
 from ..api.sharded_model import num_cores
 from ..base.text import column_table, count, duration, labelled_lines, plural, size, terminal_width, unbroken
-from ..checkpoint.steps import CHECKPOINTS, step_folder
+from ..checkpoint.folder import CHECKPOINTS, step_folder
 from ..core.engine.guards import engine_of
 from ..core.wire.collectives import exchange
 from ..planner.plan_json import at

@@ -16,7 +16,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError
-from ..checkpoint.steps import CHECKPOINTS, go_on_from
+from ..checkpoint.folder import CHECKPOINTS, go_on_from
 from ..core import mesh
 from ..core.engine.guards import engine_of
 from ..core.engine.rank_agreement import all_or_none, require_agreement

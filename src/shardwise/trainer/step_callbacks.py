@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..api.memory_report import Memory, memory
-from ..checkpoint.background import Saving
+from ..checkpoint.folder import CHECKPOINTS, point_to, prune, step_folder
 from ..checkpoint.opened import looks_whole
-from ..checkpoint.saving import save, start_save
-from ..checkpoint.steps import CHECKPOINTS, point_to, prune, step_folder
+from ..checkpoint.saving import Saving, save, start_save
 from ..core.engine.guards import engine_of
 from ..core.wire.collectives import Channel, exchange
 from .checks import Checked

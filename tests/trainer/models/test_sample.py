@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.steps import step_folder
+from shardwise.checkpoint.folder import step_folder
 from shardwise.trainer.data.tokenizer import tokenizer_for
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.models.build import build

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, ConfigurationError
+from ...checkpoint.folder import newest_in
 from ...checkpoint.index import Saved
 from ...checkpoint.opened import open_checkpoint
 from ...checkpoint.reader import Reader
-from ...checkpoint.steps import newest_in
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, converted, stored_source
 from ..data.tokenizer import tokenizer_for

@@ -17,10 +17,9 @@ from ...api.full_weights import load_full_state_dict
 from ...api.sharding import shard
 from ...base.documents import read_text
 from ...base.errors import ConfigurationError
-from ...checkpoint.folder import find
+from ...checkpoint.folder import CHECKPOINTS, find, latest
 from ...checkpoint.loading import load
 from ...checkpoint.opened import open_checkpoint
-from ...checkpoint.steps import CHECKPOINTS, latest
 from ...checkpoint.writer import NOTE
 from ...core.layout import Strategy
 from ...core.mesh import device, init
