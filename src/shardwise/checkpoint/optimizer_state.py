@@ -78,11 +78,14 @@ def _name_of(optimizers: Optimizers) -> str:
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
-    settings = ({key: _plain(value) for key, value in group.items()} for group in _groups_of(optimizers))
     # The running program sets values that are not plain (a function, for example).
     groups = tuple(
-        {key: value for key, value in group.items() if key not in _RUNTIME_SETTINGS and value is not _OTHER}
-        for group in settings
+        {
+            key: plain
+            for key, value in group.items()
+            if key not in _RUNTIME_SETTINGS and (plain := _plain(value)) is not _OTHER
+        }
+        for group in _groups_of(optimizers)
     )
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler
