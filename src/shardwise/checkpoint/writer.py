@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from .opened import Opened
 from .reader import Reader
 from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
 
-StoredT = TypeVar("StoredT", bound=Stored)
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
 NOTE = "shardwise.json"  # in an exported folder: its writer and its source
@@ -39,22 +37,22 @@ NOTE = "shardwise.json"  # in an exported folder: its writer and its source
 def stored_source(name: str, reader: Reader, stored: Stored, dtype: torch.dtype | None = None) -> Source:
     """Return a tensor of a checkpoint as a source, converted if another dtype is given."""
     dtype = dtype or stored.torch_dtype
-    return Source(name, dtype, stored.shape, partial(_stored_rows, name, reader, stored, dtype))
 
+    def rows() -> Iterator[Tensor]:
+        for row in reader.rows(stored, Interval(0, stored.num_elems)):
+            yield converted(name, row, dtype)
 
-def _stored_rows(name: str, reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator[Tensor]:
-    for row in reader.rows(stored, Interval(0, stored.num_elems)):
-        yield converted(name, row, dtype)
+    return Source(name, dtype, stored.shape, rows)
 
 
 def converted(name: str, row: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a row to another dtype; refuse where finite numbers would become infinite."""
-    found = row.to(dtype)
-    if dtype is torch.float16 and row.dtype is not dtype and (found.isinf() & row.isfinite()).any():
+    result = row.to(dtype)
+    if dtype is torch.float16 and row.dtype is not dtype and (result.isinf() & row.isfinite()).any():
         raise CheckpointError(
             f"{name!r} reaches to {float(row.abs().max()):g}, and fp16 to {torch.finfo(dtype).max:g}: use bf16 or fp32"
         )
-    return found
+    return result
 
 
 def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
@@ -78,23 +76,29 @@ def write_sources(
     return write_file(path, layout, on_bytes, is_summed), layout
 
 
+def _write_files(
+    into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, on_bytes: OnBytes, is_summed: bool
+) -> tuple[list[File], dict[str, tuple[int, int]]]:
+    """Write one file, or several of at most `max_bytes`. Return them, and the file and the offset of every tensor."""
+    contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
+    files: list[File] = []
+    places: dict[str, tuple[int, int]] = {}
+    for number, content in enumerate(contents):
+        one_of_many = f"-{number + 1:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
+        file, layout = write_sources(into / f"{stem}{one_of_many}.safetensors", content, on_bytes, is_summed)
+        places |= {key: (number, offset) for key, offset in layout.offsets.items()}
+        files.append(file)
+    return files, places
+
+
 def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, on_bytes: OnBytes) -> None:
     """Write the weights of a Hugging Face folder: one file, or several and an index."""
-    files = split(sources, max_bytes)
-    names = file_names("model", len(files))
-    for name, content in zip(names, files, strict=True):
-        write_sources(into / name, content, on_bytes)
+    files, places = _write_files(into, "model", sources, max_bytes, on_bytes, is_summed=False)
     if len(files) > 1:
-        weight_map = {source.name: name for name, content in zip(names, files, strict=True) for source in content}
+        weight_map = {source.name: files[places[source.name][0]].name for source in sources}
         total = sum(source.num_bytes for source in sources)
         about = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (into / WEIGHTS_INDEX).write_text(json.dumps(about, indent=1))
-
-
-def file_names(stem: str, num_files: int) -> list[str]:
-    if num_files == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
 
 
 @contextmanager
@@ -162,18 +166,19 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
                 for name, saved in index.tensors.items()
                 for key, item in saved.stored_state.items()
             ]
-            files: list[File] = []
-            weight_places = _write_files(into, "model", weights, max_bytes, files, on_bytes)
-            state_places = _write_files(into, "optimizer", state, max_bytes, files, on_bytes) if state else {}
-        tensors = {
-            name: replace(
-                _at(saved, *weight_places[name]),
-                state=saved.state
-                | {key: _at(item, *state_places[state_key(key, name)]) for key, item in saved.stored_state.items()},
-            )
-            for name, saved in index.tensors.items()
-        }
-        made = Index(tuple(files), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
+            files, places = _write_files(into, "model", weights, max_bytes, on_bytes, is_summed=True)
+            more, state_places = list[File](), dict[str, tuple[int, int]]()
+            if state:
+                more, state_places = _write_files(into, "optimizer", state, max_bytes, on_bytes, is_summed=True)
+        tensors = {}
+        for name, saved in index.tensors.items():
+            items = {
+                key: replace(item, pieces=_one_piece(item, *state_places[state_key(key, name)], len(files)))
+                for key, item in saved.stored_state.items()
+            }
+            pieces = _one_piece(saved, *places[name])
+            tensors[name] = replace(saved, pieces=pieces, state={**saved.state, **items})
+        made = Index((*files, *more), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
         require_sound(made)
         folder.complete(path, to_json(made))
     except BaseException:
@@ -189,23 +194,8 @@ def write_bare_weights(opened: Opened, path: Path, max_bytes: int, on_bytes: OnB
         write_note(into, {**opened.index.origin, **_converted()})
 
 
-def _write_files(
-    into: Path, stem: str, sources: Sequence[Source], max_bytes: int | None, files: list[File], on_bytes: OnBytes
-) -> dict[str, tuple[int, int]]:
-    """Write tensors, add their files to `files`, and return the file and the offset of every tensor."""
-    contents = [list(sources)] if max_bytes is None else split(sources, max_bytes)
-    places: dict[str, tuple[int, int]] = {}
-    for name, content in zip(file_names(stem, len(contents)), contents, strict=True):
-        file, layout = write_sources(into / name, content, on_bytes, is_summed=True)
-        places |= {key: (len(files), offset) for key, offset in layout.offsets.items()}
-        files.append(file)
-    return places
-
-
-def _at(stored: StoredT, file: int, offset: int) -> StoredT:
-    """Return the same tensor in one piece."""
-    pieces = (Piece(file, offset, 0, stored.num_elems),) if stored.num_elems else ()
-    return replace(stored, pieces=pieces)
+def _one_piece(stored: Stored, file: int, offset: int, first_file: int = 0) -> tuple[Piece, ...]:
+    return (Piece(first_file + file, offset, 0, stored.num_elems),) if stored.num_elems else ()
 
 
 def _converted() -> dict[str, str]:

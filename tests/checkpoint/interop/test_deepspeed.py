@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipeline": (split_layers, "is of pipeline or expert parallelism"),
     "experts": (make_experts, "is of pipeline or expert parallelism"),
     "a shape": (lie_about_a_shape, "'layers.0' has 1125899906842624 elements"),
-    "short state": (shorten_the_state, "'layers.1' should reach to element 6 of what rank 0 wrote, which has 5"),
+    "short state": (shorten_the_state, "rank 0 wrote 121 elements of a group, and state of 5"),
     "a function": (call_something, r"names .*print, which is neither a tensor nor a plain container"),
     "truncated": (truncate, "truncated"),
     "a list": (be_a_list, "cannot be understood"),

@@ -6,8 +6,7 @@ of model states; in stage 3 there is one for each rank, with its parts of the fr
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -128,19 +127,23 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     found.groups = [settings_of(found, group) for group in groups]
     for block, (own, (number, member)) in enumerate(zip(shapes, members, strict=True)):
         rows = [_row(found, part[rows_key][block]) for part in parts]
-        if stage == 3:
-            spans = _spans_of_parameters(own, len(parts))
-        else:
-            paddings = (parts[0].get("param_alignment_paddings") or {block: [0] * len(own)})[block]
-            spans = _spans_of_group(own, counts(paddings, len(own)), [row.num_elems for row in rows])
-        cut, common = _state(found, [base["state"].get(member, {}) for base in bases])
+        given = None if stage == 3 else parts[0].get("param_alignment_paddings")
+        paddings = counts(given[block] if given else [0] * len(own), len(own))
+        if len(paddings) != len(own):
+            raise CheckpointError(f"a group of {len(own)} parameters has {len(paddings)} paddings")
+        split, common = _state(found, [base["state"].get(member, {}) for base in bases])
         # Some of DeepSpeed's optimizers count in the group.
-        if "step" in groups[number] and cut:
+        if "step" in groups[number] and split:
             common.setdefault("step", item_of(found, groups[number]["step"]))
-        for name, shape in own.items():
-            found.tensors[name] = _gathered(name, shape, spans[name], rows)
+        if stage < 3:
+            lengths = [row.num_elems for row in rows]
+            rows, split = _in_a_row(rows, lengths), {key: _in_a_row(part, lengths) for key, part in split.items()}
+        begin = 0
+        for (name, shape), padding in zip(own.items(), paddings, strict=True):
+            found.tensors[name] = _gathered(name, shape, rows, begin)
             found.group[name] = number
-            found.state[name] = common | {key: _gathered(name, shape, spans[name], cut[key]) for key in cut}
+            found.state[name] = common | {key: _gathered(name, shape, split[key], begin) for key in split}
+            begin += _length(shape, rows) + padding
     for settings in found.groups:
         settings.pop("step", None)
     found.scaler = _scaler(parts[0].get("loss_scaler"), model)
@@ -158,14 +161,14 @@ def _base(given: Any) -> Any:
 
 def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:
     """Return the optimizer's state of a block: the ranks' rows of sharded tensors, and values common to all ranks."""
-    cut: dict[str, list[Stored]] = {}
+    split: dict[str, list[Stored]] = {}
     common: dict[str, Stored | Plain] = {}
     for key, value in states[0].items():
         if isinstance(value, Strided) and len(value.shape) == 1 and key != "step":
-            cut[text(key)] = [_row(found, state[key]) for state in states]
+            split[text(key)] = [_row(found, state[key]) for state in states]
         else:
             common[text(key)] = item_of(found, value)
-    return cut, common
+    return split, common
 
 
 def _row(found: Described, value: Any) -> Stored:
@@ -193,7 +196,7 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
         for name, given in (model.get("frozen_param_shapes") or {}).items():
             name, shape = text(name), shape_from(given)
             rows = [_row(found, states["frozen_param_fragments"][name]) for states in models]
-            found.tensors[name] = _gathered(name, shape, _spans_of_parameters({name: shape}, len(models))[name], rows)
+            found.tensors[name] = _gathered(name, shape, rows)
             found.kinds[name] = "parameter"
     buffers = {text(name) for name in model["buffer_names"]}
     for name, value in model["module"].items():
@@ -204,65 +207,38 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
 
 
 # Stages 1 and 2 make one row of every group of the optimizer, parameter after parameter, and cut it into one part for
-# each rank. Stage 3 cuts every parameter by itself, and a rank's row is its parts, one after the other. The masters
-# and the optimizer's state lie alike in their rows, so a parameter is described once, by its spans.
-_Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Elements of a parameter in the row of a rank, from its element `start` on."""
-
-    rank: int
-    start: int
-    num_elems: int
-
-
-def _gathered(name: str, shape: tuple[int, ...], spans: Sequence[_Span], rows: Sequence[Stored]) -> Stored:
-    """Describe a parameter, or a tensor of its shape, by its pieces in the rows of all ranks."""
+# each rank. Stage 3 cuts every parameter by itself into equal parts, the last ones padded, and a rank's row is its
+# parts, one after the other. The masters and the optimizer's state lie alike in their rows. So the joined row of stages
+# 1 and 2 is read like that of stage 3 in a world of one rank.
+def _in_a_row(parts: Sequence[Stored], lengths: Sequence[int]) -> list[Stored]:
+    """Join the ranks' parts; `lengths`: those of the masters, because the end of the state may be padded."""
     pieces: list[Piece] = []
-    end = 0
-    for span in spans:
-        row = rows[span.rank]
-        if span.start + span.num_elems > row.num_elems:
-            raise CheckpointError(
-                f"{name!r} should reach to element {span.start + span.num_elems} of what rank {span.rank} wrote, which "
-                f"has {row.num_elems}"
-            )
-        for piece in cut(row, Interval(span.start, span.start + span.num_elems)):
-            shift = end - span.start
-            pieces.append(piece._replace(start=piece.start + shift, stop=piece.stop + shift))
-        end += span.num_elems
-    if end != prod(shape):
-        raise CheckpointError(f"{name!r} has {prod(shape)} elements, and {end} of them were written")
+    for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if part.num_elems < length:
+            raise CheckpointError(f"rank {rank} wrote {length} elements of a group, and state of {part.num_elems}")
+        pieces += _moved(part, Interval(0, length), sum(lengths[:rank]))
+    return [Stored((sum(lengths),), parts[0].dtype, tuple(pieces))]
+
+
+def _moved(row: Stored, wanted: Interval, to: int) -> Iterator[Piece]:
+    """Yield the pieces of an interval of a row; its first element becomes number `to`."""
+    for piece in cut(row, wanted):
+        shift = to - wanted.start
+        yield piece._replace(start=piece.start + shift, stop=piece.stop + shift)
+
+
+def _length(shape: tuple[int, ...], rows: Sequence[Stored]) -> int:
+    return -(-prod(shape) // len(rows))
+
+
+def _gathered(name: str, shape: tuple[int, ...], rows: Sequence[Stored], begin: int = 0) -> Stored:
+    """Describe a parameter, or a tensor of its shape, by its pieces in the rows, in each from element `begin` on."""
+    pieces: list[Piece] = []
+    num_elems, length = prod(shape), _length(shape, rows)
+    for rank, row in enumerate(rows):
+        first, last = min(rank * length, num_elems), min((rank + 1) * length, num_elems)
+        pieces += _moved(row, Interval(begin, begin + last - first), first)
+    written = sum(piece.stop - piece.start for piece in pieces)
+    if written != num_elems:
+        raise CheckpointError(f"{name!r} has {num_elems} elements, and {written} of them were written")
     return Stored(shape, rows[0].dtype, tuple(pieces))
-
-
-def _spans_of_group(shapes: _Shapes, paddings: Sequence[int], lengths: Sequence[int]) -> dict[str, list[_Span]]:
-    """Locate the parameters of a group in stages 1 and 2. `lengths`: the number of elements of each rank's part."""
-    if len(paddings) != len(shapes):
-        raise CheckpointError(f"a group of {len(shapes)} parameters has {len(paddings)} paddings")
-    found: dict[str, list[_Span]] = {}
-    begin = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        wanted, left, found[name] = Interval(begin, begin + prod(shape)), 0, []
-        for rank, length in enumerate(lengths):
-            common = wanted.overlap(Interval(left, left + length))
-            if common.num_elems:
-                found[name].append(_Span(rank, common.start - left, common.num_elems))
-            left += length
-        begin = wanted.stop + padding
-    return found
-
-
-def _spans_of_parameters(shapes: _Shapes, num_ranks: int) -> dict[str, list[_Span]]:
-    """Locate parameters in stage 3: each is cut into equal parts, and the last ones are padded."""
-    found: dict[str, list[_Span]] = {}
-    begin = 0
-    for name, shape in shapes.items():
-        num_elems = prod(shape)
-        length = -(-num_elems // num_ranks)
-        shares = [min(length, max(0, num_elems - rank * length)) for rank in range(num_ranks)]
-        found[name] = [_Span(rank, begin, share) for rank, share in enumerate(shares) if share]
-        begin += length
-    return found
