@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import NAMES, Index, Optimizer, Piece, Saved, Stored, to_json
+from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensor_files import Source, lay_out, write_file
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0})
@@ -16,6 +17,18 @@ GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "b
 
 def source_of(name: str, tensor: Tensor) -> Source:
     return Source(name, tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+
+
+def read_whole(reader: Reader, stored: Stored) -> Tensor:
+    row = torch.empty(stored.num_elems, dtype=stored.torch_dtype)
+    reader.read(stored, 0, row)
+    return row.view(stored.shape)
+
+
+def require_good(reader: Reader, number: int) -> None:
+    """Read a whole file, and compare every checksum."""
+    num_bytes = reader._files[number].num_bytes
+    read_whole(reader, Stored((num_bytes,), "U8", (Piece(number, 0, 0, num_bytes),)))
 
 
 def save_by_hand(

@@ -12,7 +12,7 @@ from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import Opened, open_checkpoint
 from shardwise.checkpoint.writer import num_bytes_of, without_optimizer, write_bare_weights, write_own
-from tests.checkpoint.by_hand import save_by_hand, some_tensors
+from tests.checkpoint.by_hand import read_whole, save_by_hand, some_tensors
 
 TIED = {"embed.weight": ("head.weight",)}
 
@@ -42,7 +42,7 @@ def content(opened: Opened) -> dict[str, Any]:
     with opened.reader() as reader:
 
         def value(item: Any) -> Any:
-            return reader.read_whole(item).tolist() if isinstance(item, Stored) else item
+            return read_whole(reader, item).tolist() if isinstance(item, Stored) else item
 
         return {
             name: (

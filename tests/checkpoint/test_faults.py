@@ -20,6 +20,7 @@ from shardwise.base.errors import DamageError, SaveError
 from shardwise.checkpoint import folder
 from shardwise.checkpoint import saving as save
 from shardwise.checkpoint.opened import open_checkpoint
+from tests.checkpoint.by_hand import require_good
 from tests.checkpoint.test_refusals import built, refused, step
 from tests.harness import Pool
 
@@ -186,7 +187,7 @@ def require_all_good(path: Path) -> None:
     opened = open_checkpoint(path)
     with opened.reader() as reader:
         for number in range(len(opened.index.files)):
-            reader.require_good(number)
+            require_good(reader, number)
 
 
 def damaged_everywhere(path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.checkpoint import reader, tensor_files
 from shardwise.checkpoint.index import Check, File, Piece, Stored
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensor_files import lay_out, read_header, write_file
-from tests.checkpoint.by_hand import source_of
+from tests.checkpoint.by_hand import read_whole, require_good, source_of
 from tests.harness import num_open_files
 
 BLOCK = 16384
@@ -164,7 +164,7 @@ def test_a_changed_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
     with Reader(tmp_path, files) as opened:
         words = rf"file-0 is damaged: bytes {3 * BLOCK} to {4 * BLOCK} are not those that were written"
         with pytest.raises(CheckpointError, match=words):
-            opened.require_good(0)
+            require_good(opened, 0)
         # What lies elsewhere is good, and is read; the damaged block never is, however often it is asked for.
         row = torch.empty(500)
         opened.read(stored, 0, row)
@@ -185,7 +185,7 @@ def test_files_of_another_length_are_not_read(tmp_path: Path) -> None:
                 call()
     (tmp_path / "file-0").unlink()
     with Reader(tmp_path, files) as opened:
-        for call in (lambda: opened.require_length(0), lambda: opened.require_good(0)):
+        for call in (lambda: opened.require_length(0), lambda: require_good(opened, 0)):
             with pytest.raises(CheckpointError, match=r"cannot read .*file-0: No such file"):
                 call()
 
@@ -225,7 +225,7 @@ def test_pieces_at_odd_places_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc" + values.numpy().tobytes())
     stored = Stored((3000,), "I64", (Piece(0, 3, 0, 3000),))
     with Reader(tmp_path, [File("file", 3 + 24_000)]) as opened:
-        assert torch.equal(opened.read_whole(stored), values)
+        assert torch.equal(read_whole(opened, stored), values)
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = num_open_files()
     with Reader(tmp_path, files) as opened:
         for _ in range(2):
-            assert torch.equal(opened.read_whole(stored), values)
+            assert torch.equal(read_whole(opened, stored), values)
             assert num_open_files() <= before + 5
     assert num_open_files() == before
 
@@ -243,5 +243,5 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_whole_tensors_have_their_shape(tmp_path: Path) -> None:
     files, stored = write(tmp_path, [torch.arange(6.0), torch.arange(6.0, 12.0)])
     with Reader(tmp_path, files) as opened:
-        assert torch.equal(opened.read_whole(Stored((3, 4), "F32", stored.pieces)), torch.arange(12.0).view(3, 4))
-        assert opened.read_whole(Stored((0, 4), "F32", ())).shape == (0, 4)
+        assert torch.equal(read_whole(opened, Stored((3, 4), "F32", stored.pieces)), torch.arange(12.0).view(3, 4))
+        assert read_whole(opened, Stored((0, 4), "F32", ())).shape == (0, 4)

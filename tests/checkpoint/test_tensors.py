@@ -15,7 +15,7 @@ from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import NAMES
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.tensor_files import Source, lay_out, read_header, write_file
-from tests.checkpoint.by_hand import source_of
+from tests.checkpoint.by_hand import read_whole, source_of
 
 BLOCK = 4096
 
@@ -160,4 +160,4 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     file = write_file(tmp_path / "file", lay_out(entries(given)))
     _, found = read_header(tmp_path / "file")
     with Reader(tmp_path, [file]) as reader:
-        assert all(same(reader.read_whole(found[key]), value) for key, value in given.items())
+        assert all(same(read_whole(reader, found[key]), value) for key, value in given.items())

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint.index import Check, File
 from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.checkpoint.saving import WHOLE_FILES, merge_checks
+from tests.checkpoint.by_hand import require_good
 from tests.checkpoint.test_refusals import refused
 from tests.checkpoint.test_state import Odd, build, in_groups, steps
 from tests.harness import Pool
@@ -52,7 +53,7 @@ def test_every_tensor_is_one_piece_and_every_byte_is_summed(run_ranks: Pool, tmp
     with opened.reader() as reader:
         for number, file in enumerate(opened.index.files):
             assert sum(check.num_bytes for check in file.checks) == file.num_bytes
-            reader.require_good(number)
+            require_good(reader, number)
 
 
 def save_model_alone(path: Path) -> None:

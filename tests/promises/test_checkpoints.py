@@ -25,6 +25,7 @@ import shardwise as sw
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.core.layout import Strategy
+from tests.checkpoint.by_hand import read_whole
 from tests.harness import Pool
 from tests.support.strategies import NAMED, OFFLOADED, STRATEGIES, disk_for
 from tests.support.trainee import features
@@ -312,7 +313,7 @@ def values(path: Path) -> dict[str, Any]:
     opened = open_checkpoint(path)
     index, found = opened.index, dict[str, Any]()
     with opened.reader() as reader:
-        found |= {name: reader.read_whole(stored) for name, stored in index.every_stored()}
+        found |= {name: read_whole(reader, stored) for name, stored in index.every_stored()}
     for name, saved in index.tensors.items():
         plain = {key: value for key, value in saved.state.items() if not isinstance(value, Stored)}
         found[f"about {name}"] = (saved.kind, saved.is_trained, saved.tied, saved.group, list(saved.state), plain)

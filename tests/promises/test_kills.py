@@ -17,6 +17,7 @@ import pytest
 
 from shardwise.checkpoint.folder import find, latest
 from shardwise.checkpoint.opened import open_checkpoint
+from tests.checkpoint.by_hand import require_good
 from tests.support.nursery import Nursery
 from tests.support.running import losses, settings_for
 
@@ -118,7 +119,7 @@ def check_after_a_kill(root: Path, log: Path) -> int:
     opened = open_checkpoint(newest)
     with opened.reader() as reader:
         for number in range(len(opened.index.files)):
-            reader.require_good(number)
+            require_good(reader, number)
     step = int(opened.index.extra["step"])
     assert newest.name == f"step-{step:06d}"
     assert step >= max(told, default=0), "what was said to be saved is saved"

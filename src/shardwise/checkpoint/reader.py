@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from ..base.errors import DamageError
 from ..base.intervals import Interval, round_up
 from ..base.regular_file import num_bytes_of, open_regular
 from .folder import os_errors_as
-from .index import Check, File, Piece, Stored, cut
+from .index import Check, File, Stored, cut
 from .tensor_files import BLOCK_BYTES
 
 _MAX_OPEN = 64
@@ -53,9 +52,7 @@ class Reader:
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
         """Announce the next reads, in order: threads begin to read ahead. Other reads are still allowed."""
-        self._planned = (
-            (span.file, span.block) for stored, interval in wanted for span in self._spans(stored, interval)
-        )
+        self._planned = (span[:2] for stored, interval in wanted for span in self._spans(stored, interval))
         self._ahead.clear()
         self._read_ahead()
 
@@ -71,22 +68,12 @@ class Reader:
         if not self._ahead:
             self.plan([(stored, wanted)])
         dtype = stored.torch_dtype
-        for span in self._spans(stored, wanted):
-            content = self._content(span.file, span.block)[span.wanted]
+        for number, block, inside in self._spans(stored, wanted):
+            content = self._content(number, block)[inside]
             if content.numel() % dtype.itemsize:
-                raise DamageError(f"{self._path(span.file)}: a checksum ends inside an element")
-            yield content.view(dtype) if _is_aligned(content, dtype) else content.clone().view(dtype)
-
-    def read_whole(self, stored: Stored) -> Tensor:
-        row = torch.empty(stored.num_elems, dtype=stored.torch_dtype)
-        self.read(stored, 0, row)
-        return row.view(stored.shape)
-
-    def require_good(self, number: int) -> None:
-        """Read a whole file, and compare every checksum."""
-        num_bytes = self._files[number].num_bytes
-        for _ in self.rows(Stored((num_bytes,), "U8", (Piece(number, 0, 0, num_bytes),)), Interval(0, num_bytes)):
-            pass
+                raise DamageError(f"{self._path(number)}: a checksum ends inside an element")
+            is_aligned = content.data_ptr() % dtype.itemsize == content.storage_offset() % dtype.itemsize == 0
+            yield (content if is_aligned else content.clone()).view(dtype)
 
     def require_length(self, number: int) -> None:
         """Require that a file is there and has its length, without opening it."""
@@ -94,14 +81,15 @@ class Reader:
             num_bytes = num_bytes_of(self._path(number))
         self._compare_length(number, num_bytes)
 
-    def _spans(self, stored: Stored, wanted: Interval) -> "Iterator[_Span]":
+    def _spans(self, stored: Stored, wanted: Interval) -> Iterator[tuple[int, Check, slice]]:
+        """Yield the number of a file, a block of it, and the wanted bytes of the block."""
         size = stored.torch_dtype.itemsize
         for number, offset, start, stop in cut(stored, wanted):
             end = offset + (stop - start) * size
             while offset < end:
                 block = self.block_at(number, offset, end)
                 stop = min(end, block.offset + block.num_bytes)
-                yield _Span(number, block, slice(offset - block.offset, stop - block.offset))
+                yield number, block, slice(offset - block.offset, stop - block.offset)
                 offset = stop
 
     def block_at(self, number: int, offset: int, end: int) -> Check:
@@ -119,9 +107,10 @@ class Reader:
         if (number, block) in self._ahead:
             while self._ahead.popleft() != (number, block):
                 pass
-        slot = self._begin(number, block)
+        filling = self._begin(number, block).filling
         self._read_ahead((number, block))
-        return slot.content()
+        assert filling is not None
+        return filling.result()
 
     def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
         while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
@@ -184,31 +173,18 @@ class Reader:
             os.close(self._open.popitem()[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The wanted bytes of a block."""
-
-    file: int
-    block: Check
-    wanted: slice
-
-
 class _Slot:
     """Memory for a block: whole pages, as O_DIRECT requires; the first one is the page in which the block begins."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
         self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._filling: Future[Tensor] | None = None
+        self.filling: Future[Tensor] | None = None
 
     def fill(self, threads: ThreadPoolExecutor, file: int, block: Check, is_summed: bool, path: Path) -> None:
-        if self._filling is not None:
-            wait([self._filling])
-        self._filling = threads.submit(self._fill, file, block, is_summed, path)
-
-    def content(self) -> Tensor:
-        assert self._filling is not None
-        return self._filling.result()
+        if self.filling is not None:
+            wait([self.filling])
+        self.filling = threads.submit(self._fill, file, block, is_summed, path)
 
     def _fill(self, file: int, block: Check, is_summed: bool, path: Path) -> Tensor:
         begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
@@ -220,7 +196,3 @@ class _Slot:
             if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
                 raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
         return self._row[block.offset - begin : end - begin]
-
-
-def _is_aligned(content: Tensor, dtype: torch.dtype) -> bool:
-    return content.data_ptr() % dtype.itemsize == 0 and content.storage_offset() % dtype.itemsize == 0

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.opened import open_checkpoint
+from tests.checkpoint.by_hand import read_whole
 from tests.checkpoint.interop import test_deepspeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -72,7 +73,7 @@ def test_damaged_folders_are_refused_or_read(samples: Path, write: Callable[[Pat
                 with opened.reader() as reader:
                     for _, stored in opened.index.every_stored():
                         if stored.num_bytes < 1 << 20:
-                            reader.read_whole(stored)
+                            read_whole(reader, stored)
         finally:
             shutil.copy(good / name, here / name)
 

@@ -16,6 +16,7 @@ from shardwise import CheckpointError
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.interop.dcp_write import write_dcp
 from shardwise.checkpoint.opened import Opened, open_checkpoint
+from tests.checkpoint.by_hand import read_whole
 from tests.checkpoint.interop import peers
 from tests.harness import Pool
 
@@ -29,7 +30,7 @@ def save(path: Path, value: dict[str, Any]) -> Path:
 
 def weights(opened: Opened) -> dict[str, Tensor]:
     with opened.reader() as reader:
-        return {name: reader.read_whole(saved) for name, saved in opened.index.tensors.items()}
+        return {name: read_whole(reader, saved) for name, saved in opened.index.tensors.items()}
 
 
 def adam_of(net: torch.nn.Module) -> torch.optim.Optimizer:

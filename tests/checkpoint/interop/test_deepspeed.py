@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import open_checkpoint
+from tests.checkpoint.by_hand import read_whole
 from tests.harness import Pool
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -66,11 +67,11 @@ def rows(root: Path) -> dict[str, Tensor]:
     with opened.reader() as reader:
         for name in model_states()["param_shapes"][0]:
             saved = opened.index.tensors[name]
-            found["weight"].append(reader.read_whole(saved))
+            found["weight"].append(read_whole(reader, saved))
             for key in ("exp_avg", "exp_avg_sq"):
                 item = saved.state[key]
                 assert isinstance(item, Stored)
-                found[key].append(reader.read_whole(item))
+                found[key].append(read_whole(reader, item))
     return {key: torch.cat(parts) for key, parts in found.items()}
 
 
@@ -146,7 +147,7 @@ def test_padding_between_parameters(tmp_path: Path) -> None:
     change(root / "global_step5" / optimizer_file(0), pad)
     opened = open_checkpoint(root)
     with opened.reader() as reader:
-        third = reader.read_whole(opened.index.tensors["layers.2"])
+        third = read_whole(reader, opened.index.tensors["layers.2"])
     assert torch.equal(third, ROW[8:11])
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from shardwise import CheckpointError
 from shardwise.checkpoint.opened import Opened, open_checkpoint
+from tests.checkpoint.by_hand import read_whole
 from tests.support.models import MODELS
 
 
 def weights(opened: Opened) -> dict[str, Tensor]:
     with opened.reader() as reader:
-        return {name: reader.read_whole(saved) for name, saved in opened.index.tensors.items()}
+        return {name: read_whole(reader, saved) for name, saved in opened.index.tensors.items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

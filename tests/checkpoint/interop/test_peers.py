@@ -12,6 +12,7 @@ import torch
 
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import Opened, open_checkpoint
+from tests.checkpoint.by_hand import read_whole
 from tests.checkpoint.interop import peers
 from tests.checkpoint.interop.peers import Peer
 from tests.harness import Pool
@@ -35,11 +36,11 @@ def assert_holds(opened: Opened, peer: Peer) -> None:
     assert set(tensors) == set(peer.weights)
     with opened.reader() as reader:
         for name, saved in tensors.items():
-            assert torch.equal(reader.read_whole(saved), peer.weights[name]), name
+            assert torch.equal(read_whole(reader, saved), peer.weights[name]), name
             assert set(saved.state) == set(peer.state.get(name, {})), name
             for key, item in saved.state.items():
                 assert isinstance(item, Stored)
-                assert torch.equal(reader.read_whole(item), peer.state[name][key]), (name, key)
+                assert torch.equal(read_whole(reader, item), peer.state[name][key]), (name, key)
 
 
 @pytest.mark.parametrize("name", FSDP2)
@@ -118,7 +119,7 @@ def test_deepspeeds_adam_is_found(run_ranks: Pool, deepspeed: tuple[Path, dict[s
     opened = open_checkpoint(root / name)
     with opened.reader() as reader:
         for param, saved in opened.index.tensors.items():
-            state = {key: reader.read_whole(item) for key, item in saved.state.items() if isinstance(item, Stored)}
+            state = {key: read_whole(reader, item) for key, item in saved.state.items() if isinstance(item, Stored)}
             assert set(state) == set(alone.state.get(param, {}))
             for key, value in state.items():
                 torch.testing.assert_close(value, alone.state[param][key], rtol=1e-4, atol=1e-8)
