@@ -106,13 +106,13 @@ def save_one_after_another(path: Path) -> None:
     for kind in ("save", "start_save"):
         with held() as go_on:
             first = sw.start_save(path / f"first {kind}", model, optimizer)
-            memory = save.host_copy_of(engine)._memory.data_ptr()
+            memory = save._copies[engine]._memory.data_ptr()
             threading.Timer(0.2, go_on.set).start()
             getattr(sw, kind)(path / f"second {kind}", model, optimizer)
             assert first.is_complete
             assert (path / f"first {kind}" / "complete").is_file()
             step(model, optimizer)
-        assert save.host_copy_of(engine)._memory.data_ptr() == memory, "the copies are made where they were"
+        assert save._copies[engine]._memory.data_ptr() == memory, "the copies are made where they were"
     save.finish_last()
     dist.barrier()
     assert digests(path / "second save").keys() == digests(path / "second start_save").keys()

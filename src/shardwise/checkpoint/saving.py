@@ -89,7 +89,8 @@ def start_save(
         )
     place, share = _prepare("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
-    copied = together(world, lambda: host_copy_of(engine).take(share), SaveError)
+    host_copy = _copies.setdefault(engine, HostCopy(engine.mesh.device))
+    copied = together(world, lambda: host_copy.take(share), SaveError)
     channel = patient_hosts()
     saving = Saving(engine, channel, lambda: _write(place, copied, whole, channel))
     together(world, saving.start, SaveError)
@@ -312,7 +313,6 @@ class Saving:
         self._began = self._ended = time.perf_counter()
         self._num_steps = 0
         self._lock = threading.Lock()
-        self._has_failed = False
         self._agreed = threading.Event()  # on the step at which a failure is raised
         self._raise_at = 0
         # Not a daemon: a program that ends waits until its checkpoint is written.
@@ -348,9 +348,8 @@ class Saving:
         try:
             self._write()
         except Exception as error:  # noqa: BLE001  it is raised again in the training loop
-            self._failure = error
             with self._lock:
-                self._has_failed = True
+                self._failure = error
                 num_steps = self._num_steps
             with suppress(Exception):  # if the other ranks are gone, this one raises alone
                 num_steps = max(exchange(self._channel, num_steps))
@@ -362,13 +361,12 @@ class Saving:
     def _at_step(self) -> None:
         with self._lock:
             self._num_steps += 1
-            has_failed = self._has_failed
-        if has_failed:
+            failure = self._failure
+        if failure is not None:
             self._agreed.wait()
             if self._num_steps >= self._raise_at:
                 self._forget()
-                assert self._failure is not None
-                raise self._failure
+                raise failure
         elif self.is_complete:
             self._forget()
 
@@ -382,12 +380,6 @@ class Saving:
 # At most one, for all models: the threads of two would use one channel at the same time.
 _under_way: list[Saving] = []
 _copies: "WeakKeyDictionary[Engine, HostCopy]" = WeakKeyDictionary()
-
-
-def host_copy_of(engine: Engine) -> HostCopy:
-    if engine not in _copies:
-        _copies[engine] = HostCopy(engine.mesh.device)
-    return _copies[engine]
 
 
 def finish_last() -> None:

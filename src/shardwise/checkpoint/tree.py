@@ -5,7 +5,8 @@ everything under them has the same names, shapes, dtypes and state.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +33,15 @@ class Totals:
 
 
 def totals_of(index: Index) -> Totals:
-    params = [saved for saved in index.tensors.values() if saved.kind != "buffer"]
-    buffers = [saved for saved in index.tensors.values() if saved.kind == "buffer"]
-    state = [item for saved in index.tensors.values() for item in saved.stored_state.values()]
+    tensors = index.tensors.values()
+    params = [saved for saved in tensors if saved.kind != "buffer"]
+    buffers = [saved for saved in tensors if saved.kind == "buffer"]
+    state = [item for saved in tensors for item in saved.stored_state.values()]
     knows_trained = any(saved.is_trained is not None for saved in params) or not params
     knows_frozen = all(saved.is_trained is not None for saved in params)
     knows_buffers = all(saved.kind != "unknown" for saved in params)
     return Totals(
-        num_tensors=len(index.tensors),
+        num_tensors=len(tensors),
         num_params=sum(saved.num_elems for saved in params),
         num_trained=sum(saved.num_elems for saved in params if saved.is_trained) if knows_trained else None,
         num_frozen=sum(saved.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
@@ -47,16 +49,16 @@ def totals_of(index: Index) -> Totals:
         weights_bytes=sum(saved.num_bytes for saved in params),
         buffers_bytes=sum(saved.num_bytes for saved in buffers) if knows_buffers else None,
         state_bytes=sum(item.num_bytes for item in state),
-        dtypes=_by_dtype(index.tensors.values()),
+        dtypes=_by_dtype(tensors),
         state_dtypes=_by_dtype(state),
     )
 
 
 def _by_dtype(tensors: Iterable[Stored]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    elements = Counter[str]()
     for stored in tensors:
-        found[stored.dtype] = found.get(stored.dtype, 0) + stored.num_elems
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+        elements[stored.dtype] += stored.num_elems
+    return dict(elements.most_common())
 
 
 @dataclass(slots=True)
@@ -68,21 +70,22 @@ class Node:
     saved: Saved | None = None
     times: int = 1
 
+    def total(self, measure: Callable[[Saved], int]) -> int:
+        """Return the sum over the tensors of one of the alike modules."""
+        own = 0 if self.saved is None else measure(self.saved)
+        return own + sum(child.times * child.total(measure) for child in self.children)
+
     @property
     def num_elems(self) -> int:
-        """Number of elements of one of the alike modules."""
-        own = 0 if self.saved is None else self.saved.num_elems
-        return own + sum(child.times * child.num_elems for child in self.children)
+        return self.total(lambda saved: saved.num_elems)
 
     @property
     def num_bytes(self) -> int:
-        own = 0 if self.saved is None else self.saved.num_bytes
-        return own + sum(child.times * child.num_bytes for child in self.children)
+        return self.total(lambda saved: saved.num_bytes)
 
     @property
     def state_bytes(self) -> int:
-        own = 0 if self.saved is None else sum(item.num_bytes for item in self.saved.stored_state.values())
-        return own + sum(child.times * child.state_bytes for child in self.children)
+        return self.total(lambda saved: sum(item.num_bytes for item in saved.stored_state.values()))
 
 
 def tree_of(tensors: Mapping[str, Saved]) -> Node:
@@ -102,27 +105,24 @@ def tree_of(tensors: Mapping[str, Saved]) -> Node:
 def _node(name: str, content: dict[str, Any] | Saved) -> Node:
     if isinstance(content, Saved):
         return Node(name, saved=content)
-    children = [_node(key.strip(" ."), value) for key, value in content.items()]
-    if len(children) == 1 and name:
-        return Node(f"{name}.{children[0].name}", children[0].children, children[0].saved)
-    return Node(name, children)
+    return Node(name, [_node(key.strip(" ."), value) for key, value in content.items()])
 
 
 def _collapsed(node: Node) -> Node:
     """Merge alike neighbours, from the leaves up."""
-    found: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
+    runs: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
     last_form: Any = None
     for child in map(_collapsed, node.children):
         number = _NUMBER.match(child.name)
         form = (child.name[number.end() :], _form(child)) if number else None
-        if number and form == last_form and int(number[0]) == found[-1][2] + 1:
-            found[-1] = (found[-1][0], found[-1][1], int(number[0]))
+        if number and form == last_form and int(number[0]) == runs[-1][2] + 1:
+            runs[-1] = (runs[-1][0], runs[-1][1], int(number[0]))
         else:
             first = int(number[0]) if number else 0
-            found.append((child, first, first))
+            runs.append((child, first, first))
         last_form = form
     children = []
-    for child, first, last in found:
+    for child, first, last in runs:
         name = _NUMBER.sub(f"{first}-{last}", child.name, count=1) if last > first else child.name
         children.append(Node(name, child.children, child.saved, child.times * (last - first + 1)))
     # `layers` with one line under it is that line.
@@ -134,14 +134,7 @@ def _collapsed(node: Node) -> Node:
 def _form(node: Node) -> Any:
     """Return a value that is equal for alike modules."""
     saved = node.saved
-    own = saved and (
-        saved.shape,
-        saved.dtype,
-        saved.kind,
-        saved.is_trained,
-        bool(saved.tied),
-        saved.group,
-    )
+    own = saved and (saved.shape, saved.dtype, saved.kind, saved.is_trained, bool(saved.tied), saved.group)
     state = saved and [(key, item.shape, item.dtype) for key, item in sorted(saved.stored_state.items())]
     return own, state, [(child.name, child.times, _form(child)) for child in node.children]
 
