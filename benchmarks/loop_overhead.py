@@ -7,7 +7,6 @@ on what comes next, learning rates, metrics, progress), then a stretch of forwar
 that were read before. Takes flags of `shardwise train`, each with a value.
 """
 
-import dataclasses
 import statistics
 import sys
 import time
@@ -15,16 +14,17 @@ import time
 import torch
 
 from shardwise.core import mesh
+from shardwise.core.engine.guards import engine_of
 from shardwise.trainer.checks import completed
 from shardwise.trainer.config import resolve
 from shardwise.trainer.launcher import launch
-from shardwise.trainer.loop import StepCallbacks, run_steps
+from shardwise.trainer.loop import run_steps
 from shardwise.trainer.models.headloss import loss_sum
 from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.profile import Profile
+from shardwise.trainer.run import set_up
+from shardwise.trainer.run_state import Run
 from shardwise.trainer.settings import settings_from_json
-from shardwise.trainer.setup import set_up
-from shardwise.trainer.step_callbacks import Run
 
 STRETCH = 20  # steps
 TURNS = 8  # of each, after one of each to warm up
@@ -50,30 +50,28 @@ def measure(text: str) -> int:
 
 
 def in_the_loop(run: Run, first: int) -> float:
-    run.records.num_steps = first + STRETCH
-    job = dataclasses.replace(run.job, num_steps=first + STRETCH)
-    profile = Profile(run.folder, False, job.device.type, run.finish_collectives)
-    callbacks = StepCallbacks(run.evaluate, run.save, run.show)
+    run.step, run.num_steps, run.records.num_steps = first, first + STRETCH, first + STRETCH
+    profile = Profile(run.folder, False, run.device.type, engine_of(run.model).gathers.settle)
     began = now(run)
-    run_steps(job, run.records, run.exchange, callbacks, first, profile)
+    run_steps(run, profile)
     return now(run) - began
 
 
 def bare(run: Run, first: int) -> float:
-    job = run.job
-    batches = [[batch.to(job.device) for batch in job.micro_batches(step)] for step in range(first, first + STRETCH)]
+    run.num_steps = first + STRETCH
+    batches = [[batch.to(run.device) for batch in run.micro_batches(step)] for step in range(first, run.num_steps)]
     scale = 1 / batches[0][0].num_targets
     began = now(run)
     for (batch,) in batches:
-        (loss_sum(job.model, batch) * scale).backward()
-        job.optimizer.clip_grad_norm(1.0)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        (loss_sum(run.model, batch) * scale).backward()
+        run.optimizer.clip_grad_norm(1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
     return now(run) - began
 
 
 def now(run: Run) -> float:
-    if run.job.device.type == "cuda":
+    if run.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.base.errors import CheckpointError, ConfigurationError, ShardwiseError, WireError
 from shardwise.checkpoint import folder
-from shardwise.trainer.progress import Progress
+from shardwise.trainer.metrics import Progress
 from tests.checkpoint.by_hand import save_by_hand
 from tests.cli.asking import Asker
 

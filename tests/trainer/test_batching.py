@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.trainer.job import Batching, batching_of
-from shardwise.trainer.settings import Settings
+from shardwise.trainer.settings import Batching, Settings, batching_of
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from shardwise.base.processes import temporary_folder
 from shardwise.trainer.agent import random_id, shared_key
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.run_folder import require_still_there
-from shardwise.trainer.step_callbacks import Run
+from shardwise.trainer.run_state import Run
 from tests.harness import Pool
 from tests.support.running import settings_for
 from tests.trainer.test_launch import (

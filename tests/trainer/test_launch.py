@@ -21,7 +21,7 @@ from shardwise.trainer import cluster, rank_watcher, signals
 from shardwise.trainer import launcher as launching
 from shardwise.trainer.agent import gravest
 from shardwise.trainer.launcher import launch
-from shardwise.trainer.rank import Ended, Started, write_note
+from shardwise.trainer.rank import Note, write_note
 from shardwise.trainer.rank_watcher import RankWatcher, WatchedRank, first_failure
 from shardwise.trainer.settings import Settings, num_nodes
 from shardwise.trainer.signals import Requests
@@ -215,16 +215,16 @@ def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: p
     # As reliable as a folder across a network.
     outcomes = iter([OSError("stale"), OSError("stale"), ValueError("half a note")])
 
-    def unreliable(folder: Path) -> Iterator[Started]:
+    def unreliable(folder: Path) -> Iterator[Note]:
         error = next(outcomes, None)
         if error is not None:
             raise error
         return found(folder)
 
-    found = rank_watcher.started_ranks
-    monkeypatch.setattr(rank_watcher, "started_ranks", unreliable)
+    found = rank_watcher.read_notes
+    monkeypatch.setattr(rank_watcher, "read_notes", unreliable)
     rank = subprocess.Popen(["sleep", "60"])
-    write_note(tmp_path, Started(0, 0, rank.pid, ""))
+    write_note(tmp_path, Note(0, 0, rank.pid, ""))
     with RankWatcher(say, AssertionError("not here"), timeout_s=60.0, temporary_folder=tmp_path) as watch:
         watch.watch(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -433,29 +433,28 @@ def test_a_world_of_one_is_refused_to_one_of_several_tasks(
         mesh._refuse_other_launchers()
 
 
-def seen_rank(rank: int, *, gone_s: float | None, status: int | None) -> WatchedRank:
-    return WatchedRank(Started(rank, rank, 100 + rank, ""), gone_s=gone_s, status=status)
+def watched(
+    rank: int, gone_s: float | None = 10.2, status: int | None = 1, ended_s: float | None = None, error: str = ""
+) -> WatchedRank:
+    note = Note(rank, rank, 100 + rank, "", ended_s=ended_s, error=error)
+    return WatchedRank(note, gone_s=gone_s, status=status)
 
 
 def test_the_cause_among_several_failures() -> None:
-    raised = {0: Ended(0, 10.0, error="Boom"), 1: Ended(1, 9.99, error="First")}
-    ranks = {rank: seen_rank(rank, gone_s=10.2, status=1) for rank in (0, 1)}
-    assert "First" in first_failure(ranks, raised, {0: (0, 1)}, "here")
-    killed = {0: seen_rank(0, gone_s=10.2, status=1), 1: seen_rank(1, gone_s=10.1, status=-9)}
-    assert "rank 1 on here was ended by SIGKILL" in first_failure(killed, {0: raised[0]}, {0: (0, 1)}, "here")
-    late = {0: seen_rank(0, gone_s=10.2, status=1), 1: seen_rank(1, gone_s=15.0, status=-11)}
-    assert "Boom" in first_failure(late, {0: raised[0]}, {0: (0, 1)}, "here")
-    assert "rank 7 on here ended with exit code 3" in first_failure({}, {}, {1: (7, 3)}, "here")
+    boom, first = watched(0, ended_s=10.0, error="Boom"), watched(1, ended_s=9.99, error="First")
+    assert "First" in first_failure([boom, first], {0: (0, 1)}, "here")
+    killed = watched(1, gone_s=10.1, status=-9)
+    assert "rank 1 on here was ended by SIGKILL" in first_failure([boom, killed], {0: (0, 1)}, "here")
+    late = watched(1, gone_s=15.0, status=-11)
+    assert "Boom" in first_failure([boom, late], {0: (0, 1)}, "here")
+    assert "rank 7 on here ended with exit code 3" in first_failure([], {1: (7, 3)}, "here")
 
 
 def test_what_one_rank_told_to_all_is_its_own_failure() -> None:
-    ranks = {rank: seen_rank(rank, gone_s=10.2, status=1) for rank in (0, 1)}
-    told = {1: Ended(1, 9.9, error="rank 0: cannot write x\n"), 0: Ended(0, 10.0, error="rank 0: cannot write x\n")}
-    assert first_failure(ranks, told, {}, "here") == "rank 0 on here failed:\n\ncannot write x\n"
-    elsewhere = {1: Ended(1, 9.9, error="rank 7: cannot write x\n")}
-    assert (
-        first_failure({1: ranks[1]}, elsewhere, {}, "here") == "rank 7 on another machine failed:\n\ncannot write x\n"
-    )
+    ranks = [watched(1 - rank, ended_s=9.9 + rank / 10, error="rank 0: cannot write x\n") for rank in (0, 1)]
+    assert first_failure(ranks, {}, "here") == "rank 0 on here failed:\n\ncannot write x\n"
+    elsewhere = watched(1, ended_s=9.9, error="rank 7: cannot write x\n")
+    assert first_failure([elsewhere], {}, "here") == "rank 7 on another machine failed:\n\ncannot write x\n"
 
 
 def test_files_ask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

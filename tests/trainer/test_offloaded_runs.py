@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.core import mesh
 from shardwise.core.engine.guards import engine_of
-from shardwise.trainer import run_checkpoints, setup
+from shardwise.trainer import run, run_checkpoints
 from shardwise.trainer.checks import completed
 from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.settings import Lora, settings_from_json
@@ -128,7 +128,7 @@ def test_what_rests_on_disk_is_not_saved_in_the_background(run_ranks: Pool, tmp_
 def how_saved(settings: str, free_bytes: int) -> tuple[bool, str]:
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    model = setup.set_up(asked, FailureContext(asked)).job.model
+    model = run.set_up(asked, FailureContext(asked)).model
     # One rank has less than the other.
     found = run_checkpoints.saves_of(engine_of(model), 2, True, free_bytes - mesh.everyone().index, mesh.hosts())
     return found.in_background, found.why_not
@@ -147,7 +147,7 @@ def test_beside_state_on_the_host_a_copy_is_made_if_it_fits(run_ranks: Pool, tmp
 
 def listen_on_a_small_host(settings: str) -> tuple[int, str]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(setup, "host_bytes_here", lambda: 0)
+    patch.setattr(run, "host_bytes_here", lambda: 0)
     try:
         return listen(settings)
     finally:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.optim.sharded_optimizer import ShardedOptimizer
-from shardwise.trainer import job
+from shardwise.trainer import metrics
 from shardwise.trainer.loss import _ChunkedCrossEntropy
 from shardwise.trainer.model import Block
 from shardwise.trainer.out_of_memory import AllocatorPool, cause_of, is_out_of_memory
@@ -65,7 +65,7 @@ PLACES: dict[str, tuple[object, str, Callable[..., Any], str]] = {
     "loss": (_ChunkedCrossEntropy, "forward", staticmethod(starved), "forward loss"),
     "norm": (ShardedOptimizer, "_norm", starved, "the gradients' norm"),
     "update": (ShardedOptimizer, "_update", starved, "update"),
-    "set-up": (job.Job, "__init__", starved, "the set-up"),
+    "set-up": (metrics.Metrics, "__init__", starved, "the set-up"),
 }
 
 

@@ -20,7 +20,7 @@ from shardwise.trainer.checks import check_all, completed
 from shardwise.trainer.models.build import build
 from shardwise.trainer.offload import offload_of
 from shardwise.trainer.optimizers import optimizer_for
-from shardwise.trainer.remedies import FLAGS, offload_flag, remedies
+from shardwise.trainer.out_of_memory import FLAGS, offload_flag, remedies
 from shardwise.trainer.run import run_rank
 from shardwise.trainer.run_plan import Draft, RunPlan, draft, plan_before
 from shardwise.trainer.settings import Lora, Settings

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from shardwise.trainer import progress as module
-from shardwise.trainer.progress import REFRESHES_PER_S, Progress
+from shardwise.trainer import metrics as module
+from shardwise.trainer.metrics import REFRESHES_PER_S, Progress
 
 ROW = {
     "step": 10,

@@ -136,12 +136,12 @@ def hyper_parameters(settings: str) -> list[dict[str, Any]]:
     from shardwise.core import mesh
     from shardwise.core.optim.groups import plain_settings
     from shardwise.trainer.checks import completed
+    from shardwise.trainer.run import set_up
     from shardwise.trainer.settings import settings_from_json
-    from shardwise.trainer.setup import set_up
 
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    return plain_settings(set_up(asked, FailureContext(asked)).job.optimizer)
+    return plain_settings(set_up(asked, FailureContext(asked)).optimizer)
 
 
 def test_hyper_parameters_are_those_asked_for_now(run_ranks: Pool, tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 """What a run says first and last, to the letter: it is what users see."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.api.memory_report import Memory
 from shardwise.base.text import WIDTH, count, duration, plural, size
 from shardwise.core.schedule.state_bytes import StateBytes
-from shardwise.trainer.job import Batching
+from shardwise.trainer import run_summary
+from shardwise.trainer.loop import Ending
 from shardwise.trainer.run_checkpoints import Saves
-from shardwise.trainer.run_summary import End, Start, banner, summary
-from shardwise.trainer.settings import Settings
+from shardwise.trainer.run_state import Run
+from shardwise.trainer.settings import Batching, Settings
+from shardwise.trainer.signals import TERMINATED
 from shardwise.version import VERSION
 
 
@@ -40,44 +46,98 @@ MEMORY = Memory(
     planned_host=0,
     planned_disk=0,
 )
-START = Start(
-    folder="runs/tiny",
-    settings=Settings(precision="fp32", learning_rate=3e-3, warmup_steps=10),
-    batching=Batching(2, 1, 8),
-    memory=MEMORY,
+NOTE = "no plan of activations: it cannot be tried out"
+SETTINGS = Settings(precision="fp32", learning_rate=3e-3, warmup_steps=10)
+
+
+def plan(activation_bytes: int | None = None, **changes: Any) -> SimpleNamespace:
+    note = NOTE if activation_bytes is None else ""
+    peak = SimpleNamespace(peak=SimpleNamespace(name="backward blocks.3"))
+    facts = {"why": "", "note": note, "activation_bytes": activation_bytes, "peak_bytes": None}
+    return SimpleNamespace(**{**facts, "entry": SimpleNamespace(name="ddp", memory=peak), **changes})
+
+
+def engine(layout: str = "ddp", optimizer_on: str = "device", **host: Any) -> SimpleNamespace:
+    units = [SimpleNamespace(layout=SimpleNamespace(name=layout, optimizer_on=optimizer_on))]
+    arena = SimpleNamespace(is_pinned=host.get("is_pinned"))
+    disk = SimpleNamespace(folder=host["disk"]) if "disk" in host else None
+    return SimpleNamespace(
+        schedule=SimpleNamespace(units=units),
+        mesh=SimpleNamespace(node_size=host.get("node_size", 2)),
+        host=SimpleNamespace(arena=arena, disk=disk),
+    )
+
+
+class StandIn(SimpleNamespace):
+    """A run with the facts that its texts are made of."""
+
+    num_samples_before = Run.num_samples_before
+    batching = Run.batching
+    is_first, prompt, rank = True, "The ", 0
+    first_step, first_sample = 0, 0
+
+    def memory_row(self) -> None:
+        self.peak_memory = self.held
+
+
+START = StandIn(
+    folder=Path("runs/tiny"),
+    settings=SETTINGS,
+    checked=SimpleNamespace(batching=Batching(2, 1, 8), seq_length=128, tokenizer=SimpleNamespace(name="")),
+    built=SimpleNamespace(num_params=1_712_345, num_trainable=1_712_345),
+    samples=SimpleNamespace(num_tokens=465_321, num_samples=3_561),
+    eval_samples=SimpleNamespace(num_samples=74),
+    model=engine(),
+    optimizer=None,
+    device=torch.device("cpu"),
+    hosts=None,
+    num_steps=200,
+    updates_early=False,
+    planned=plan(),
     saves=Saves(20_100_000, in_background=False),
-    num_params=1_712_345,
-    num_trainable=1_712_345,
-    strategy="ddp",
-    node_size=2,
-    device="cpu",
-    seq_length=128,
-    num_tokens=465_321,
-    num_samples=3_561,
-    num_eval_samples=74,
-    num_steps=200,
-    num_epochs=0.8985,
-)
-END = End(
-    step=200,
-    num_steps=200,
-    seconds=42.1,
-    num_tokens=409_600,
-    first_loss=5.54711,
-    last_loss=2.1034,
+    save_s=None,
+    free_bytes=6_590_000_000,
+    free_host_bytes=0,
+    records=SimpleNamespace(first_loss=5.54711, last_loss=2.1034, tokens_per_step=2048, tokens_per_s=9752.4, mfu=None),
+    saved_step=200,
     eval_loss=2.1512,
-    unigram_entropy=3.0921,
-    tokens_per_s=9752.4,
-    memory=MEMORY,
-    checkpoint="runs/tiny/checkpoints/step-000200",
-    export="runs/tiny/export",
-    prompt="The ",
-    sample="value of the object.\nThe end",
+    exported="runs/tiny/export",
+    generated="value of the object.\nThe end",
+    held=MEMORY,
 )
+END = Ending(200)
+
+
+def started(**changes: Any) -> Any:
+    return StandIn(**{**vars(START), **changes})
+
+
+def checked(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(START.checked), **changes})
 
 
 def settings(**changes: Any) -> Settings:
-    return replace(START.settings, **changes)
+    return replace(SETTINGS, **changes)
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_summary, "engine_of", lambda model: model)
+    monkeypatch.setattr(run_summary, "device_name", lambda device: "NVIDIA H200" if device.type == "cuda" else "cpu")
+    monkeypatch.setattr(run_summary, "num_cores", lambda: 8)
+    monkeypatch.setattr(run_summary, "exchange", lambda hosts, mine: [mine])
+    monkeypatch.setattr(run_summary, "unigram_entropy", lambda samples: 3.0921)
+
+
+def banner(run: Any) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_summary, "memory", lambda model, optimizer: run.held)
+        patched.setattr(run_summary, "expected_save_s", lambda *_: run.save_s)
+        return run_summary.banner(run)
+
+
+def summary(run: Any, ending: Ending = END) -> str:
+    return run_summary.summary(run, ending, 42.1)
 
 
 def test_banner() -> None:
@@ -90,33 +150,26 @@ shardwise {VERSION}  runs/tiny
   strategy    auto -> ddp on 2 ranks, cpu, fp32
   batch       16 samples = 2 ranks x 1 micro-batch x 8, 2,048 tokens a step
   data        Python's manual, 465k tokens, 3,561 samples of 128, 74 more for evaluation
-  training    200 steps = 0.898 epochs, adamw, lr 0.003 (cosine, 10 warm-up steps)
-  memory      27.4 MB + activations a rank: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB
+  training    200 steps = 0.899 epochs, adamw, lr 0.003 (cosine, 10 warm-up steps)
+  memory      27.4 MB + activations a rank, of 6.59 GB free: params 6.85 MB, grads 6.85 MB,
+              optimizer 13.7 MB; no plan of activations: it cannot be tried out
   checkpoint  at the end, 20.1 MB"""
     )
 
 
 def test_banner_with_a_planned_peak_and_why_it_was_chosen() -> None:
-    planned = replace(
-        START,
-        why="the fastest that fits, 0.2 s a step",
-        planned_activations=36_400_000,
-        peak_is="the backward of blocks.3",
-        free_bytes=6_590_000_000,
-    )
+    planned = started(planned=plan(36_400_000, why="the fastest that fits, 0.2 s a step"))
     text = " ".join(banner(planned).split())
     assert "auto -> ddp on 2 ranks, cpu, fp32: the fastest that fits, 0.2 s a step batch" in text
     assert (
         "memory planned peak 63.8 MB a rank, of 6.59 GB free: params 6.85 MB, grads 6.85 MB, optimizer 13.7 MB, "
         "activations 36.4 MB at the backward of blocks.3 checkpoint"
     ) in text
-    unknown = replace(START, plan_note="no plan of activations: it cannot be tried out")
-    assert "optimizer 13.7 MB; no plan of activations: it cannot be tried out" in " ".join(banner(unknown).split())
 
 
 def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
-    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000)
-    planned = replace(planned, memory=replace(MEMORY, peak_activations=35_000_000))
+    held = replace(MEMORY, peak_activations=35_000_000)
+    planned = started(planned=plan(36_400_000, peak_bytes=63_800_000), held=held)
     rows = [line.split() for line in summary(planned).splitlines()]
     assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
     seen = next(row for row in rows if row[:1] == ["planned"])
@@ -124,7 +177,7 @@ def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
 
 
 def test_a_process_is_not_set_beside_a_planned_peak() -> None:
-    planned = replace(END, planned_activations=36_400_000, planned_peak=63_800_000)
+    planned = started(planned=plan(36_400_000, peak_bytes=63_800_000))
     lines = summary(planned).splitlines()
     (at,) = (at for at, line in enumerate(lines) if line.startswith("  memory"))
     assert lines[at].split()[-3:] == ["activations", "peak", "process"]
@@ -133,21 +186,17 @@ def test_a_process_is_not_set_beside_a_planned_peak() -> None:
 
 
 def test_banner_of_a_large_run() -> None:
-    large = replace(
-        START,
-        num_params=8_030_000_000,
-        num_trainable=41_943_040,
+    large = started(
+        built=SimpleNamespace(num_params=8_030_000_000, num_trainable=41_943_040),
         settings=settings(strategy="zero3", save_steps=500, resume_from_checkpoint="runs/my " + "x" * 120),
-        strategy="zero3",
-        node_size=8,
-        device="NVIDIA H200",
-        batching=Batching(64, 4, 1),
-        num_steps=1000,
-        memory=replace(MEMORY, planned_buffers=1_234_567_890),
+        model=engine("zero3", node_size=8),
+        device=torch.device("cuda"),
+        checked=checked(batching=Batching(64, 4, 1), tokenizer=SimpleNamespace(name="models/llama")),
+        num_steps=2000,
+        held=replace(MEMORY, planned_buffers=1_234_567_890),
         free_bytes=139_000_000_000,
         saves=Saves(96_000_000_000, in_background=False),
         save_s=23.4,
-        tokenizer="models/llama",
         first_step=1000,
     )
     lines = banner(large).splitlines()
@@ -155,7 +204,7 @@ def test_banner_of_a_large_run() -> None:
     assert "  strategy    zero3 on 64 ranks = 8 nodes x 8, NVIDIA H200, fp32" in lines
     assert "  batch       256 samples = 64 ranks x 4 micro-batches x 1, 32,768 tokens a step" in lines
     assert "  memory      1.26 GB + activations a rank, of 139 GB free: params 6.85 MB, grads 6.85 MB," in lines
-    assert "              optimizer 13.7 MB, buffers 1.23 GB" in lines
+    assert f"              optimizer 13.7 MB, buffers 1.23 GB; {NOTE}" in lines
     assert "  checkpoint  every 500 steps, 96.0 GB, about 23 s each" in lines
     assert "              tokenizer models/llama" in lines
     assert any("from step 1,000 on" in line for line in lines)
@@ -168,44 +217,45 @@ def test_banner_of_a_large_run() -> None:
     [(0.004, "under 0.1 s"), (0.06, "under 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23 s"), (725, "about 12:05")],
 )
 def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
-    shown = banner(replace(START, save_s=seconds))
+    shown = banner(started(save_s=seconds))
     assert shown.endswith(f"checkpoint  at the end, 20.1 MB, {text} each")
 
 
 def test_saves_in_the_background_are_told() -> None:
-    shown = banner(replace(START, settings=settings(save_steps=10), saves=Saves(20_100_000, in_background=True)))
+    shown = banner(started(settings=settings(save_steps=10), saves=Saves(20_100_000, in_background=True)))
     assert shown.endswith("every 10 steps, 20.1 MB, in the background from a copy of 10.1 MB a rank on the host")
 
 
 def test_what_rests_on_host_and_disk_is_told() -> None:
-    there = replace(
-        START, memory=replace(MEMORY, planned_host=96_000_000_000, planned_disk=48_000_000_000),
-        free_host_bytes=230_000_000_000, is_pinned=True, num_cores=8, disk_folder="/nvme/state",
+    there = started(
+        held=replace(MEMORY, planned_host=96_000_000_000, planned_disk=48_000_000_000),
+        free_host_bytes=230_000_000_000,
+        model=engine(optimizer_on="host", is_pinned=True, disk="/nvme/state"),
+        device=torch.device("cuda"),
         settings=settings(strategy="zero3", offload=("params=host", "optimizer=host")),
-    )  # fmt: skip
+    )
     lines = banner(there).splitlines()
-    assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, cpu, fp32" in lines
+    assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, NVIDIA H200, fp32" in lines
     assert "  host        96.0 GB a rank, pinned, of 230 GB free; updates by 8 cores a rank" in lines
     assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
-    pageable = " ".join(banner(replace(there, is_pinned=False, updates_early=True)).split())
+    there.model.host.arena.is_pinned, there.updates_early = False, True
+    pageable = " ".join(banner(there).split())
     assert "96.0 GB a rank, not pinned, of 230 GB free; updates by 8 cores a rank inside the backward, so" in pageable
-    activations = replace(START, memory=replace(MEMORY, planned_host=5_000_000), free_host_bytes=10_000_000)
+    activations = started(held=replace(MEMORY, planned_host=5_000_000), free_host_bytes=10_000_000)
     assert "  host        5.00 MB a rank, of 10.0 MB free" in banner(activations).splitlines()
     assert "host" not in banner(START)
 
 
 def test_why_a_save_is_not_in_the_background_is_told() -> None:
     shown = " ".join(
-        banner(
-            replace(START, settings=settings(save_steps=10), saves=Saves(20_100_000, False, "it rests on disk"))
-        ).split()
+        banner(started(settings=settings(save_steps=10), saves=Saves(20_100_000, False, "it rests on disk"))).split()
     )
     assert shown.endswith("checkpoint every 10 steps, 20.1 MB, not in the background: it rests on disk")
 
 
 def test_the_summary_has_host_and_disk() -> None:
-    there = replace(
-        END, memory=replace(MEMORY, planned_host=96_000_000, host=95_000_000, planned_disk=48_000_000, disk=48_000_000)
+    there = started(
+        held=replace(MEMORY, planned_host=96_000_000, host=95_000_000, planned_disk=48_000_000, disk=48_000_000)
     )
     rows = [line.split() for line in summary(there).splitlines()]
     assert next(row for row in rows if row[:1] == ["memory"])[-2:] == ["host", "disk"]
@@ -215,7 +265,7 @@ def test_the_summary_has_host_and_disk() -> None:
 
 def test_summary() -> None:
     assert (
-        summary(END)
+        summary(START)
         == """\
 done: 200 steps of 200, 410k tokens in 0:42
 
@@ -233,13 +283,12 @@ done: 200 steps of 200, 410k tokens in 0:42
 
 
 def test_summary_of_a_run_that_was_stopped() -> None:
-    stopped = replace(
-        END, why="terminated", step=120, last_loss=float("nan"), eval_loss=None, unigram_entropy=None, mfu=0.4213,
-        memory=replace(MEMORY, peak_activations=7_000_000_000), export="", sample="",
-    )  # fmt: skip
-    lines = summary(stopped).splitlines()
-    assert lines[0] == "stopped (terminated): step 120 of 200, 410k tokens in 0:42"
-    assert "  loss        5.5471 -> nan" in lines
+    records = SimpleNamespace(**{**vars(START.records), "last_loss": math.nan, "mfu": 0.4213})
+    held = replace(MEMORY, peak_activations=7_000_000_000)
+    stopped = started(records=records, eval_loss=None, held=held, exported="", generated="")
+    lines = summary(stopped, Ending(120, stop=TERMINATED)).splitlines()
+    assert lines[0] == "stopped (terminated): step 120 of 200, 246k tokens in 0:42"
+    assert not any("loss" in line for line in lines)
     assert "  speed       9,752 tokens/s, MFU 42.1%" in lines
     assert "  memory       params    grads  optimizer  buffers  activations    peak" in lines
     assert "    planned   6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
@@ -248,7 +297,7 @@ def test_summary_of_a_run_that_was_stopped() -> None:
 
 
 def test_a_sample_can_not_play_with_the_terminal_and_stays_short() -> None:
-    wild = summary(replace(END, sample="\x1b[2J\r\x07\u202e" + "word " * 400))
+    wild = summary(started(generated="\x1b[2J\r\x07\u202e" + "word " * 400))
     assert not {"\x1b", "\r", "\x07", "\u202e"} & {*wild}
     assert wild.splitlines()[-1] == "  | ..."
     assert len(wild.splitlines()) < 24
@@ -274,8 +323,8 @@ def test_other_figures() -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = replace(END, planned_activations=9**9, planned_peak=9**9)
-    end = replace(end, memory=replace(MEMORY, peak_activations=9**9, planned_host=9**9))
+    held = replace(MEMORY, peak_activations=9**9, planned_host=9**9)
+    end = started(planned=plan(9**9, peak_bytes=9**9), held=held)
     whole = "\n".join([banner(START), summary(end)])
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = "\n".join([banner(START), summary(end)])

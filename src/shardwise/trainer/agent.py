@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -64,12 +65,10 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
 
     def on_start(folder: Path, num_starts: int) -> None:
         if num_starts > 1:
-            crashed = any(ending.code is None for ending in watcher.endings.values()) or any(
-                seen.status for seen in watcher.ranks.values()
-            )
+            ranks = [*watcher.ranks.values()]
             why = "other machines joined or left"
-            if crashed:
-                why = first_failure(watcher.ranks, watcher.endings, {}, host)
+            if any(rank.note.has_raised or rank.status for rank in ranks):
+                why = first_failure(ranks, {}, host)
             say(f"{why}\nstarting again, from the last checkpoint")
         watcher.watch(folder)
 
@@ -89,7 +88,10 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
             signals_to_handle="SIGQUIT",
             **meeting,
         )
-        _silence_torch()
+        # The agent's log is about processes and tables; `first_failure` says why a run failed.
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
+            logging.getLogger(name).addHandler(logging.NullHandler())
+            logging.getLogger(name).propagate = False
         try:
             codes = elastic_launch(config, run_task)(task)
         except SignalException as ended:
@@ -101,7 +103,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
             if watcher.refusal is not None:
                 return watcher.refusal
             reported = {f.local_rank: (rank, f.exitcode) for rank, f in failed.failures.items()}
-            say(first_failure(watcher.ranks, watcher.endings, reported, host))
+            say(first_failure([*watcher.ranks.values()], reported, host))
             if max_nodes > 1:
                 say("this is the first failure on this machine; another machine may have failed before it")
             return 1
@@ -153,15 +155,6 @@ class _Notes(LogsSpecs):
         return LogsDest(terminal, dict(terminal), {}, {}, errors, os.devnull, os.devnull)
 
 
-def _silence_torch() -> None:
-    """Drop the agent's log, which is about processes and tables; `first_failure` says why a run failed."""
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
-        logger = logging.getLogger(name)
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        logger.propagate = False
-
-
 def _meeting(settings: Settings, logs: Path) -> dict[str, Any]:
     """Return the arguments by which several machines find each other."""
     key = shared_key(logs)
@@ -202,37 +195,18 @@ def random_id(key: Path) -> str:
     return hashlib.sha256(key.read_bytes()).hexdigest()[:16]
 
 
-class _Alone(RendezvousHandler):
+class _Alone(StaticTCPRendezvous):
     """One machine: each start of its ranks gets a new store, without the addresses of those before."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._run_id = params.run_id
+        super().__init__(loopback.ADDRESS, 0, 0, 1, params.run_id, MEETING_S)
 
     def get_backend(self) -> str:
         return ALONE
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         store = loopback.store_at(loopback.ADDRESS)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class _Signed(RendezvousBackend):

@@ -15,7 +15,6 @@ from ..core.mesh import require_nodes
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
-from .job import Batching, batching_of
 from .metrics import check_reporters
 from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
@@ -25,7 +24,7 @@ from .offload import check_strategy, offload_of
 from .optimizers import check_optimizer
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder
-from .settings import Settings
+from .settings import Batching, Settings, batching_of
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200

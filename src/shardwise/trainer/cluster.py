@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import PurePath
 from textwrap import indent
 
@@ -25,96 +26,6 @@ DEFAULT_GPUS = 8  # of a machine
 SAVE_S = 120  # seconds for the last save
 PORT = 29400
 FINAL_CODES = (2, 3, 4, 5, 130)  # another start would end in the same way, or a user has stopped the run
-
-_SLURM = """\
-#!/bin/bash
-# {command_line}
-# sbatch this file; add --account, --partition and the hours that you need.
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
-{gpus}#SBATCH --time=24:00:00
-#SBATCH --signal=USR1@{save_s}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={name}-%j.log
-
-run={run}
-
-# One task per node, with all of its cores; the tasks find each other by Slurm's variables.
-srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
-    {command} --output-dir "$run"{resume}
-code=$?
-
-# 143: out of time, or preempted, after a complete save. Anything else is for you to look at.
-if [ "$code" -eq 143 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-
-_K8S = """\
-# {command_line}
-# kubectl apply -f this file, after the lines marked EDIT.
-apiVersion: v1
-kind: Service
-metadata:
-  name: {name}
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true  # the machines meet before any of them is ready
-  selector:
-    job-name: {name}
----
-apiVersion: batch/v1
-kind: Job
-metadata:
-  name: {name}
-spec:
-  completionMode: Indexed
-  completions: {nodes}
-  parallelism: {nodes}
-  backoffLimit: {retries}
-  podFailurePolicy:
-    rules:
-      - action: FailJob
-        onExitCodes:
-          containerName: train
-          operator: In
-          values: {refusals}
-      - action: Ignore
-        onPodConditions:
-          - type: DisruptionTarget
-  template:
-    metadata:
-      labels:
-        job-name: {name}
-    spec:
-      subdomain: {name}
-      restartPolicy: Never
-      terminationGracePeriodSeconds: {grace_s}
-      containers:
-        - name: train
-          image: shardwise:latest  # EDIT: an image with shardwise, and with what the command names
-          command: ["bash", "-c"]
-          args: [{script}]
-          env:
-            - name: PYTHONUNBUFFERED
-              value: "1"
-{resources}          volumeMounts:
-            - name: runs
-              mountPath: {mount}
-            - name: shm
-              mountPath: /dev/shm
-      volumes:
-        - name: runs
-          persistentVolumeClaim:
-            claimName: shardwise-runs  # EDIT: a volume that all machines can write
-        - name: shm
-          emptyDir:
-            medium: Memory
-"""
 
 
 def num_tasks(variables: Variables) -> int:
@@ -190,7 +101,7 @@ def slurm_script(settings: Settings, words: Sequence[str]) -> str:
     name = _name(settings)
     # The job keeps its number when it is queued again.
     run = shlex.quote(settings.output_dir) if settings.output_dir else f'"runs/{name}-$SLURM_JOB_ID"'
-    return _SLURM.format(
+    return _template("slurm.sh.txt").format(
         command_line=_command_line(words),
         name=name,
         nodes=low if low == high else f"{low}-{high}",
@@ -215,7 +126,7 @@ def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
     # exec: the signal that ends a pod goes to its first process only.
     command = f"exec {shlex.join(['shardwise', 'train', *words])}"
     script = f"{command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
-    return _K8S.format(
+    return _template("kubernetes.yaml.txt").format(
         command_line=_command_line(words),
         name=name,
         nodes=nodes,
@@ -227,6 +138,10 @@ def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
         resources="" if settings.device == "cpu" else indent(gpus, 10 * " "),
         mount=mount,
     )
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text()
 
 
 def _resume(settings: Settings) -> str:

@@ -22,7 +22,7 @@ from ..base.documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_te
 from ..base.errors import ConfigurationError, did_you_mean, nearest
 from .offload import check_strategy, without_unused_folder
 from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
-from .shapes import PRESETS, SHAPE_KEYS, TransformerShape
+from .shapes import PRESETS, TransformerShape
 
 if TYPE_CHECKING:
     import pydantic
@@ -53,6 +53,7 @@ EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Settings are nested no deeper than mappings in lists.
 DEPTH = 2
+FALSE = ("none", "false", "0", "no", "off", "f", "n")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
 
 
@@ -85,11 +86,9 @@ def resolve(
     """
     text = [] if file is None else _from_yaml(file[1], file[0])
     own = [*_from_flags(flags), *_from_words(words)]
-    # The reduce dtype of another library's file belongs to its precision.
-    left_out = {"reduce_dtype"} if any(entry.key == "precision" for entry in own) else set()
-    foreign = [
-        Given(key, value, name) for name, found in others.items() for key, value in found.items() if key not in left_out
-    ]
+    foreign = [Given(key, value, name) for name, found in others.items() for key, value in found.items()]
+    if any(entry.key == "precision" for entry in own):  # the reduce dtype of another library belongs to its precision
+        foreign = [entry for entry in foreign if entry.key != "reduce_dtype"]
     given = _strongest([*own, *foreign, *text, *_from_environment(environment)])
     values, origins = _merged(given)
     values, origins = _merged([*given, *_from_preset(values)])
@@ -117,16 +116,16 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file, for editors and programs."""
     found = _adapter().json_schema()
     found |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardwise train"}
+    limits = {"minimum": "least", "maximum": "most", "exclusiveMaximum": "below"}
+    size = {"type": "integer", "minimum": 1}
+    sizes = {part: {"type": "boolean"} if part == "tied" else size for part in PARTS["shape"]}
     for key, entry in FIELDS.items():
-        kind, about = entry.type, found["properties"][key]
+        about = found["properties"][key]
         about.pop("title", None)
-        limits = {"minimum": "least", "maximum": "most", "exclusiveMaximum": "below"}
-        about |= {
-            word: entry.metadata[limit] for word, limit in limits.items() if entry.metadata.get(limit) is not None
-        }
+        about |= {word: entry.metadata[name] for word, name in limits.items() if entry.metadata.get(name) is not None}
         # Values that a file may have besides the type itself.
-        if get_origin(kind) is tuple:
-            found["properties"][key] = {"anyOf": [{"type": "string"}, about], "default": about.pop("default")}
+        if get_origin(entry.type) is tuple:
+            about = {"anyOf": [{"type": "string"}, about], "default": about.pop("default")}
         elif key == "lora":
             about["anyOf"] += [{"type": "string"}, {"type": "boolean"}]
         elif key == "gradient_checkpointing":
@@ -135,18 +134,11 @@ def schema() -> dict[str, Any]:
         elif key == "nnodes":
             about["type"] = ["string", "integer"]
         elif key == "shape":
-            number = {"type": "integer", "minimum": 1}
-            parts = {part: {"type": "boolean"} if part == "tied" else number for part in SHAPE_KEYS}
-            found["properties"][key] = {
-                "type": "object", "properties": parts, "additionalProperties": False, "default": {},
-            }  # fmt: skip
-        found["properties"][key]["description"] = entry.metadata["help"]
+            about = {"type": "object", "properties": sizes, "additionalProperties": False, "default": {}}
+        found["properties"][key] = {**about, "description": entry.metadata["help"]}
     for part in (found, found["$defs"]["Lora"]):
         part["additionalProperties"] = False
     return found
-
-
-# Reading the sources
 
 
 def _from_flags(flags: Mapping[str, Any]) -> Iterator[Given]:
@@ -164,19 +156,16 @@ def files_in(words: Sequence[str]) -> list[str]:
 
 def _from_words(words: Sequence[str]) -> Iterator[Given]:
     files = files_in(words)
-    overrides = [word for word in words if word not in files]
     if len(files) > 1:
         raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
     # The last one wins; parts keep their order, which matters to a strategy.
     latest: dict[str, Any] = {}
-    for word in overrides:
-        name, _, text = word.partition("=")
+    for name, _, text in (word.partition("=") for word in words if word not in files):
         given = _given(name, text, "override")
         before = latest.get(given.key)
         adds = isinstance(given.value, dict) and isinstance(before, dict)
         latest[given.key] = before | given.value if adds else given.value
-    for key, value in latest.items():
-        yield Given(key, value, "override")
+    yield from (Given(key, value, "override") for key, value in latest.items())
     for file in files:
         yield from _from_file(file)
 
@@ -187,10 +176,8 @@ def _from_file(file: str) -> Iterator[Given]:
         raise ConfigurationError(f"{file}: no such file; give a YAML or TOML file, and what differs as key=value")
     if path.suffix.lower() not in READERS or not path.is_file():
         raise ConfigurationError(f"{file} is no configuration: give a file that ends in {', '.join(READERS)}")
-    reader = READERS[path.suffix.lower()]
-    text = read_text(path)
     seen: dict[str, str] = {}
-    for given in reader(text, file):
+    for given in READERS[path.suffix.lower()](read_text(path), file):
         for name in [f"{given.key}.{part}" for part in given.value] if isinstance(given.value, dict) else [given.key]:
             if name in seen:
                 raise ConfigurationError(f"{name} is said twice: {seen[name]} and {given.origin}")
@@ -229,6 +216,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
 def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
     """Return settings that suit the model, unless given ones contradict them."""
     model = values.get("model", FIELDS["model"].default)
+    random_weights = str(values.get("random_weights")).strip().lower() not in FALSE
     if isinstance(model, str) and model in PRESETS:
         for key, value in PRESETS[model].settings.items():
             rivals = RIVALS.get(key, ())
@@ -236,15 +224,8 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
                 yield Given(key, value, f"preset {model}")
     elif values.get("lora") is not None:
         yield Given("learning_rate", LORA_RATE, "for adapters")
-    elif isinstance(model, str) and not model.endswith(".json") and _is_false(values.get("random_weights")):
+    elif isinstance(model, str) and not model.endswith(".json") and not random_weights:
         yield Given("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
-
-
-def _is_false(value: Any) -> bool:
-    return str(value).strip().lower() in ("none", "false", "0", "no", "off", "f", "n")
-
-
-# From texts to settings
 
 
 def _given(name: str, value: Any, origin: str) -> Given:
@@ -310,11 +291,9 @@ def _strongest(given: list[Given]) -> list[Given]:
     for pair in EITHER:
         first = next((entry for entry in given if entry.key in pair and entry.value), None)
         if first is not None:
-            given = [
-                entry
-                for entry in given
-                if entry.key not in pair or entry.key == first.key or _source(entry) == _source(first)
-            ]
+            rivals = [entry for entry in given if entry.key in pair and entry.key != first.key]
+            weaker = [entry for entry in rivals if _source(entry) != _source(first)]
+            given = [entry for entry in given if entry not in weaker]
     return given
 
 
@@ -378,9 +357,6 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
         if isinstance(part, bool) != (PARTS["shape"][name] is bool):
             raise _wrong(("shape", name), values["shape"][name], origins)
     return settings
-
-
-# Error messages
 
 
 def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]]) -> ConfigurationError:

@@ -5,7 +5,6 @@ loss of the step before, and starts an exchange in which the ranks agree on what
 an evaluation is due does the host wait for everything.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ from ..core.engine.streams import PendingHostCopy
 from ..core.wire.collectives import Channel, InFlight, finish, start_all_reduce
 from .data.order import key
 from .data.samples import Batch
-from .job import Job
 from .models.headloss import loss_sum
 from .optimizers import learning_rate, set_learning_rate
 from .profile import Profile
+from .run_state import Run
 from .settings import interval_of
 from .signals import INTERRUPTED, TERMINATED, Requests
 from .step_records import StepRecords, StepResult
@@ -38,28 +37,24 @@ class Ending:
     complaint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepCallbacks:
-    """Actions between two steps, with the number of steps that are done. All ranks call them together."""
-
-    evaluate: Callable[[int], None]
-    save: Callable[[int], None]
-    show: Callable[[int], None]
-
-
-def run_steps(
-    job: Job, records: StepRecords, exchange: "HostExchange", callbacks: StepCallbacks, first: int, profile: Profile
-) -> Ending:
-    coming = job.micro_batches(first) if first < job.num_steps else []
-    exchange.start(num_targets(coming), 0.0)
+def run_steps(run: Run, profile: Profile) -> Ending:
+    """Train from the step that the run has reached to its last one."""
+    records, exchange, first = run.records, _HostExchange(run.hosts, run.requests), run.step
+    coming = run.micro_batches(first)
+    exchange.start(_num_targets(coming), 0.0)
     queued: _QueuedStep | None = None  # the last step, until its loss has arrived
     handed_in: _QueuedStep | None = None  # the step before it, whose loss is in the exchange
-    for step in range(first, job.num_steps):
+    for step in range(first, run.num_steps):
         agreed = exchange.finish()
         if handed_in is not None:
             records.add(handed_in.result(agreed.loss_sum))
             handed_in = None
-        evaluates, saves = _is_due(step, job) if step > first else (False, False)
+        evaluates, saves = (
+            step > first and interval > 0 and step % interval == 0
+            for interval in (
+                interval_of(steps, run.num_steps) for steps in (run.settings.eval_steps, run.settings.save_steps)
+            )
+        )
         if evaluates or saves or agreed.save or agreed.stop is not None or records.complaint:
             late = _settle(queued, exchange, records)
             queued = None
@@ -69,55 +64,48 @@ def run_steps(
                 return Ending(step, complaint=records.complaint)
             # The save comes first: a process that has to stop may not have much time left.
             if saves or agreed.save or late.save or stop is not None:
-                callbacks.save(step)
+                run.save(step)
             if stop is not None:
                 return Ending(step, stop=stop)
             if evaluates:
-                callbacks.evaluate(step)
+                run.evaluate(step)
             records.go_on()
 
-        before, queued = queued, _take_step(job, coming, step, agreed.num_targets)
+        before, queued = queued, _take_step(run, coming, step, agreed.num_targets)
         records.count_step()
         profile.step()
-        callbacks.show(step + 1)
-        coming = job.micro_batches(step + 1) if step + 1 < job.num_steps else []
+        run.show(step + 1)
+        coming = run.micro_batches(step + 1)
         handed_in = before
-        exchange.start(num_targets(coming), 0.0 if before is None else before.loss_sum())
+        exchange.start(_num_targets(coming), 0.0 if before is None else before.loss_sum())
     agreed = exchange.finish()
     if handed_in is not None:
         records.add(handed_in.result(agreed.loss_sum))
     _settle(queued, exchange, records)
     records.pause()
-    return Ending(job.num_steps, complaint=records.complaint)
+    return Ending(run.num_steps, complaint=records.complaint)
 
 
-def _is_due(step: int, job: Job) -> tuple[bool, bool]:
-    """Return whether an evaluation, and whether a save, is due after `step` steps."""
-    intervals = [interval_of(steps, job.num_steps) for steps in (job.settings.eval_steps, job.settings.save_steps)]
-    evaluates, saves = (bool(interval) and step % interval == 0 for interval in intervals)
-    return evaluates, saves
-
-
-def _take_step(job: Job, micro_batches: list[Batch], step: int, num_targets: int) -> "_QueuedStep":
+def _take_step(run: Run, micro_batches: list[Batch], step: int, num_targets: int) -> "_QueuedStep":
     """Queue one step. A rank's loss is its sum divided by the targets of all ranks, so any split gives the same."""
-    rate = learning_rate(job.settings, step, job.num_steps)
-    set_learning_rate(job.optimizer, rate)
+    rate = learning_rate(run.settings, step, run.num_steps)
+    set_learning_rate(run.optimizer, rate)
     # Dropout depends on the step and the rank only, so a resumed run repeats it.
-    torch.manual_seed(key(f"dropout of step {step} on rank {job.rank}", job.settings.seed))
+    torch.manual_seed(key(f"dropout of step {step} on rank {run.rank}", run.settings.seed))
     # The engine takes the mean over ranks.
-    scale = job.batching.num_ranks / max(num_targets, 1)
-    total = torch.zeros((), device=job.device)
+    scale = run.batching.num_ranks / max(num_targets, 1)
+    total = torch.zeros((), device=run.device)
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        with nullcontext() if is_last else accumulate(job.model):
-            loss = loss_sum(job.model, batch.to(job.device))
+        with nullcontext() if is_last else accumulate(run.model):
+            loss = loss_sum(run.model, batch.to(run.device))
             (loss * scale).backward()
         total += loss.detach()
     numbers: list[Tensor] = [total]
-    if not job.updates_early:
-        numbers.append(job.optimizer.clip_grad_norm(job.settings.max_grad_norm or float("inf")))
-    job.optimizer.step()
-    job.optimizer.zero_grad()
+    if not run.updates_early:
+        numbers.append(run.optimizer.clip_grad_norm(run.settings.max_grad_norm or float("inf")))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     return _QueuedStep(step, num_targets, rate, PendingHostCopy(torch.stack(numbers)))
 
 
@@ -139,29 +127,29 @@ class _QueuedStep:
         return StepResult(self.step + 1, loss_sum_of_all, self.num_targets, norm, self.learning_rate)
 
 
-def _settle(queued: _QueuedStep | None, exchange: "HostExchange", records: StepRecords) -> "Agreed":
+def _settle(queued: _QueuedStep | None, exchange: "_HostExchange", records: StepRecords) -> "_Agreed":
     """Wait for the last step's numbers, in an exchange of their own, which may bring further requests."""
     if queued is None:
-        return Agreed(0, 0.0, None, False)
+        return _Agreed(0, 0.0, None, False)
     exchange.start(0, queued.loss_sum())
     agreed = exchange.finish()
     records.add(queued.result(agreed.loss_sum))
     return agreed
 
 
-def num_targets(batches: list[Batch]) -> int:
+def _num_targets(batches: list[Batch]) -> int:
     return sum(batch.num_targets for batch in batches)
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class _Agreed:
     num_targets: int  # of the coming step
     loss_sum: float  # of the step that was handed in
     stop: int | None  # the requested exit code
     save: bool
 
 
-class HostExchange:
+class _HostExchange:
     """One small vector per step, summed over the hosts of all ranks while the devices compute.
 
     An exchange starts after a step was queued and finishes before the next one is, so no device waits for it. It brings
@@ -181,9 +169,9 @@ class HostExchange:
         with self._channel.ledger.uncounted():
             self._flight = start_all_reduce(self._channel, vector, "exchange between the hosts", sums=True)
 
-    def finish(self) -> Agreed:
+    def finish(self) -> _Agreed:
         assert self._flight is not None, "start() comes first"
         finish(self._flight)
         num_targets, loss_sum, save, *stops = self._flight.buffer.tolist()
         stop = next((code for code, num in zip(STOP_CODES, stops, strict=True) if num), None)
-        return Agreed(int(num_targets), loss_sum, stop, bool(save))
+        return _Agreed(int(num_targets), loss_sum, stop, bool(save))

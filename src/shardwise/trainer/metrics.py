@@ -1,7 +1,8 @@
-"""The metrics of a run: always `metrics.jsonl` in the run folder, TensorBoard and Weights & Biases on request.
+"""The rows of a run: always in `metrics.jsonl` in the run folder, and on the terminal; in trackers on request.
 
 A row is a flat mapping from names to numbers, with its step. Only one rank writes. A resumed run first sets aside the
-rows after its checkpoint, so that each step is there once.
+rows after its checkpoint, so that each step is there once. A terminal shows a live block, which a thread draws four
+times a second, whatever the pace of the steps; a log gets a plain line for every row. Missing numbers are left out.
 """
 
 import json
@@ -14,11 +15,34 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from ..api.memory_report import Memory
-from ..base.errors import ConfigurationError
-from .run_folder import METRICS
+from ..base.errors import ConfigurationError, printable_lines
+from ..base.text import duration, size
+from .run_folder import METRICS, replace_file
 
 Row = Mapping[str, float | int | None]
+
+REFRESHES_PER_S = 4
+BAR_WIDTH = 30
+# Keys of a row, and how each is written: equally wide in every line.
+_TRAINING: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:7.4f}".format,
+    "learning_rate": "lr {:.2e}".format,
+    "grad_norm": lambda value: f"norm {value:7.3f}" if value < 1000 else f"norm {value:7.1e}",
+    "tokens_per_s": "{:7,.0f} tok/s".format,
+    "mfu": "MFU {:5.1%}".format,
+}
+_EVALUATION: dict[str, Callable[[float], str]] = {
+    "eval_loss": "eval loss {:.4f}".format,
+    "eval_perplexity": "perplexity {:.2f}".format,
+}
+_MEMORY = ("now", "peak", "planned", "host", "disk")
 
 
 def check_reporters(report_to: Sequence[str]) -> None:
@@ -34,20 +58,18 @@ def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int
     `memory_planned` is the planned peak, or that of the state alone if no peak is known. On a CPU, `memory_now` and
     `memory_peak` are those of the whole process.
     """
-    others = {
-        "peak_grads": memory.peak_grads,
-        "peak_buffers": memory.peak_buffers,
-        "peak_activations": memory.peak_activations,
-        "now": memory.now,
-        "peak": memory.peak,
-        "reserved": memory.reserved,
-        "planned": memory.planned.total if planned_peak is None else planned_peak,
-    }
+    names = ["peak_grads", "peak_buffers", "peak_activations", "now", "peak", "reserved"]
     # Without offload there are no such keys.
-    others |= {"host": memory.host, "planned_host": memory.planned_host} if memory.planned_host or memory.host else {}
-    others |= {"disk": memory.disk, "planned_disk": memory.planned_disk} if memory.planned_disk else {}
-    known = {name: num_bytes for name, num_bytes in others.items() if num_bytes is not None}
+    names += ["host", "planned_host"] if memory.planned_host or memory.host else []
+    names += ["disk", "planned_disk"] if memory.planned_disk else []
+    known = {name: getattr(memory, name) for name in names if getattr(memory, name) is not None}
+    known["planned"] = memory.planned.total if planned_peak is None else planned_peak
     return {f"memory_{name}": num_bytes for name, num_bytes in (memory.by_class() | known).items()}
+
+
+def json_number(value: float | int | None) -> float | int | None:
+    """JSON has neither NaN nor infinity: they become None."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 class Reporter(Protocol):
@@ -70,7 +92,7 @@ class Metrics:
             return
         row = {"step": row["step"], "time": round(time.time(), 3), **row}
         with self._file.open("a") as file:
-            file.write(json.dumps({name: _json_number(value) for name, value in row.items()}) + "\n")
+            file.write(json.dumps({name: json_number(value) for name, value in row.items()}) + "\n")
         for reporter in self._reporters:
             reporter.log(row)
 
@@ -79,13 +101,11 @@ class Metrics:
         if self._file is None:
             return
         if self._file.exists():
-            draft = self._file.with_suffix(".draft")
             lines = self._file.read_text().splitlines(keepends=True)
-            draft.write_text("".join(line for line in lines if _step_of(line) <= step))
             if left := [line for line in lines if step < _step_of(line) < math.inf]:
                 with self._file.with_name("metrics-left.jsonl").open("a") as file:
                     file.writelines(left)
-            draft.replace(self._file)
+            replace_file(self._file, "".join(line for line in lines if _step_of(line) <= step))
         for reporter in self._reporters:
             reporter.restart(step)
 
@@ -101,18 +121,16 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _json_number(value: float | int | None) -> float | int | None:
-    """JSON has neither NaN nor infinity: they become None."""
-    return None if value is None or not math.isfinite(value) else value
-
-
 class _TensorBoard:
     """Three groups of charts: train, eval and memory."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder = str(folder / "tensorboard")
-        self._writer = _summary_writer(self._folder, None)
+        self._writer = self._open(None)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```")
+
+    def _open(self, purge_step: int | None) -> Any:
+        return import_module("torch.utils.tensorboard").SummaryWriter(self._folder, purge_step=purge_step)
 
     def log(self, row: Row) -> None:
         for name, value in row.items():
@@ -123,14 +141,10 @@ class _TensorBoard:
     def restart(self, step: int) -> None:
         # A new file tells readers to drop the points from this step on.
         self._writer.close()
-        self._writer = _summary_writer(self._folder, step + 1)
+        self._writer = self._open(step + 1)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _summary_writer(folder: str, purge_step: int | None) -> Any:
-    return import_module("torch.utils.tensorboard").SummaryWriter(folder, purge_step=purge_step)
 
 
 class _WandB:
@@ -166,7 +180,89 @@ class _WandB:
         self._run.finish()
 
 
-_REPORTERS: dict[str, Callable[[Path, Mapping[str, Any]], Reporter]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WandB,
-}
+_REPORTERS: dict[str, Callable[[Path, Mapping[str, Any]], Reporter]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
+
+
+class Progress:
+    """A context manager. `is_terminal` None: detect it. Only a rank with `is_shown` prints."""
+
+    def __init__(
+        self, total_steps: int, first_step: int = 0, is_terminal: bool | None = None, is_shown: bool = True
+    ) -> None:
+        self._total = total_steps
+        self._step = first_step
+        self._is_shown = is_shown
+        self._row: dict[str, float | int] = {}
+        # Time and number of the first step of this start, which takes longer than the others.
+        self._clock: tuple[float, int] | None = None
+        self._live: Live | None = None
+        self._console = Console(highlight=False, force_terminal=is_terminal)
+        if is_shown and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._block, refresh_per_second=REFRESHES_PER_S)
+
+    def __enter__(self) -> "Progress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def advance(self, step: int) -> None:
+        """Note that `step` steps are done; their numbers may arrive much later."""
+        self._step = step
+        if self._clock is None:
+            self._clock = (time.monotonic(), step)
+
+    def update(self, row: Row) -> None:
+        """Show the numbers of a step; those of earlier rows stay in the block."""
+        known = {name: value for name, value in row.items() if value is not None}
+        self.advance(max(int(known["step"]), self._step))
+        self._row |= known
+        if self._live is None:
+            words = _words(known, _TRAINING) + _words(known, _EVALUATION)
+            if "loss" in known:
+                # Of the memory only the peak, so that all fits on one line.
+                words += _memory_words(known, ["peak"]) + self._time_left()
+            self.say("  ".join([self._line_start(int(known["step"])), *words]))
+
+    def say(self, text: str) -> None:
+        """Print above the block."""
+        if not self._is_shown:
+            return
+        text = printable_lines(text)  # it may contain names from a checkpoint
+        # A terminal or a log that knows only ASCII must not end a run.
+        text = text.encode(self._console.encoding, "replace").decode(self._console.encoding)
+        if self._live is not None:
+            self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def _line_start(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total))}}/{self._total}"
+
+    def _time_left(self) -> list[str]:
+        if self._clock is None or self._step <= self._clock[1] or self._step >= self._total:
+            return []
+        passed_s = time.monotonic() - self._clock[0]
+        left = (self._total - self._step) * passed_s / (self._step - self._clock[1])
+        return [f"{duration(left)} left"]
+
+    def _block(self) -> Group:
+        row = dict(self._row)
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=BAR_WIDTH)
+        share = f"{self._step / max(self._total, 1):4.0%}"
+        head.add_row(bar, self._line_start(self._step), share, *self._time_left())
+        memory = _memory_words(row, _MEMORY)
+        lines = [_words(row, _TRAINING), _words(row, _EVALUATION), ["memory", *memory] if memory else []]
+        return Group(head, *[Text("  ".join(line), overflow="crop", no_wrap=True) for line in lines if line])
+
+
+def _words(row: Mapping[str, float | int], written: Mapping[str, Callable[[float], str]]) -> list[str]:
+    return [write(row[name]) for name, write in written.items() if name in row]
+
+
+def _memory_words(row: Mapping[str, float | int], names: Sequence[str]) -> list[str]:
+    return [f"{name} {size(row[f'memory_{name}'])}" for name in names if f"memory_{name}" in row]

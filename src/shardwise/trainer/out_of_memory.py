@@ -1,7 +1,7 @@
 """Out of memory, explained: what the rank held by class, compared with the plan at that instant, and what would help.
 
 The error is caught wherever it is raised, also during the set-up. Every rank that fails writes a report into the run
-folder, which `shardwise doctor oom` shows again.
+folder, which `shardwise doctor oom` shows again. Each change that would help is planned: what it saves, what it costs.
 
 Names of the largest blocks come from the engine's tensors. Tensors that autograd saves for the backward have no name in
 Python: they are the rest. The CPU's allocator has no statistics, so on a CPU only blocks with a name are found.
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import TextWrapper
 from types import TracebackType
@@ -29,21 +29,35 @@ from ..base.errors import MemoryExceededError
 from ..base.text import column_table, labelled_lines, plural, size, terminal_width, unbroken
 from ..core.engine.guards import find_engine
 from ..core.engine.runtime import Engine
+from ..core.layout import Layout
 from ..core.mesh import device
+from ..planner import remedies as planner
+from ..planner.assess import Assessment, Assessor
 from ..planner.plan_json import at
-from .remedies import Remedy, remedies
-from .run_folder import OOM_FILES, oom_file
+from ..planner.planning import plan_for
+from ..planner.search import MODES, Choice
+from ..planner.training import Training
+from .run_folder import OOM_FILES
 from .run_plan import RunPlan
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .step_callbacks import Run
+    from .run_state import Run
 
 SET_UP = "the set-up"
 NUM_LARGEST = 5
 # From these shares of memory on, fragmentation, or one large unit, is reported as the cause.
 FRAGMENTED_SHARE, ONE_UNIT_SHARE = 0.1, 0.5
 
+# Flags of `shardwise train` for the fields of a training.
+FLAGS = {
+    "checkpointing": "--gradient-checkpointing",
+    "micro_batch": "--per-device-train-batch-size",
+    "num_micro_batches": "--gradient-accumulation-steps",
+    "reduce": "--reduce-dtype",
+    "optimizer": "--optimizer",
+}
+MIN_SAVED_SHARE = 0.005  # changes that save less are left out
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # Messages of libraries that allocate outside of torch's allocator.
 _MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
@@ -67,9 +81,8 @@ class OutOfMemoryHereError(MemoryExceededError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+    is_message = isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+    return is_message or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def explain(error: BaseException, context: FailureContext) -> MemoryExceededError:
@@ -84,7 +97,7 @@ def explain(error: BaseException, context: FailureContext) -> MemoryExceededErro
         is_first = not any(context.folder.glob(OOM_FILES))
         with suppress(OSError):  # the text is printed in any case
             context.folder.mkdir(parents=True, exist_ok=True)
-            oom_file(context.folder, context.rank).write_text(json.dumps(report, indent=1) + "\n")
+            (context.folder / f"oom-rank{context.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
     text = str(report["text"])
     return OutOfMemoryHereError(text) if is_first else MemoryExceededError(text)
 
@@ -123,24 +136,25 @@ def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
     return {**report, "text": _text(report, planned, changes)}
 
 
-# The instant of the failure, and the memory that the plan expected then
-
-
 def _instant(trace: TracebackType | None, context: FailureContext, engine: Engine | None) -> str:
     """Name the instant as the planner does, if the planner knows it."""
     if engine is None or context.run is None:
         return SET_UP
     if context.run.activity:
         return context.run.activity
-    functions = list(_frames(trace))
-    modules = [module for _, module in functions if module is not None]
+    names, modules = set(), []
+    while trace is not None:
+        names.add(trace.tb_frame.f_code.co_name)
+        owner = trace.tb_frame.f_locals.get("self")
+        modules += [owner] if isinstance(owner, nn.Module) else []
+        trace = trace.tb_next
     by_module = {id(unit.module): unit.name for unit in engine.units}
     within = [by_module[id(module)] for module in modules if id(module) in by_module]
-    if any(name == "_engine_run_backward" for name, _ in functions):
+    if "_engine_run_backward" in names:
         index = engine.unit_in_backward()
         return "backward loss" if index is None else f"backward {engine.units[index].name}"
     if not within:
-        return "the gradients' norm" if any(name == "clip_grad_norm" for name, _ in functions) else "update"
+        return "the gradients' norm" if "clip_grad_norm" in names else "update"
     units = [unit for unit in engine.schedule.units if not unit.holds_units]
     if within[-1] in {unit.name for unit in units} or not units:
         return f"forward {within[-1]}"
@@ -150,13 +164,6 @@ def _instant(trace: TracebackType | None, context: FailureContext, engine: Engin
     return "forward loss" if order.get(id(modules[-1]), 0) > last else f"forward {within[-1]}"
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[str, nn.Module | None]]:
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        yield trace.tb_frame.f_code.co_name, owner if isinstance(owner, nn.Module) else None
-        trace = trace.tb_next
-
-
 def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
     if planned is None:
         return {}
@@ -164,9 +171,6 @@ def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
     found = planned.by_class(instant if instant in known else planned.entry.memory.peak.name)
     unknown = {"activations"} if planned.note else {"activations", "grads"} if instant == SET_UP else set()
     return {name: num_bytes for name, num_bytes in found.items() if name not in unknown}
-
-
-# Memory of the device at the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,14 @@ def allocator_pool() -> AllocatorPool | None:
 
 def _largest_blocks(engine: Engine | None, optimizer: Any) -> list[dict[str, Any]]:
     """Return the largest blocks of the device, named if possible; equal ones are counted."""
-    names = _names(engine, optimizer)
+    names: dict[int, tuple[str, int]] = {}  # by the address of a storage: first the engine's, then all others of Python
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor, name in [*_engine_tensors(engine, optimizer), *_python_tensors()]:
+            if tensor.device.type == device().type:
+                storage = tensor.untyped_storage()
+                with suppress(RuntimeError):  # stand-ins have no address
+                    if storage.nbytes():
+                        names.setdefault(storage.data_ptr(), (name, storage.nbytes()))
     blocks = {address: num_bytes for address, (_, num_bytes) in names.items()}
     if device().type == "cuda":
         allocated = {
@@ -210,19 +221,6 @@ def _largest_blocks(engine: Engine | None, optimizer: Any) -> list[dict[str, Any
     named = Counter((num_bytes, names.get(address, nameless)[0]) for address, num_bytes in blocks.items())
     found = sorted(named.items(), key=lambda block: -block[0][0])[:NUM_LARGEST]
     return [{"bytes": num_bytes, "name": name, "count": count} for (num_bytes, name), count in found]
-
-
-def _names(engine: Engine | None, optimizer: Any) -> dict[int, tuple[str, int]]:
-    """Name storages by their address: first the engine's own, then all other tensors of Python."""
-    found: dict[int, tuple[str, int]] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor, name in [*_engine_tensors(engine, optimizer), *_python_tensors()]:
-            if tensor.device.type == device().type:
-                storage = tensor.untyped_storage()
-                with suppress(RuntimeError):  # stand-ins have no address
-                    if storage.nbytes():
-                        found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
-    return found
 
 
 def _engine_tensors(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Tensor, str]]:
@@ -255,16 +253,12 @@ def _python_tensors() -> Iterator[tuple[Tensor, str]]:
             yield value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
-# The cause, and the whole report as text
-
-
 def cause_of(
     held: Memory | None, expected: dict[str, int], pool: AllocatorPool | None, asked_bytes: int, planned: RunPlan | None
 ) -> str:
     if pool is not None and asked_bytes and pool.unused >= asked_bytes and pool.unused > FRAGMENTED_SHARE * pool.limit:
-        return (
-            f"fragmentation: {size(pool.unused)} are reserved and unused, none of it {size(asked_bytes)} in one piece"
-        )
+        unused, asked = size(pool.unused), size(asked_bytes)
+        return f"fragmentation: {unused} are reserved and unused, none of it {asked} in one piece"
     measured = {} if held is None else {name: num for name, num in held.by_class().items() if num}
     by_class = {**expected, **measured}
     if not by_class:
@@ -296,7 +290,7 @@ def _one_unit(planned: RunPlan, by_class: dict[str, int]) -> str:
     )
 
 
-def _text(report: dict[str, Any], planned: RunPlan | None, changes: list[Remedy]) -> str:
+def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy]") -> str:
     error, asked_bytes = str(report["error"]).partition(". ")[0], report["asked_bytes"]
     more = f", {size(asked_bytes)} more were asked for" if asked_bytes else ""
     where = f"rank {report['rank']}, {at(report['instant'])}"
@@ -309,12 +303,8 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: list[Remedy]
         unbroken(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
         for block in report["largest"]
     )
-    lines = [
-        f"does not fit: {error}{more}",
-        *labelled_lines({"where": where}),
-        *_memory_lines(report),
-        *labelled_lines({"largest": largest, "to blame": report["blame"]}),
-    ]
+    lines = [f"does not fit: {error}{more}", *labelled_lines({"where": where}), *_memory_lines(report)]
+    lines += labelled_lines({"largest": largest, "to blame": report["blame"]})
     if not changes:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
     lines.append("  what would help, as planned:")
@@ -337,3 +327,103 @@ def _memory_lines(report: dict[str, Any]) -> list[str]:
         unused = size(pool["reserved"] - pool["allocated"])
         lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    words: str
+    saved_bytes: int
+    times: float | None  # time per token, relative to the run as it is
+    fits: bool | None  # None: unknown
+
+    def __str__(self) -> str:
+        words = [f"{size(self.saved_bytes)} less"] if self.saved_bytes else []
+        if self.times is not None:
+            about = f"{self.times:.2f}x"
+            words.append("the same time" if about == "1.00x" else f"{about} the time")
+        verdict = {True: "fits", False: "not enough alone", None: ""}[self.fits]
+        effect = "; ".join(part for part in (", ".join(words), verdict) if part)
+        return f"{self.words}: {effect}" if effect else self.words
+
+
+def remedies(planned: RunPlan, room: int | None = None) -> list[Remedy]:
+    """Return the changes that help. `room`: memory that the run may use; default: the free memory before the run.
+
+    Changes after which the run fits come first, the cheapest of them before the others; then those that save most.
+    State that moves to host memory has to fit there, too. More ranks cost more than any other change: they come last.
+    """
+    entry, machine = planned.entry, planned.assess.machine
+    room = entry.machine.memory_bytes if room is None else room
+
+    def remedy(words: str, changed: Assessment) -> list[Remedy]:
+        saved = entry.needed_bytes - changed.needed_bytes
+        if saved <= MIN_SAVED_SHARE * entry.needed_bytes:
+            return []
+        if planned.note:  # time and needed memory are unknown without activations
+            return [Remedy(words, saved, None, None)]
+        return [Remedy(words, saved, entry.tokens_per_s / changed.tokens_per_s, changed.needed_bytes <= room)]
+
+    found = [
+        helps
+        for words, changed in _changes(planned)
+        if not changed.machine.lacks(0, changed.host_bytes, changed.disk_bytes)
+        for helps in remedy(words, changed)
+    ]
+    found.sort(key=lambda it: (not it.fits, round(it.times or 1.0, 2) if it.fits else 0, -it.saved_bytes))
+    is_hopeless = not planned.note and not entry.fits and not any(helps.fits for helps in found)
+    if is_hopeless and (together := planner.nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
+        found.insert(0, Remedy(f"together: {together}", 0, None, None))
+    cluster = machine.cluster
+    name = "num_nodes" if cluster.num_nodes > 1 else "node_size"
+    twice = replace(machine, cluster=replace(cluster, **{name: 2 * getattr(cluster, name)}))
+    doubled = planned.assess.on(twice)(entry.name, entry.layouts, entry.training)
+    more = remedy(f"twice the ranks ({2 * cluster.world_size})", doubled)
+    return found + [replace(helps, times=None) for helps in more]
+
+
+def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
+    entry, assess = planned.entry, planned.assess
+    for training in _other_trainings(entry.training):
+        try:
+            yield planner.flags_for(entry.training, training, FLAGS), assess(entry.name, entry.layouts, training)
+        except Exception:  # noqa: BLE001  the model's own code runs there, or it has no blocks to checkpoint
+            continue
+    # The same strategy with more and more state in host memory. Only the planner splits the optimizer state.
+    layout = entry.layouts[0]
+    if len(set(entry.layouts)) == 1 and not layout.uses_disk:
+        more = list(planner.on_host(layout))
+        more += [replace(other, activations_on="host") for other in (layout, more[-1])]
+        instead = "" if entry.is_on_device else " in place of what is moved now"
+        for moved in dict.fromkeys(more):
+            if moved != layout:
+                changed = assess(moved.name, [moved] * len(entry.layouts), entry.training)
+                yield f"{offload_flag(moved)}{instead}", changed
+    # The fastest other strategy that fits; if none does, the one that needs least.
+    plan = plan_for(
+        Assessor(assess.subject, assess.machine), entry.training, Choice(((entry.training,),)), only_exact=True
+    )
+    other = plan.recommended or min(plan.found, key=lambda found: found.needed_bytes)
+    if other.layouts != entry.layouts:
+        is_preset = len(set(other.layouts)) == 1
+        words = f"--strategy {other.name}" if is_preset else f"--strategy auto, which is then {other.name}"
+        words += "" if entry.is_on_device else " --offload none"
+        yield words if entry.is_exact else f"{words} --wire none", other
+
+
+def offload_flag(layout: Layout) -> str:
+    """Return the flag of `shardwise train` for this offload; strategy and wire stay as they were given."""
+    return f"--offload {','.join(layout.moves)}"
+
+
+def _other_trainings(training: Training) -> Iterator[Training]:
+    for mode in MODES[MODES.index(training.checkpointing) + 1 :]:
+        yield replace(training, checkpointing=mode)
+    if training.micro_batch % 2 == 0:
+        num = 2 * training.num_micro_batches
+        yield replace(training, micro_batch=training.micro_batch // 2, num_micro_batches=num)
+    elif training.micro_batch > 1:
+        yield planner.with_single_sequences(training)
+    if planner.can_reduce_in_bf16(training):
+        yield replace(training, reduce="bf16")
+    if training.optimizer == "adamw":
+        yield planner.with_eight_bits(training)

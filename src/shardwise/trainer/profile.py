@@ -5,7 +5,7 @@ The first two steps are left out: they allocate, compile, and learn the order of
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -32,23 +32,19 @@ class Profile:
         drain: Callable[[], None] = lambda: None,
     ) -> None:
         self.file = folder / FILE
-        self._settle = settle
-        self._drain = drain
+        self._settle, self._drain = settle, drain
         self._num_left = NUM_BEFORE + NUM_TRACED
         self._profiler: profile | None = None
         if enabled:
-            activities = [ProfilerActivity.CPU]
-            if device_type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
             self._profiler = profile(
-                activities=activities,
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])],
                 schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_TRACED, repeat=1),
                 on_trace_ready=self._write,
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),  # host updates run in a thread
                 acc_events=True,  # otherwise torch warns about discarded cycles
             )
 
-    def __enter__(self) -> "Profile":
+    def __enter__(self) -> Self:
         if self._profiler is not None:
             self._profiler.start()
         return self
@@ -62,19 +58,15 @@ class Profile:
         self._profiler.step()
         self._num_left -= 1
         if self._num_left == 0:
-            self._stop()
+            self._profiler.stop()
+            self._profiler = None
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error collectives may never end: waiting would hide it, and stopping now could crash.
         if self._profiler is not None and kind is None:
             self._settle()
             self._drain()
-            self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
+            self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -44,22 +44,21 @@ class Task:
     launcher_pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+@dataclass(slots=True)
+class Note:
+    """The note of a rank for its launcher. `ended_s` is set when it ends: with a code, or without one if it raised."""
+
     rank: int
     local_rank: int
     pid: int
     log: str  # where it writes; "": the terminal
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """`code` is the returned exit code; None: the rank raised, and `error` is the traceback."""
-
-    local_rank: int
-    time_s: float
+    ended_s: float | None = None
     code: int | None = None
-    error: str = ""
+    error: str = ""  # the traceback
+
+    @property
+    def has_raised(self) -> bool:
+        return self.ended_s is not None and self.code is None
 
 
 def run_task(task: Task) -> int:
@@ -67,37 +66,39 @@ def run_task(task: Task) -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     log = str(Path(task.logs) / f"rank-{rank:05}.log") if rank else ""
+    note = Note(rank, local_rank, os.getpid(), log)
     try:
         if log:
             _write_to(log, rank)
     except OSError as error:
-        write_note(folder, Started(rank, local_rank, os.getpid(), ""))
-        text = f"its log {log} cannot be written: {error.strerror}; is the run folder still there?\n"
-        write_note(folder, Ended(local_rank, time.time(), error=text))
+        note.log, note.ended_s = "", time.time()
+        note.error = f"its log {log} cannot be written: {error.strerror}; is the run folder still there?\n"
+        write_note(folder, note)
         sys.exit(1)
     signals.listen(has_launcher=True)
     # Python's own handler writes the stack, whatever the rank does. It keeps the file open.
     faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
-    write_note(folder, Started(rank, local_rank, os.getpid(), log))
+    write_note(folder, note)
     try:
-        code = call(task.entry, task.settings)
+        note.code = call(task.entry, task.settings)
     except Exception as error:  # noqa: BLE001, the launcher reports it
-        raised_s = time.time()
+        note.ended_s = time.time()
         # From the entry on: its callers are ours, and the same for every failure. A failure of a disk, or of other
         # ranks, is a message without a traceback.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
-        text = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
+        note.error = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
         if log:
-            print(text, file=sys.stderr, flush=True)
+            print(note.error, file=sys.stderr, flush=True)
         try:
-            write_note(folder, Ended(local_rank, raised_s, error=text))
+            write_note(folder, note)
         except OSError as unwritten:  # the disk of temporary files is full, too
-            shown = "" if log else text
+            shown = "" if log else note.error
             print(f"{shown}shardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
         sys.exit(1)  # torch would write a raised error into a file of its own, which nobody removes
-    write_note(folder, Ended(local_rank, time.time(), code=code))
-    return code
+    note.ended_s = time.time()
+    write_note(folder, note)
+    return note.code
 
 
 def call(entry: str, settings: str) -> int:
@@ -122,26 +123,21 @@ def _write_to(log: str, rank: int) -> None:
     print(f"--- rank {rank}, process {os.getpid()}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} ---", flush=True)
 
 
-def write_note(folder: Path, note: Started | Ended) -> None:
-    file = folder / f"{type(note).__name__.lower()}-{note.local_rank}.json"
+def write_note(folder: Path, note: Note) -> None:
+    file = folder / f"rank-{note.local_rank}.json"
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(dataclasses.asdict(note)))
     draft.replace(file)
 
 
-def started_ranks(folder: Path) -> Iterator[Started]:
-    for file in folder.glob("started-*.json"):
-        yield Started(**json.loads(file.read_text()))
+def read_notes(folder: Path) -> Iterator[Note]:
+    for file in folder.glob("rank-*.json"):
+        yield Note(**json.loads(file.read_text()))
 
 
-def ended_ranks(folder: Path) -> Iterator[Ended]:
-    for file in folder.glob("ended-*.json"):
-        yield Ended(**json.loads(file.read_text()))
-
-
-def stack_of(folder: Path, rank: Started) -> str:
+def stack_of(folder: Path, local_rank: int) -> str:
     """Return where a rank was when it got WRITE_STACK, innermost calls first; "" if it has not answered."""
-    frames = _FRAME.findall(_stack_file(folder, rank.local_rank).read_text(errors="replace"))[:NUM_FRAMES]
+    frames = _FRAME.findall(_stack_file(folder, local_rank).read_text(errors="replace"))[:NUM_FRAMES]
     lines = [
         f"{file}:{number} in {name}: {linecache.getline(file, int(number)).strip()}" for file, number, name in frames
     ]

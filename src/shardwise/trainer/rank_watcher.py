@@ -24,7 +24,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -32,7 +32,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ..base.processes import state_of
-from .rank import WRITE_STACK, Ended, Started, ended_ranks, stack_of, started_ranks
+from .rank import WRITE_STACK, Note, read_notes, stack_of
 from .signals import INTERRUPTED, REQUEST_SIGNALS, STOP_SIGNALS, TERMINATED
 
 POLL_S = 0.1
@@ -53,12 +53,22 @@ _RAISED_BY = re.compile(r"rank (\d+): ")
 
 @dataclass(slots=True)
 class WatchedRank:
-    started: Started
+    note: Note
     is_asked: bool = False  # it got a request to stop
     is_killed: bool = False  # by the watcher
     where: str = ""  # its stack when it was killed
     gone_s: float | None = None
     status: int | None = None  # its exit code, negative for a signal; None: it runs, or the agent reaped it first
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it has said that it ends; its process may still be there."""
+        return self.note.ended_s is not None
+
+    @property
+    def has_crashed(self) -> bool:
+        """Return whether it raised an error, or is gone without a word."""
+        return self.note.has_raised or (self.gone_s is not None and not self.has_ended)
 
 
 class RankWatcher:
@@ -73,7 +83,6 @@ class RankWatcher:
         self._turned_s = time.monotonic()
         self._late_s = self._stopped_s = 0.0
         self.ranks: dict[int, WatchedRank] = {}
-        self.endings: dict[int, Ended] = {}
         self._say = say
         self._stop_agent = stop_agent
         self._folder: Path | None = None
@@ -89,7 +98,7 @@ class RankWatcher:
         """Watch the ranks that are being started; they will leave their notes in this folder."""
         with self._lock:
             self._folder = folder
-            self.ranks, self.endings = {}, {}
+            self.ranks = {}
             self._grace_end_s = float("inf")
             self._late_s = self._stopped_s = 0.0
 
@@ -150,13 +159,11 @@ class RankWatcher:
     def _check(self) -> None:
         if self._folder is None:
             return
-        for started in started_ranks(self._folder):
-            self.ranks.setdefault(started.local_rank, WatchedRank(started))
-        for ended in ended_ranks(self._folder):
-            self.endings.setdefault(ended.local_rank, ended)
-        for local_rank, seen in self.ranks.items():
-            if seen.gone_s is None:
-                self._update(seen, has_ended=local_rank in self.endings)
+        for note in read_notes(self._folder):
+            self.ranks.setdefault(note.local_rank, WatchedRank(note)).note = note
+        for rank in self.ranks.values():
+            if rank.gone_s is None:
+                self._update(rank)
         grace_s = self._grace_s()
         if grace_s is not None:
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
@@ -165,82 +172,77 @@ class RankWatcher:
         elif grace_s is None:
             self._watch_late_ranks()
 
-    def _update(self, seen: WatchedRank, has_ended: bool) -> None:
-        pid = seen.started.pid
+    def _update(self, rank: WatchedRank) -> None:
         try:
             # Without reaping it, which the agent does.
-            gone = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            gone = os.waitid(os.P_PID, rank.note.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            seen.gone_s = time.time()
+            rank.gone_s = time.time()
             return
         if gone is not None:
-            seen.gone_s = time.time()
-            seen.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
-        elif self._asked is not None and not seen.is_asked and not has_ended:
-            seen.is_asked = True
-            _send(pid, REQUEST_SIGNALS[self._asked])
+            rank.gone_s = time.time()
+            rank.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
+        elif self._asked is not None and not rank.is_asked and not rank.has_ended:
+            rank.is_asked = True
+            _send(rank, REQUEST_SIGNALS[self._asked])
 
     @property
     def refusal(self) -> int | None:
         """Exit code of a rank that has refused to run, if there is one."""
-        return next((ending.code for ending in self.endings.values() if ending.code in REFUSALS), None)
+        return next((rank.note.code for rank in self.ranks.values() if rank.note.code in REFUSALS), None)
 
     def _grace_s(self) -> float | None:
         """Seconds that the running ranks may still take; None: no limit."""
-        if any(ending.code is None for ending in self.endings.values()):
+        if any(rank.has_crashed for rank in self.ranks.values()):
             return AFTER_A_DEATH_S
-        if any(seen.gone_s is not None and rank not in self.endings for rank, seen in self.ranks.items()):
-            return AFTER_A_DEATH_S
-        if self.refusal is not None:
-            return AFTER_A_REFUSAL_S
-        return None
+        return None if self.refusal is None else AFTER_A_REFUSAL_S
 
     def _watch_late_ranks(self) -> None:
         """End ranks that still run long after another has ended normally."""
         now_s = time.monotonic()
         turn_s, self._turned_s = min(now_s - self._turned_s, LONGEST_TURN_S), now_s
-        late = self._running()
-        is_waiting = bool(late and self.endings)
+        late, ended = self._running(), [rank.note for rank in self.ranks.values() if rank.has_ended]
+        is_waiting = bool(late and ended)
         self._late_s = self._late_s + turn_s if is_waiting else 0.0
-        is_stopped = is_waiting and all(_is_stopped(seen) for seen in late)
+        is_stopped = is_waiting and all(_is_stopped(rank) for rank in late)
         self._stopped_s = self._stopped_s + turn_s if is_stopped else 0.0
         if self._stopped_s > STOPPED_S or self._late_s > self._timeout_s:
-            first = min(self.endings.values(), key=lambda ending: ending.time_s)
-            ended = self.ranks[first.local_rank].started.rank
+            first = min(ended, key=lambda note: note.ended_s or 0.0)
             places = self._stacks(late)
             hint = "" if is_stopped else f"; --timeout gives it more than {self._timeout_s:g} s"
-            self._end(1, f"rank {ended} has ended, but not all others, which are killed{hint}:\n{places}")
+            self._end(1, f"rank {first.rank} has ended, but not all others, which are killed{hint}:\n{places}")
 
     def _running(self) -> list[WatchedRank]:
-        return [seen for rank, seen in self.ranks.items() if seen.gone_s is None and rank not in self.endings]
+        return [rank for rank in self.ranks.values() if rank.gone_s is None and not rank.has_ended]
 
     def _stacks(self, running: list[WatchedRank]) -> str:
         """Ask running ranks for their stacks, before they are killed."""
-        asked = [seen for seen in running if not _is_stopped(seen)]
-        for seen in asked:
-            _send(seen.started.pid, WRITE_STACK)
+        asked = [rank for rank in running if not _is_stopped(rank)]
+        for rank in asked:
+            _send(rank, WRITE_STACK)
         end_s = time.monotonic() + ANSWER_S
         assert self._folder is not None
-        while time.monotonic() < end_s and not all(stack_of(self._folder, seen.started) for seen in asked):
+        while time.monotonic() < end_s and not all(stack_of(self._folder, rank.note.local_rank) for rank in asked):
             time.sleep(0.02)
-        for seen in running:
-            pid = seen.started.pid
-            stopped = f"is stopped (kill -CONT {pid} would let it go on)"
-            where = stack_of(self._folder, seen.started) or "does not answer"
-            seen.where = f"  rank {seen.started.rank}, process {pid}, {where if seen in asked else stopped}"
-        return "\n".join(seen.where for seen in running)
+        for rank in running:
+            note = rank.note
+            where = f"is stopped (kill -CONT {note.pid} would let it go on)"
+            if rank in asked:
+                where = stack_of(self._folder, note.local_rank) or "does not answer"
+            rank.where = f"  rank {note.rank}, process {note.pid}, {where}"
+        return "\n".join(rank.where for rank in running)
 
     def _end_running(self) -> None:
         self._grace_end_s = float("inf")
         running = self._running()
         places = self._stacks(running)
-        if self.refusal is not None and len(self.endings) < len(self.ranks):
+        if self.refusal is not None and not all(rank.has_ended for rank in self.ranks.values()):
             why = "a rank has refused to run; the others did not notice, and are killed"
             self._end(self.refusal, f"{why}:\n{places}" if places else why)
             return
-        for seen in running:
-            seen.is_killed = True
-            _send(seen.started.pid, signal.SIGKILL)
+        for rank in running:
+            rank.is_killed = True
+            _send(rank, signal.SIGKILL)
 
     def _end(self, code: int, why: str) -> None:
         """Make the agent kill its ranks and return; if it does not, kill them and exit."""
@@ -250,9 +252,9 @@ class RankWatcher:
         assert main is not None
         signal.pthread_kill(main, signal.SIGUSR2)
         if not self._closing.wait(MAIN_THREAD_S):
-            for seen in self.ranks.values():
-                if seen.gone_s is None:
-                    _send(seen.started.pid, signal.SIGKILL)
+            for rank in self.ranks.values():
+                if rank.gone_s is None:
+                    _send(rank, signal.SIGKILL)
             shutil.rmtree(self._temporary_folder, ignore_errors=True)
             os._exit(code)
 
@@ -260,63 +262,50 @@ class RankWatcher:
         raise self._stop_agent
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def _send(rank: WatchedRank, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # the agent has just reaped it
-        os.kill(pid, number)
+        os.kill(rank.note.pid, number)
 
 
-def _is_stopped(seen: WatchedRank) -> bool:
+def _is_stopped(rank: WatchedRank) -> bool:
     """Return whether a signal has stopped it; a debugger does not count."""
-    return state_of(seen.started.pid) == "T"
+    return state_of(rank.note.pid) == "T"
 
 
 def _nothing(*_: Any) -> None:
     """Handle a signal, so that its number reaches the pipe."""
 
 
-def first_failure(
-    ranks: Mapping[int, WatchedRank], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
-) -> str:
+def first_failure(ranks: Sequence[WatchedRank], reported: Mapping[int, tuple[int, int]], host: str) -> str:
     """Describe the first failure, and the ranks that had to be killed: the first may have failed waiting for them.
 
-    All arguments are by local rank. `reported`: the agent's report, with rank and exit code of one that failed.
+    `reported`: the agent's report, by local rank, with rank and exit code of those that failed.
     """
-    text = _first_failure(ranks, endings, reported, host)
-    killed = [seen.where for seen in ranks.values() if seen.is_killed and seen.where]
+    raised = sorted((rank.note for rank in ranks if rank.note.has_raised), key=lambda note: note.ended_s or 0.0)
+    died = [rank for rank in ranks if rank.gone_s is not None and not rank.is_killed and not rank.has_ended]
+    silent = sorted((rank for rank in died if rank.status != 0), key=lambda rank: rank.gone_s or 0.0)
+    if silent and not (raised and (raised[0].ended_s or 0.0) < (silent[0].gone_s or 0.0) - NOTICED_S):
+        note, status = silent[0].note, silent[0].status
+        _, code = reported.get(note.local_rank, (note.rank, status))
+        text = _death(note.rank, code if status is None else status, note.log, host)
+    elif raised:
+        text = _failure(raised[0], ranks, host)
+    else:
+        number, code = next(iter(reported.values()), (-1, 1))
+        text = _death(number, code, "", host)
+    killed = [rank.where for rank in ranks if rank.is_killed and rank.where]
     if not killed:
         return text
     more = [f"and {len(killed) - MAX_KILLED_SHOWN} more"] if len(killed) > MAX_KILLED_SHOWN else []
     return "\n".join([text, "did not end by themselves, and were killed:", *killed[:MAX_KILLED_SHOWN], *more])
 
 
-def _first_failure(
-    ranks: Mapping[int, WatchedRank], endings: Mapping[int, Ended], reported: Mapping[int, tuple[int, int]], host: str
-) -> str:
-    raised = sorted((end for end in endings.values() if end.code is None), key=lambda end: end.time_s)
-    silent = sorted(
-        (
-            seen
-            for rank, seen in ranks.items()
-            if seen.gone_s is not None and not seen.is_killed and seen.status != 0 and rank not in endings
-        ),
-        key=lambda seen: seen.gone_s or 0.0,
-    )
-    if silent and not (raised and raised[0].time_s < (silent[0].gone_s or 0.0) - NOTICED_S):
-        first = silent[0]
-        _, code = reported.get(first.started.local_rank, (first.started.rank, first.status))
-        return _death(first.started.rank, code if first.status is None else first.status, first.started.log, host)
-    if raised:
-        return _failure(raised[0], ranks, host)
-    rank_number, code = next(iter(reported.values()), (-1, 1))
-    return _death(rank_number, code, "", host)
-
-
-def _failure(first: Ended, ranks: Mapping[int, WatchedRank], host: str) -> str:
+def _failure(first: Note, ranks: Sequence[WatchedRank], host: str) -> str:
     raised_by = _RAISED_BY.match(first.error)
-    number = int(raised_by[1]) if raised_by else ranks[first.local_rank].started.rank
-    rank = next((seen.started for seen in ranks.values() if seen.started.rank == number), None)
-    where = f"on {host}" if rank else "on another machine"
-    log = f"\nits log: {rank.log}" if rank and rank.log else ""
+    number = int(raised_by[1]) if raised_by else first.rank
+    note = next((rank.note for rank in ranks if rank.note.rank == number), None)
+    where = f"on {host}" if note else "on another machine"
+    log = f"\nits log: {note.log}" if note and note.log else ""
     return f"rank {number} {where} failed:\n\n{first.error[raised_by.end() if raised_by else 0 :]}{log}"
 
 

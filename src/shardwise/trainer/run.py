@@ -7,32 +7,62 @@ report.json        the complaint, the last steps, the samples of the last one, p
 checkpoint/        weights and optimizer as they are now; earlier checkpoints are left alone
 """
 
-import dataclasses
 import json
-import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from ..base.errors import DivergenceError, SaveError, ShardwiseError
+from ..api.full_weights import load_full_state_dict
+from ..api.sharding import free_bytes_here, shard
+from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
+from ..checkpoint.folder import CHECKPOINTS, go_on_from
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
+from ..core.engine.rank_agreement import all_or_none, require_agreement
+from ..core.precision import precision_of
+from ..core.schedule.units import find_blocks
 from ..core.wire.collectives import exchange
-from .checks import completed
-from .job import Job
-from .loop import Ending, StepCallbacks, run_steps
+from ..planner.auto import host_bytes_here, machine_here
+from ..planner.hardware.gpus import peak_flops
+from .checkpointing import checkpoint_blocks
+from .checks import Checked, check_all, completed, require_targets
+from .data.prepare import Prepared, prepare
+from .data.samples import Samples, open_samples
+from .loop import Ending, run_steps
+from .metrics import Metrics, Progress, json_number
+from .models.build import Built, build
+from .offload import is_auto, offload_of, updates_early
+from .optimizers import learning_rate_rise, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, OutOfMemoryHereError, explain, is_out_of_memory
 from .profile import Profile
-from .run_folder import failed_write
-from .run_summary import banner, end_of, start_of, summary
-from .settings import Settings, settings_from_json
-from .setup import set_up
-from .signals import has_launcher
-from .step_callbacks import Run
-from .step_records import StepResult
+from .run_checkpoints import Resumed, require_room, resume, saves_of
+from .run_folder import (
+    DATA,
+    OOM_FILES,
+    choose,
+    claim,
+    failed_write,
+    require_still_there,
+    resume_candidates,
+    run_folder,
+)
+from .run_plan import RunPlan, draft, plan_before, plan_of, write_plan
+from .run_state import Run, data_identity
+from .run_summary import banner, device_name, summary
+from .settings import Settings, settings_from_json, units_asked
+from .signals import Requests, has_launcher
+from .step_records import Divergence, StepRecords
+
+TOKENISING_S = 24 * 3600  # the other ranks wait for the one that tokenises
+Say = Callable[[str], None]
 
 
 def run_rank(text: str) -> int:
@@ -74,15 +104,13 @@ def _run(settings: Settings) -> int:
 def _train(settings: Settings, context: FailureContext) -> int:
     began = time.perf_counter()
     run = context.run = set_up(settings, context)
-    job = run.job
     if run.is_first:
-        run.progress.say(banner(start_of(run)))
-    is_profiled = settings.profile and run.is_first
-    profile = Profile(run.folder, is_profiled, job.device.type, run.finish_collectives, run.finish_host_updates)
-    callbacks = StepCallbacks(run.evaluate, run.save, run.show)
+        run.progress.say(banner(run))
+    engine, is_profiled = engine_of(run.model), settings.profile and run.is_first
+    profile = Profile(run.folder, is_profiled, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
         with run.progress, profile:
-            ending = run_steps(job, run.records, run.exchange, callbacks, job.first_step, profile)
+            ending = run_steps(run, profile)
             run.finish_saving()
             if ending.complaint:
                 place = _write_divergence(run, ending)
@@ -92,39 +120,240 @@ def _train(settings: Settings, context: FailureContext) -> int:
     finally:
         run.finish_removing()
         run.metrics.close()
-    run.progress.say(summary(end_of(run, ending, time.perf_counter() - began)))
+    run.progress.say(summary(run, ending, time.perf_counter() - began))
     return ending.stop or 0
 
 
 def _write_divergence(run: Run, ending: Ending) -> Path:
     """Write the folder of a run that diverged. All ranks call it; the first one writes the report."""
-    names = sorted({name for part in exchange(run.hosts, _params_not_finite(run.job)) for name in part})
+    names = sorted({name for part in exchange(run.hosts, _params_not_finite(run)) for name in part})
     place = run.folder / "diverged"
     if run.is_first:
         place.mkdir(parents=True, exist_ok=True)
         report = {
             "complaint": ending.complaint,
-            "last_steps": [_json_numbers(result) for result in run.records.last],
-            "samples": run.job.samples_of(run.records.last[-1].step - 1),
+            "last_steps": [
+                {name: json_number(value) for name, value in asdict(step).items()} for step in run.records.last
+            ],
+            "samples": run.samples_of(run.records.last[-1].step - 1),
             "parameters_not_finite": names,
         }
         (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    save(place / "checkpoint", run.job.model, run.job.optimizer, extra=run.extra(ending.step))
+    save(place / "checkpoint", run.model, run.optimizer, extra=run.extra(ending.step))
     return place
 
 
-def _json_numbers(result: StepResult) -> dict[str, float | None]:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    values = dataclasses.asdict(result).items()
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in values}
-
-
-def _params_not_finite(job: Job) -> list[str]:
+def _params_not_finite(run: Run) -> list[str]:
     """Return the parameters of which this rank's part holds a NaN or an infinity."""
     return [
         state.flat.params[index].name
-        for unit in engine_of(job.model).units
+        for unit in engine_of(run.model).units
         for state in unit.states
         for index, held in state.held.items()
         if not bool(state.master_part(held).isfinite().all())
     ]
+
+
+# Setting up
+
+
+def set_up(settings: Settings, context: FailureContext) -> Run:
+    """Make the run of this rank; `context` collects facts for the report if memory is not enough.
+
+    1. The ranks choose the run folder, and check the settings against the model, the tokenizer and the data.
+    2. The model is built on the meta device, sharded, and filled: with random weights, saved ones, or a checkpoint.
+    3. The records, the metrics and the requests are opened.
+    """
+    world = mesh.everyone()
+    rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
+    say: Say = partial(print, flush=True) if rank == 0 else _silent
+    # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
+    num_restarts = max(exchange(world, mesh.restarts()))
+    given = settings
+    chosen = all_or_none(world, lambda: _chosen(given, num_restarts) if rank == 0 else given)
+    settings, candidates = exchange(world, (chosen, resume_candidates(given, chosen)))[0]
+    folder = context.folder = run_folder(settings)
+    context.rank = rank
+    checked = all_or_none(world, lambda: check_all(settings, num_ranks))
+    # A launcher has already printed the messages about the data.
+    prepared, samples, eval_samples = _data(settings, checked, _silent if has_launcher() else say)
+
+    free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
+    built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
+    if samples.windows.is_isolated and not built.isolates_documents:
+        raise ConfigurationError(
+            f"isolate_documents: the attention of {built.facts.config.get('model_type')} cannot be stopped at the ends "
+            "of documents; use --packing padded, or --no-isolate-documents"
+        )
+    model, optimizer, planned = _sharded(built, settings, checked, free_bytes, context)
+    resumed = resume(candidates, model, optimizer, say)
+    settings = replace(settings, resume_from_checkpoint=resumed.checkpoint)
+    is_same_data = _is_same_data(resumed, data_identity(settings, prepared, checked), say)
+    first_step, first_sample = resumed.step, resumed.num_samples_seen if is_same_data else 0
+    num_steps = _num_steps(settings, checked, samples, resumed, first_sample)
+    _warn_of_steps(settings, resumed, num_steps, say)
+
+    hosts = mesh.hosts()
+    num_moments = planned.entry.training.num_moments
+    saves = saves_of(engine_of(model), num_moments, settings.async_save, free_host_bytes, hosts)
+    if num_steps > first_step:
+        steps = range(first_step, num_steps)
+        all_or_none(world, lambda: require_room(folder, saves, steps, settings, say) if rank == 0 else None)
+    metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0))
+    all_or_none(world, lambda: _take_folder(settings, resumed, planned) if rank == 0 else None)
+    metrics.truncate_after(first_step)
+    run = Run(
+        settings, folder, checked, prepared, built, model, optimizer, samples, eval_samples, rank, device, hosts,
+        num_steps, updates_early(settings), first_step, first_sample, planned, saves, free_bytes, free_host_bytes,
+        metrics, Progress(num_steps, first_step, is_shown=rank == 0), Requests(folder if rank == 0 else None),
+    )  # fmt: skip
+    place = resumed.checkpoint
+    if place is not None and Path(place).resolve().parent == (folder / CHECKPOINTS).resolve():
+        run.saved_step = first_step
+    run.step = first_step
+    run.records = _records(run)
+    if resumed.book:
+        run.records.from_extra(resumed.book, is_same_data)
+    return run
+
+
+def _chosen(given: Settings, num_restarts: int) -> Settings:
+    if num_restarts and has_launcher():
+        require_still_there(run_folder(given))
+    chosen = choose(given, num_restarts)
+    for file in run_folder(chosen).glob(OOM_FILES):  # of an earlier start
+        file.unlink(missing_ok=True)
+    return chosen
+
+
+def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Samples, Samples | None]:
+    """Prepare and open the data: one rank per machine writes the token stores, unless the launcher has done so."""
+    where, tokenizer, patient = run_folder(settings) / DATA, checked.tokenizer, mesh.hosts(TOKENISING_S)
+
+    def make(speaks: Say) -> Prepared:
+        return prepare(settings, tokenizer, where, speaks, checked.facts.vocab_size)
+
+    all_or_none(patient, lambda: make(say) if mesh.is_first_here() else None)
+    prepared = all_or_none(patient, lambda: make(_silent))
+    require_agreement(patient, [("the training data", prepared.digest), ("eval_file", str(prepared.eval_digest))])
+    samples, eval_samples = all_or_none(
+        patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
+    )
+    if not has_launcher():  # it has checked this
+        all_or_none(patient, lambda: require_targets(samples, say))
+    return prepared, samples, eval_samples
+
+
+def _sharded(
+    built: Built, settings: Settings, checked: Checked, free_bytes: int, context: FailureContext
+) -> tuple[nn.Module, Any, RunPlan]:
+    model, batching, seq_length, world = built.model, checked.batching, checked.seq_length, mesh.everyone()
+    offload = offload_of(settings.offload, settings.wire)
+    strategy = offload.applied_to(settings.strategy)
+    is_automatic = is_auto(strategy)
+    optimizer = optimizer_for(model, settings)
+    machine = None
+    if not is_automatic:
+        least_free = min(exchange(world, free_bytes))
+        machine = machine_here(world, mesh.make_axes(settings.node_size), least_free, offload.folder)
+    drafted = draft(built, settings, batching, seq_length, optimizer, machine)
+    context.planned = plan_before(drafted, settings)
+    checkpoint_blocks(model, settings.gradient_checkpointing)
+    if settings.compile:
+        blocks = find_blocks(model)
+        if not blocks:
+            raise ConfigurationError(f"compile: model {settings.model} has no repeated blocks; leave it out")
+        for path in blocks:
+            model.get_submodule(path).compile()
+    model, optimizer = shard(
+        model,
+        optimizer,
+        strategy,
+        precision=precision_of(settings.precision or "bf16", None),
+        reduce_dtype=settings.reduce_dtype,
+        node_size=settings.node_size,
+        units=units_asked(settings.units),
+        seed=settings.seed,
+        early_update=updates_early(settings),
+        skip_nonfinite=settings.skip_nonfinite,
+        batch=(batching.micro_size, seq_length, batching.num_micro) if is_automatic else None,
+        disk_path=offload.folder,
+    )
+    context.model, context.optimizer = model, optimizer
+    context.planned = planned = plan_of(drafted, model, settings)
+    if built.weights is not None and settings.resume_from_checkpoint is None:
+        load_full_state_dict(model, built.weights)
+    return model, optimizer, planned
+
+
+def _is_same_data(resumed: Resumed, identity: dict[str, Any], say: Say) -> bool:
+    before = identity if resumed.data is None else resumed.data
+    changed = [f"{name} {before.get(name)}, now {now}" for name, now in identity.items() if before.get(name) != now]
+    if before != identity:
+        say(f"the data is not what the checkpoint was trained on ({'; '.join(changed)}): it is read from its beginning")
+    return bool(before == identity)
+
+
+def _num_steps(settings: Settings, checked: Checked, samples: Samples, resumed: Resumed, first_sample: int) -> int:
+    batching, first_step, num_steps = checked.batching, resumed.step, settings.max_steps
+    before = resumed.global_batch_size or batching.global_size
+    if settings.global_batch_size is None and before != batching.global_size:
+        raise ConfigurationError(
+            f"the checkpoint was trained with a global batch of {before} samples, now it would be {batching}: say "
+            "which with --global-batch-size"
+        )
+    if num_steps is None:
+        epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
+        left = epochs * samples.num_samples - first_sample
+        num_steps = first_step + max(-int(-left // batching.global_size), 0)
+    if num_steps < first_step:
+        raise ConfigurationError(
+            f"max_steps {num_steps}, but the checkpoint {settings.resume_from_checkpoint} has {first_step} steps "
+            "already: ask for more"
+        )
+    return num_steps
+
+
+def _warn_of_steps(settings: Settings, resumed: Resumed, num_steps: int, say: Say) -> None:
+    if num_steps == resumed.step:
+        say(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
+    elif num_warmup_steps(settings, num_steps) >= num_steps:
+        say(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
+    elif warning := learning_rate_rise(settings, resumed.learning_rate, resumed.step, num_steps):
+        say(warning)
+
+
+def _take_folder(settings: Settings, resumed: Resumed, planned: RunPlan) -> None:
+    folder = claim(settings)
+    try:
+        write_plan(folder, planned, resumed.step)
+        left = go_on_from(folder / CHECKPOINTS, resumed.step)
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    if left is not None:
+        print(f"later checkpoints of this run are moved to {left}", flush=True)
+
+
+def _records(run: Run) -> StepRecords:
+    settings, precision, batching = run.settings, engine_of(run.model).precision, run.batching
+    peak = peak_flops(device_name(run.device), precision.products)
+    # Padding is not counted.
+    has_padding = run.samples.windows.has_padding
+    tokens_per_sample = run.samples.tokens_per_sample if has_padding else run.checked.seq_length
+    return StepRecords(
+        tokens_per_step=round(batching.global_size * tokens_per_sample),
+        first_step=run.first_step,
+        first_tokens=round(run.first_sample * tokens_per_sample),
+        num_steps=run.num_steps,
+        logging_steps=settings.logging_steps,
+        flops_per_token=run.built.flops_per_token(run.checked.seq_length),
+        peak_flops=None if peak is None else peak * batching.num_ranks,
+        divergence=Divergence(settings.divergence_ratio),
+        may_overflow=precision.loss_scaling or settings.skip_nonfinite,
+        memory_row=run.memory_row,
+        write=run.write,
+    )
+
+
+def _silent(_: str) -> None:
+    pass

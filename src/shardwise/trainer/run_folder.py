@@ -32,39 +32,67 @@ LATEST, AUTO = "latest", "auto"
 
 def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     """Return the settings with the run folder and the checkpoint to resume from. Nothing is written."""
+    folder, checkpoint = _choice(settings, num_restarts)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
+    needed = dict.fromkeys((CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
+    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
+    for name, kind in needed.items():
+        place = folder / name
+        if place.exists() and place.is_dir() != (kind == "folder"):
+            raise ConfigurationError(
+                f"output_dir {folder}: its {name} is a {'file' if kind == 'folder' else 'folder'}, where the run needs "
+                f"a {kind}; move it away, or name another output_dir"
+            )
+    checkpoint = None if checkpoint is None else str(checkpoint)
+    return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
+
+
+def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | None]:
     folder = Path(settings.output_dir).expanduser() if settings.output_dir is not None else None
     resume = settings.resume_from_checkpoint
     if num_restarts and folder is not None:
         # Restarted ranks resume their own run, whatever it was resumed from.
-        own = _own(folder)
-        return _with(settings, folder, own if own is not None or resume in (None, LATEST, AUTO) else resume)
+        return folder, _own(folder) or (None if resume in (LATEST, AUTO) else resume)
     if resume == AUTO:
         # A job that is started again and again by the same command: its first start has nothing to resume from.
         if folder is None:
             raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
-        return _with(settings, folder, _own(folder))
+        return folder, _own(folder)
     if resume == LATEST:
-        folder = folder or _newest_run()
-        checkpoint = latest(folder / CHECKPOINTS)
+        runs = _runs() if folder is None else [folder]
+        if not runs:
+            raise CheckpointError(
+                f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
+                "--output-dir"
+            )
+        checkpoint = latest(runs[-1] / CHECKPOINTS)
         if checkpoint is None:
             raise CheckpointError(
-                f"resume_from_checkpoint latest: {folder / CHECKPOINTS} holds no complete checkpoint; name a "
+                f"resume_from_checkpoint latest: {runs[-1] / CHECKPOINTS} holds no complete checkpoint; name a "
                 "checkpoint's folder, or use auto, which begins where there is none"
             )
-        return _with(settings, folder, str(checkpoint))
-    if resume is not None:
-        checkpoint = _checkpoint_in(Path(resume).expanduser())
+        return runs[-1], checkpoint
+    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
+    new_folder = RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if resume is None:
+        folder = folder or new_folder
+        is_taken = (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir()
+        checkpoint = None
+    else:
+        checkpoint = _checkpoint_in(resume)
         belongs_to = _run_of(checkpoint)
         if belongs_to is None:
             _require_readable(resume, checkpoint)
-        folder = folder or belongs_to or new_folder(settings)
-        if (folder / CONFIG).is_file() and (belongs_to is None or folder.resolve() != belongs_to.resolve()):
-            raise _taken(folder)
-        return _with(settings, folder, str(checkpoint))
-    folder = folder or new_folder(settings)
-    if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
-        raise _taken(folder)
-    return _with(settings, folder, None)
+        folder = folder or belongs_to or new_folder
+        is_other = belongs_to is None or folder.resolve() != belongs_to.resolve()
+        is_taken = (folder / CONFIG).is_file() and is_other
+    if is_taken:
+        raise ConfigurationError(
+            f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest, or auto if it has "
+            "no checkpoint yet), or name another folder"
+        )
+    return folder, checkpoint
 
 
 def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
@@ -90,7 +118,7 @@ def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
     if resume in (LATEST, AUTO):
         runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
     else:
-        checkpoint = _checkpoint_in(Path(resume).expanduser())
+        checkpoint = _checkpoint_in(resume)
         named = _run_of(checkpoint)
         if named is None:
             return _config_in(checkpoint)
@@ -112,6 +140,13 @@ def _config_in(checkpoint: Path) -> tuple[str, str] | None:
     return str(place / INDEX), json.dumps(kept)
 
 
+def replace_file(file: Path, text: str) -> None:
+    """Write a file at once: a reader finds the old text or the new one."""
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_text(text)
+    draft.replace(file)
+
+
 def claim(settings: Settings) -> Path:
     """Take the chosen folder for this run and write config.json. One rank calls it, after all checks.
 
@@ -120,22 +155,11 @@ def claim(settings: Settings) -> Path:
     folder = run_folder(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f"{CONFIG}.draft"
-        draft.write_text(dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None).to_json() + "\n")
-        draft.replace(folder / CONFIG)
+        again = dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None)
+        replace_file(folder / CONFIG, again.to_json() + "\n")
     except OSError as error:
         raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
     return folder
-
-
-def oom_file(folder: Path, rank: int) -> Path:
-    return folder / f"oom-rank{rank}.json"
-
-
-def remove_oom_reports(folder: Path) -> None:
-    """Remove the reports of an earlier start of this run."""
-    for file in folder.glob(OOM_FILES):
-        file.unlink(missing_ok=True)
 
 
 def oom_reports(folder: Path) -> list[dict[str, Any]]:
@@ -145,21 +169,15 @@ def oom_reports(folder: Path) -> list[dict[str, Any]]:
         try:
             report = read_object(file, "it")
             found.append((float(report["time"]), int(report["rank"]), str(report["text"]), report))
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{file} is no report of a rank: {error}") from None
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ConfigurationError(f"{file} is no report of a rank: {error!r}") from None
+        except (ConfigurationError, ValueError, KeyError, TypeError, OverflowError) as error:
+            why = error if isinstance(error, ConfigurationError) else repr(error)
+            raise ConfigurationError(f"{file} is no report of a rank: {why}") from None
     return [report for *_, report in sorted(found, key=lambda entry: entry[:3])]
 
 
 def run_folder(settings: Settings) -> Path:
     assert settings.output_dir is not None, "choose() comes first"
     return Path(settings.output_dir)
-
-
-def new_folder(settings: Settings) -> Path:
-    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
-    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
@@ -187,28 +205,7 @@ def require_still_there(folder: Path) -> None:
         )
 
 
-def _require_kinds(folder: Path) -> None:
-    """Refuse a folder with a file where the run needs a folder, or the other way round."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
-    needed = dict.fromkeys((CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
-    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
-    for name, kind in needed.items():
-        place = folder / name
-        if place.exists() and place.is_dir() != (kind == "folder"):
-            other = "file" if kind == "folder" else "folder"
-            raise ConfigurationError(
-                f"output_dir {folder}: its {name} is a {other}, where the run needs a {kind}; move it away, or name "
-                "another output_dir"
-            )
-
-
-def _with(settings: Settings, folder: Path, checkpoint: str | None) -> Settings:
-    _require_kinds(folder)
-    return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
-
-
-def _own(folder: Path) -> str | None:
+def _own(folder: Path) -> Path | None:
     """Return the newest complete checkpoint of this run; None if no save has ever finished."""
     root = folder / CHECKPOINTS
     own = latest(root)
@@ -218,7 +215,7 @@ def _own(folder: Path) -> str | None:
             f"{root} holds no complete checkpoint, but what is left of {', '.join(broken)}: name a checkpoint to go on "
             "from, or move that folder away to begin anew"
         )
-    return None if own is None else str(own)
+    return own
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -240,8 +237,9 @@ def _require_readable(resume: str, checkpoint: Path) -> None:
         ) from error
 
 
-def _checkpoint_in(path: Path) -> Path:
-    """Return the newest checkpoint if the path is a run's folder."""
+def _checkpoint_in(resume: str) -> Path:
+    """Return the newest checkpoint if a run's folder was named."""
+    path = Path(resume).expanduser()
     return latest(path / CHECKPOINTS) or path
 
 
@@ -249,20 +247,3 @@ def _runs() -> list[Path]:
     """Return the runs that have a complete checkpoint, the newest last."""
     runs = [path.parent for path in RUNS.glob(f"*/{CHECKPOINTS}") if latest(path) is not None]
     return sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime if (run / CONFIG).is_file() else 0.0)
-
-
-def _newest_run() -> Path:
-    runs = _runs()
-    if not runs:
-        raise CheckpointError(
-            f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
-            "--output-dir"
-        )
-    return runs[-1]
-
-
-def _taken(folder: Path) -> ConfigurationError:
-    return ConfigurationError(
-        f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest, or auto if it has no "
-        "checkpoint yet), or name another folder"
-    )

@@ -36,13 +36,12 @@ from ..planner.work.activations import works_of
 from ..planner.work.probe import on_meta, probe_works
 from ..planner.work.work import Work
 from .checkpointing import checkpoint_blocks
-from .job import Batching
 from .model import Transformer
 from .models.build import Built
 from .models.headloss import path_of
 from .offload import offload_of, updates_early
-from .run_folder import PLAN, TRAFFIC
-from .settings import Settings, units_asked
+from .run_folder import PLAN, TRAFFIC, replace_file
+from .settings import Batching, Settings, units_asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,15 @@ class RunPlan:
         """Return bytes by class at the instant of the peak."""
         return self.by_class(self.entry.memory.peak.name)
 
-    def left_at_peak(self) -> int:
-        """Return the bytes at the peak without those in `rests`: activations and temporary tensors."""
-        return max(self.entry.memory.peak.total - sum(self.rests.values()), 0)
+    @property
+    def peak_bytes(self) -> int | None:
+        """Planned peak of allocated memory; None if activations are unknown."""
+        return None if self.note else self.entry.memory.peak.total
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """The part of the peak that is not in `rests`: activations and temporary tensors."""
+        return None if self.peak_bytes is None else max(self.peak_bytes - sum(self.rests.values()), 0)
 
     def by_class(self, name: str) -> dict[str, int]:
         """Return bytes at the instant of this name, in the classes of `sw.memory`; of several, the largest."""
@@ -238,7 +243,7 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
     starts = [start for start in _starts(folder / PLAN) if start["first_step"] < first_step]
     if not starts or {**starts[-1], "first_step": first_step} != now:
         starts.append(now)
-    _write(folder / PLAN, {**text, "starts": starts})
+    replace_file(folder / PLAN, json.dumps({**text, "starts": starts}, indent=1) + "\n")
     (folder / TRAFFIC).unlink(missing_ok=True)  # it belongs to the earlier start
 
 
@@ -265,14 +270,8 @@ def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
             "seen": dict(seen.moves),
             "planned": {way: num_bytes for way, num_bytes in ways.items() if num_bytes},
         }
-    _write(folder / TRAFFIC, text)
+    replace_file(folder / TRAFFIC, json.dumps(text, indent=1) + "\n")
 
 
 def _rows(moved: Traffic) -> list[dict[str, Any]]:
     return [asdict(row) for row in moved.rows]
-
-
-def _write(file: Path, value: Any) -> None:
-    draft = file.with_name(f"{file.name}.draft")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(file)

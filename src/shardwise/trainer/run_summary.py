@@ -1,11 +1,7 @@
-"""The first and the last thing that a user sees of a run: what is about to happen, and what came of it.
-
-`start_of` and `end_of` collect the facts of a run; `banner` and `summary` turn them into text.
-"""
+"""The first and the last thing that a user sees of a run: what is about to happen, and what came of it."""
 
 import math
 import textwrap
-from dataclasses import dataclass
 
 import torch
 
@@ -14,227 +10,110 @@ from ..api.sharded_model import num_cores
 from ..base.text import column_table, count, duration, labelled_lines, plural, size, terminal_width, unbroken
 from ..checkpoint.folder import CHECKPOINTS, step_folder
 from ..core.engine.guards import engine_of
+from ..core.engine.runtime import Engine
 from ..core.wire.collectives import exchange
 from ..planner.plan_json import at
 from ..version import VERSION
 from .data.samples import unigram_entropy
-from .job import Batching
 from .loop import Ending
 from .optimizers import num_warmup_steps
-from .run_checkpoints import Saves, expected_save_s
-from .settings import Settings, interval_of
+from .run_checkpoints import expected_save_s
+from .run_state import Run
+from .settings import interval_of
 from .signals import INTERRUPTED, TERMINATED
-from .step_callbacks import Run
 
 MAX_SAMPLE_LINES = 6  # the rest of the summary should stay on the screen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Facts about a run that is about to begin. Memory is that of one rank."""
-
-    folder: str
-    settings: Settings
-    batching: Batching
-    memory: Memory
-    saves: Saves
-    num_params: int
-    num_trainable: int
-    strategy: str  # the layouts that run
-    node_size: int
-    device: str  # "cpu", or the GPU's name
-    seq_length: int
-    num_tokens: int  # of the training data
-    num_samples: int
-    num_eval_samples: int
-    num_steps: int
-    num_epochs: float
-    first_step: int = 0
-    tokenizer: str = ""
-    why: str = ""  # why the planner chose this strategy
-    planned_activations: int | None = None  # at the peak; None: unknown
-    peak_is: str = ""  # the instant of the peak, in words
-    plan_note: str = ""  # why activations are unknown
-    free_bytes: int | None = None
-    free_host_bytes: int = 0
-    is_pinned: bool | None = None  # None: the device is the host
-    num_cores: int = 0  # cores that update for this rank; 0: the device updates
-    updates_early: bool = False
-    disk_folder: str = ""
-    save_s: float | None = None  # expected time of one save
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """Facts about a run that has ended. Unknown ones are None or empty, and have no line in the summary."""
-
-    why: str = ""  # why it ended early: "interrupted", "terminated"; empty: it is complete
-    step: int
-    num_steps: int
-    seconds: float
-    num_tokens: int  # trained on in this start
-    first_loss: float | None
-    last_loss: float | None
-    eval_loss: float | None = None
-    unigram_entropy: float | None = None  # nats per token
-    tokens_per_s: float | None = None  # of all ranks
-    mfu: float | None = None
-    memory: Memory  # the largest of all ranks
-    planned_activations: int | None = None
-    planned_peak: int | None = None
-    checkpoint: str = ""
-    export: str = ""
-    prompt: str = ""
-    sample: str = ""  # text that was generated after the prompt
-
-
-def start_of(run: Run) -> Start:
-    job, engine, plan = run.job, engine_of(run.job.model), run.planned
-    units, host = engine.schedule.units, engine.host
-    layouts = list(dict.fromkeys(unit.layout.name for unit in units))
-    return Start(
-        folder=str(run.folder),
-        settings=run.settings,
-        batching=job.batching,
-        memory=memory(job.model, job.optimizer),
-        saves=run.saves,
-        num_params=run.built.num_params,
-        num_trainable=run.built.num_trainable,
-        strategy=plan.entry.name if plan.why else ", ".join(layouts),
-        node_size=engine.mesh.node_size,
-        device=device_name(job.device),
-        seq_length=run.checked.seq_length,
-        num_tokens=job.samples.num_tokens,
-        num_samples=job.samples.num_samples,
-        num_eval_samples=0 if run.eval_samples is None else run.eval_samples.num_samples,
-        num_steps=job.num_steps,
-        num_epochs=job.num_samples_before(job.num_steps) / job.samples.num_samples,
-        first_step=job.first_step,
-        tokenizer=run.checked.tokenizer.name,
-        why=plan.why,
-        planned_activations=None if plan.note else plan.left_at_peak(),
-        peak_is="" if plan.note else at(plan.entry.memory.peak.name),
-        plan_note=plan.note,
-        free_bytes=run.free_bytes,
-        free_host_bytes=run.free_host_bytes,
-        is_pinned=host.arena.is_pinned if job.device.type == "cuda" else None,
-        num_cores=num_cores() if any(unit.layout.optimizer_on != "device" for unit in units) else 0,
-        updates_early=job.updates_early,
-        disk_folder="" if host.disk is None else str(host.disk.folder),
-        save_s=expected_save_s(run.folder, run.saves, engine),
-    )
-
-
-def end_of(run: Run, ending: Ending, seconds: float) -> End:
-    """Collect the facts of a run that has ended. Every rank calls it."""
-    records, job = run.records, run.job
-    run.memory_row()
-    assert run.peak_memory is not None
-    largest = run.peak_memory
-    for other in exchange(run.hosts, run.peak_memory):
-        largest = largest.highest(other)
-    return End(
-        why={None: "", INTERRUPTED: "interrupted", TERMINATED: "terminated"}[ending.stop],
-        step=ending.step,
-        num_steps=job.num_steps,
-        seconds=seconds,
-        num_tokens=(ending.step - job.first_step) * records.tokens_per_step,
-        first_loss=None if math.isnan(records.first_loss) else records.first_loss,
-        last_loss=None if math.isnan(records.last_loss) else records.last_loss,
-        eval_loss=run.eval_loss,
-        unigram_entropy=unigram_entropy(job.samples) if run.is_first else None,
-        tokens_per_s=records.tokens_per_s,
-        mfu=records.mfu,
-        memory=largest,
-        planned_activations=None if run.planned.note else run.planned.left_at_peak(),
-        planned_peak=run.planned_peak,
-        checkpoint="" if run.saved_step is None else str(step_folder(run.folder / CHECKPOINTS, run.saved_step)),
-        export=run.exported,
-        prompt=run.prompt,
-        sample=run.generated,
-    )
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def banner(facts: Start) -> str:
-    settings, batching = facts.settings, facts.batching
+def banner(run: Run) -> str:
+    """Describe a run that is about to begin. Memory is that of one rank."""
+    settings, batching, samples, built = run.settings, run.batching, run.samples, run.built
+    engine, seq_length, num_steps = engine_of(run.model), run.checked.seq_length, run.num_steps
+    held = memory(run.model, run.optimizer)
     trained = "all trained"
-    if facts.num_trainable != facts.num_params:
-        share = facts.num_trainable / max(facts.num_params, 1)
-        trained = f"{count(facts.num_trainable)} trained ({share:.2%})"
+    if built.num_trainable != built.num_params:
+        share = built.num_trainable / max(built.num_params, 1)
+        trained = f"{count(built.num_trainable)} trained ({share:.2%})"
     ranks = world = plural(batching.num_ranks, "rank")
-    if facts.node_size != batching.num_ranks:
-        world += f" = {plural(batching.num_ranks // facts.node_size, 'node')} x {facts.node_size}"
+    if engine.mesh.node_size != batching.num_ranks:
+        world += f" = {plural(batching.num_ranks // engine.mesh.node_size, 'node')} x {engine.mesh.node_size}"
     data = settings.dataset or ", ".join(settings.train_file) or "Python's manual"
-    evaluation = f", {facts.num_eval_samples:,} more for evaluation" if facts.num_eval_samples else ""
-    tokenizer = ", " + unbroken(f"tokenizer {facts.tokenizer}") if facts.tokenizer else ""
-    steps = f"{plural(facts.num_steps, 'step')} = {facts.num_epochs:.3g} epochs"
-    steps += f", from step {facts.first_step:,} on" if facts.first_step else ""
-    num_warmup = num_warmup_steps(settings, facts.num_steps)
+    evaluation = "" if run.eval_samples is None else f", {run.eval_samples.num_samples:,} more for evaluation"
+    tokenizer = ", " + unbroken(f"tokenizer {run.checked.tokenizer.name}") if run.checked.tokenizer.name else ""
+    num_epochs = run.num_samples_before(num_steps) / samples.num_samples
+    steps = f"{plural(num_steps, 'step')} = {num_epochs:.3g} epochs"
+    steps += f", from step {run.first_step:,} on" if run.first_step else ""
+    num_warmup = num_warmup_steps(settings, num_steps)
     warmup = f", {num_warmup} warm-up steps" if num_warmup else ""
-    disk = f"{size(facts.memory.planned_disk)} a rank in {unbroken(facts.disk_folder)}, gone when the run ends"
+    disk = "" if engine.host.disk is None else unbroken(str(engine.host.disk.folder))
     lines = {
-        "model": f"{settings.model}, {count(facts.num_params)} parameters, {trained}",
-        "strategy": f"{_strategy(facts)} on {world}, {facts.device}, {settings.precision}"
-        + (f": {facts.why}" if facts.why else ""),
+        "model": f"{settings.model}, {count(built.num_params)} parameters, {trained}",
+        "strategy": f"{_strategy(run, engine)} on {world}, {device_name(run.device)}, {settings.precision}"
+        + (f": {run.planned.why}" if run.planned.why else ""),
         "batch": f"{plural(batching.global_size, 'sample')} = {ranks} x {plural(batching.num_micro, 'micro-batch')} x "
-        f"{batching.micro_size}, {batching.global_size * facts.seq_length:,} tokens a step",
-        "data": f"{data}, {count(facts.num_tokens)} tokens, "
-        f"{plural(facts.num_samples, 'sample')} of {facts.seq_length:,}{evaluation}{tokenizer}",
+        f"{batching.micro_size}, {batching.global_size * seq_length:,} tokens a step",
+        "data": f"{data}, {count(samples.num_tokens)} tokens, "
+        f"{plural(samples.num_samples, 'sample')} of {seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {settings.optimizer}, lr {settings.learning_rate:g} "
         f"({settings.lr_scheduler_type}{warmup})",
-        "memory": _device_memory(facts),
-        "host": _host_memory(facts),
-        "disk": disk if facts.memory.planned_disk else "",
-        "checkpoint": _saving(facts),
+        "memory": _device_memory(run, held),
+        "host": _host_memory(run, engine, held),
+        "disk": f"{size(held.planned_disk)} a rank in {disk}, gone when the run ends" if held.planned_disk else "",
+        "checkpoint": _saving(run, engine),
         "resumes": unbroken(settings.resume_from_checkpoint or ""),
     }
-    return "\n".join([f"shardwise {VERSION}  {facts.folder}", "", *labelled_lines(lines)])
+    return "\n".join([f"shardwise {VERSION}  {run.folder}", "", *labelled_lines(lines)])
 
 
-def _strategy(facts: Start) -> str:
-    settings = facts.settings
+def _strategy(run: Run, engine: Engine) -> str:
+    settings, units = run.settings, engine.schedule.units
+    layouts = (
+        run.planned.entry.name if run.planned.why else ", ".join(dict.fromkeys(unit.layout.name for unit in units))
+    )
     requested = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
     requested += f" with {','.join(settings.offload)}" if settings.offload else ""
     requested += f", on the wire {','.join(settings.wire)}" if settings.wire else ""
-    return requested if requested == facts.strategy else f"{requested} -> {facts.strategy}"
+    return requested if requested == layouts else f"{requested} -> {layouts}"
 
 
-def _device_memory(facts: Start) -> str:
-    planned = facts.memory.planned
+def _device_memory(run: Run, held: Memory) -> str:
+    planned, activation_bytes = held.planned, run.planned.activation_bytes
     state = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer}
-    state["buffers"] = facts.memory.planned_buffers
+    state["buffers"] = held.planned_buffers
     shown = ", ".join(unbroken(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
-    free = "" if facts.free_bytes is None else f", of {size(facts.free_bytes)} free"
-    note = f"; {facts.plan_note}" if facts.plan_note else ""
-    if facts.planned_activations is None:
-        return f"{size(sum(state.values()))} + activations a rank{free}: {shown}{note}"
-    peak = sum(state.values()) + facts.planned_activations
-    activations = unbroken(f"activations {size(facts.planned_activations)}")
-    return f"planned peak {size(peak)} a rank{free}: {shown}, {activations} at {facts.peak_is}{note}"
+    free = f", of {size(run.free_bytes)} free"
+    if activation_bytes is None:
+        return f"{size(sum(state.values()))} + activations a rank{free}: {shown}; {run.planned.note}"
+    peak = size(sum(state.values()) + activation_bytes)
+    activations = unbroken(f"activations {size(activation_bytes)}")
+    return f"planned peak {peak} a rank{free}: {shown}, {activations} at {at(run.planned.entry.memory.peak.name)}"
 
 
-def _host_memory(facts: Start) -> str:
+def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
     words = []
-    if facts.memory.planned_host:
-        pinned = {True: ", pinned", False: ", not pinned", None: ""}[facts.is_pinned]
-        words.append(f"{size(facts.memory.planned_host)} a rank{pinned}, of {size(facts.free_host_bytes)} free")
-    if facts.num_cores:
-        when = " inside the backward, so that no norm of gradients is known" if facts.updates_early else ""
-        words.append(f"updates by {plural(facts.num_cores, 'core')} a rank{when}")
+    if held.planned_host:
+        # On a CPU, the device is the host.
+        pinned = ", pinned" if engine.host.arena.is_pinned else ", not pinned"
+        pinned = pinned if run.device.type == "cuda" else ""
+        words.append(f"{size(held.planned_host)} a rank{pinned}, of {size(run.free_host_bytes)} free")
+    if any(unit.layout.optimizer_on != "device" for unit in engine.schedule.units):
+        when = " inside the backward, so that no norm of gradients is known" if run.updates_early else ""
+        words.append(f"updates by {plural(num_cores(), 'core')} a rank{when}")
     return "; ".join(words)
 
 
-def _saving(facts: Start) -> str:
-    saves, every = facts.saves, interval_of(facts.settings.save_steps, facts.num_steps)
+def _saving(run: Run, engine: Engine) -> str:
+    saves, every = run.saves, interval_of(run.settings.save_steps, run.num_steps)
     words = [f"every {plural(every, 'step')}" if every else "at the end", size(saves.num_bytes)]
-    if facts.save_s is not None:
-        words.append(f"{_about(facts.save_s)} each")
+    seconds = expected_save_s(run.folder, saves, engine)
+    if seconds is not None:
+        words.append(f"{_about(seconds)} each")
     if saves.in_background:
-        copy = size(saves.num_bytes / facts.batching.num_ranks)
+        copy = size(saves.num_bytes / run.batching.num_ranks)
         words.append(f"in the background from a copy of {copy} a rank on the host")
     if saves.why_not:
         words.append(f"not in the background: {saves.why_not}")
@@ -248,38 +127,47 @@ def _about(seconds: float) -> str:
     return f"about {shown}"
 
 
-def summary(facts: End) -> str:
-    done = f"done: {plural(facts.step, 'step')}" if not facts.why else f"stopped ({facts.why}): step {facts.step:,}"
-    head = f"{done} of {facts.num_steps:,}, {count(facts.num_tokens)} tokens in {duration(facts.seconds)}"
-    speed = [] if facts.tokens_per_s is None else [f"{facts.tokens_per_s:,.0f} tokens/s"]
-    speed += [] if facts.mfu is None else [f"MFU {facts.mfu:.1%}"]
+def summary(run: Run, ending: Ending, seconds: float) -> str:
+    """Describe a run that has ended. Every rank calls it; memory is the largest of all ranks."""
+    records = run.records
+    run.memory_row()
+    assert run.peak_memory is not None
+    largest = run.peak_memory
+    for other in exchange(run.hosts, run.peak_memory):
+        largest = largest.highest(other)
+    why = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(ending.stop or 0)
+    done = f"stopped ({why}): step {ending.step:,}" if why else f"done: {plural(ending.step, 'step')}"
+    num_tokens = (ending.step - run.first_step) * records.tokens_per_step
+    speed = [] if records.tokens_per_s is None else [f"{records.tokens_per_s:,.0f} tokens/s"]
+    speed += [] if records.mfu is None else [f"MFU {records.mfu:.1%}"]
+    saved = "" if run.saved_step is None else str(step_folder(run.folder / CHECKPOINTS, run.saved_step))
     lines = {
-        "loss": _losses(facts),
+        "loss": _losses(run),
         "speed": ", ".join(speed),
-        "checkpoint": unbroken(facts.checkpoint),
-        "export": unbroken(facts.export),
+        "checkpoint": unbroken(saved),
+        "export": unbroken(run.exported),
     }
-    text = [head, "", *labelled_lines(lines), *_memory_table(facts)]
-    if facts.sample:
-        text += ["", *_sample(facts.prompt, facts.sample)]
+    head = f"{done} of {run.num_steps:,}, {count(num_tokens)} tokens in {duration(seconds)}"
+    text = [head, "", *labelled_lines(lines), *_memory_table(run, largest)]
+    if run.generated:
+        text += ["", *_sample(f"{run.prompt}{run.generated}")]
     return "\n".join(text)
 
 
-def _losses(facts: End) -> str:
-    words = []
-    if facts.first_loss is not None and facts.last_loss is not None:
-        words.append(f"{facts.first_loss:.4f} -> {facts.last_loss:.4f}")
-    if facts.eval_loss is not None:
+def _losses(run: Run) -> str:
+    words, first, last = [], run.records.first_loss, run.records.last_loss
+    if not math.isnan(first) and not math.isnan(last):
+        words.append(f"{first:.4f} -> {last:.4f}")
+    if run.eval_loss is not None:
         # The perplexity of a larger loss means nothing, and may not fit into a float.
-        perplexity = f" (perplexity {math.exp(facts.eval_loss):.2f})" if facts.eval_loss < 50 else ""
-        words.append(f"evaluation {facts.eval_loss:.4f}{perplexity}")
-    if words and facts.unigram_entropy is not None:
-        words.append(f"unigram entropy {facts.unigram_entropy:.4f}")
+        perplexity = f" (perplexity {math.exp(run.eval_loss):.2f})" if run.eval_loss < 50 else ""
+        words.append(f"evaluation {run.eval_loss:.4f}{perplexity}")
+    if words and run.is_first:
+        words.append(f"unigram entropy {unigram_entropy(run.samples):.4f}")
     return ", ".join(words)
 
 
-def _memory_table(facts: End) -> list[str]:
-    held = facts.memory
+def _memory_table(run: Run, held: Memory) -> list[str]:
     planned, seen = held.planned, held.seen
     is_process = held.peak_activations is None  # on a CPU only the memory of the whole process is known
     columns: dict[str, tuple[int | None, int | None]] = {
@@ -287,8 +175,8 @@ def _memory_table(facts: End) -> list[str]:
         "grads": (planned.grads, seen.grads),
         "optimizer": (planned.optimizer, seen.optimizer),
         "buffers": (held.planned_buffers, held.peak_buffers),
-        "activations": (facts.planned_activations, held.peak_activations),
-        "peak": (facts.planned_peak, None if is_process else held.peak),
+        "activations": (run.planned.activation_bytes, held.peak_activations),
+        "peak": (run.planned.peak_bytes, None if is_process else held.peak),
         "process": (None, held.peak if is_process else None),
         "host": (held.planned_host or None, held.host or None),
         "disk": (held.planned_disk or None, held.disk or None),
@@ -300,9 +188,9 @@ def _memory_table(facts: End) -> list[str]:
     return column_table(rows)
 
 
-def _sample(prompt: str, sample: str) -> list[str]:
+def _sample(text: str) -> list[str]:
     """Return the generated text, without characters that would move the cursor."""
-    visible = "".join(char if char.isprintable() or char == "\n" else "?" for char in f"{prompt}{sample}")
+    visible = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
     wrapped = [part for line in visible.splitlines() for part in textwrap.wrap(line, terminal_width() - 4) or [""]]
     more = ["  | ..."] if len(wrapped) > MAX_SAMPLE_LINES else []
     return [f"  | {line}".rstrip() for line in wrapped[:MAX_SAMPLE_LINES]] + more

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 
 # Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
+DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 
 
@@ -232,3 +234,51 @@ def settings_from_json(text: str) -> Settings:
     if values["lora"] is not None:
         values["lora"] = Lora(**{**values["lora"], "targets": tuple(values["lora"]["targets"])})
     return Settings(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """The global batch decides the training; how it is split into these three does not change the result."""
+
+    num_ranks: int
+    num_micro: int  # micro-batches of a step on one rank
+    micro_size: int  # samples of a micro-batch
+
+    @property
+    def global_size(self) -> int:
+        return self.num_ranks * self.num_micro * self.micro_size
+
+    def share(self, samples: Sequence[int], rank: int) -> list[Sequence[int]]:
+        """Return the micro-batches of a rank: consecutive samples of one step, in order."""
+        first = rank * self.num_micro * self.micro_size
+        starts = range(first, first + self.num_micro * self.micro_size, self.micro_size)
+        return [samples[start : start + self.micro_size] for start in starts]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_size} = {self.num_ranks} ranks x {self.num_micro} micro-batches x {self.micro_size} samples"
+        )
+
+
+def batching_of(settings: Settings, num_ranks: int) -> Batching:
+    """Complete the batch sizes that were given, or refuse them with the whole equation."""
+    micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    whole = settings.global_batch_size
+    if whole is None:
+        if micro is None and num_micro is None:
+            whole = DEFAULT_GLOBAL_BATCH
+        else:
+            return Batching(num_ranks, num_micro or 1, micro or 1)
+    if num_micro is None:
+        num_micro = whole // (num_ranks * micro) if micro is not None else 1
+    if micro is None:
+        micro = whole // (num_ranks * num_micro)
+    if num_ranks * num_micro * micro != whole:
+        # Sizes that were given stay; the others are at least 1.
+        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (settings.per_device_train_batch_size or 1)
+        raise ConfigurationError(
+            f"global_batch_size {whole} is not {num_ranks} ranks x {num_micro or 1} gradient_accumulation_steps x "
+            f"{micro or 1} per_device_train_batch_size = {num_ranks * (num_micro or 1) * (micro or 1)}; "
+            f"make it a multiple of {least}"
+        )
+    return Batching(num_ranks, num_micro, micro)

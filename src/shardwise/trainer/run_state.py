@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..api.memory_report import Memory, memory
 from ..checkpoint.folder import CHECKPOINTS, point_to, prune, step_folder
@@ -17,20 +18,18 @@ from ..core.engine.guards import engine_of
 from ..core.wire.collectives import Channel, exchange
 from .checks import Checked
 from .data.prepare import Prepared
-from .data.samples import Samples
-from .job import Job
-from .loop import HostExchange
-from .metrics import Metrics, memory_row
+from .data.samples import Batch, Samples
+from .metrics import Metrics, Progress, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.headloss import loss_sum
 from .models.sample import Sampling, sample
 from .optimizers import learning_rate
-from .progress import Progress
 from .run_checkpoints import Saves
 from .run_folder import EXPORT
 from .run_plan import RunPlan, write_traffic
-from .settings import Settings
+from .settings import Batching, Settings
+from .signals import Requests
 from .step_records import Row, StepRecords
 
 DEFAULT_PROMPT = "The "
@@ -48,17 +47,27 @@ class Run:
     checked: Checked
     prepared: Prepared
     built: Built
-    job: Job
+    model: nn.Module
+    optimizer: Any
+    samples: Samples
     eval_samples: Samples | None
+    rank: int
+    device: torch.device
     hosts: Channel
-    metrics: Metrics
-    progress: Progress
+    num_steps: int
+    # Units are updated inside the backward, before the norm of all gradients could be known.
+    updates_early: bool
+    # Steps done, and samples of the endless order used, when this start of the run began.
+    first_step: int
+    first_sample: int
     planned: RunPlan
     saves: Saves
     free_bytes: int  # on the device, before the run
     free_host_bytes: int
+    metrics: Metrics
+    progress: Progress
+    requests: Requests
     records: StepRecords = field(init=False)
-    exchange: HostExchange = field(init=False)
     saved_step: int | None = None  # set as soon as its save begins
     saving: Saving | None = None  # the save in the background, of that step
     removing: threading.Thread | None = None  # removes older checkpoints
@@ -73,31 +82,37 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        return self.job.rank == 0
+        return self.rank == 0
+
+    @property
+    def batching(self) -> Batching:
+        return self.checked.batching
 
     @property
     def prompt(self) -> str:
         return DEFAULT_PROMPT if self.settings.sample_prompt is None else self.settings.sample_prompt
 
-    @property
-    def planned_peak(self) -> int | None:
-        """Planned peak of allocated memory; None if activations are unknown."""
-        return None if self.planned.note else self.planned.entry.memory.peak.total
+    def num_samples_before(self, step: int) -> int:
+        return self.first_sample + (step - self.first_step) * self.batching.global_size
 
-    def finish_collectives(self) -> None:
-        engine_of(self.job.model).gathers.settle()
+    def samples_of(self, step: int) -> list[int]:
+        return self.samples.order(self.num_samples_before(step), self.batching.global_size)
 
-    def finish_host_updates(self) -> None:
-        engine_of(self.job.model).finish_updates()
+    def micro_batches(self, step: int) -> list[Batch]:
+        """Return this rank's part of a step, in host memory from which the device can copy without waiting."""
+        if step >= self.num_steps:
+            return []
+        batches = [self.samples.batch(share) for share in self.batching.share(self.samples_of(step), self.rank)]
+        return [batch.pinned() for batch in batches] if self.device.type == "cuda" else batches
 
     def write(self, row: Row) -> None:
         self.metrics.log(row)
         self.progress.update(row)
 
     def memory_row(self) -> Row:
-        now = memory(self.job.model, self.job.optimizer)
+        now = memory(self.model, self.optimizer)
         self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
-        return dict(memory_row(now, self.planned_peak))
+        return dict(memory_row(now, self.planned.peak_bytes))
 
     def evaluate(self, step: int) -> None:
         """Write the mean loss over the targets of the evaluation samples, whatever the number of ranks."""
@@ -111,9 +126,9 @@ class Run:
     @torch.no_grad()
     def _evaluation_loss(self, samples: Samples) -> float:
         """Return the mean loss. All ranks call the model equally often; repeated samples at the end have no targets."""
-        model, device, hosts = self.job.model, self.job.device, self.hosts
+        model, device, hosts = self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
-        batch_size = self.settings.per_device_eval_batch_size or self.job.batching.micro_size
+        batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
         model.eval()
         total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -132,7 +147,7 @@ class Run:
             return
         self.finish_saving()
         self.activity = "the save"
-        path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.job.model, self.job.optimizer
+        path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.model, self.optimizer
         began = time.perf_counter()
         if self.saves.in_background:
             self.saving = start_save(path, model, optimizer, extra=self.extra(step))
@@ -153,11 +168,11 @@ class Run:
 
     def _watch_traffic(self) -> None:
         """Write the traffic of a step once: of one that follows another step directly, as all later ones do."""
-        num_updates = engine_of(self.job.model).gathers.num_updates
+        num_updates = engine_of(self.model).gathers.num_updates
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
         if self.num_steady == NUM_STEADY and self.is_first:
-            write_traffic(self.folder, self.job.model, self.planned)
+            write_traffic(self.folder, self.model, self.planned)
 
     def finish_saving(self) -> None:
         """Wait for the save in the background, if there is one. A failed one raises here."""
@@ -194,10 +209,10 @@ class Run:
         """Return the trainer's values in a checkpoint, in addition to weights and optimizer state."""
         return {
             "step": step,
-            "learning_rate": learning_rate(self.settings, step - 1, self.job.num_steps) if step else None,
+            "learning_rate": learning_rate(self.settings, step - 1, self.num_steps) if step else None,
             "num_tokens_seen": self.records.num_tokens_after(step),
-            "num_samples_seen": self.job.num_samples_before(step),
-            "global_batch_size": self.job.batching.global_size,
+            "num_samples_seen": self.num_samples_before(step),
+            "global_batch_size": self.batching.global_size,
             "rng": {"seed": self.settings.seed, "policy": RNG_POLICY},
             "data": data_identity(self.settings, self.prepared, self.checked),
             "book": self.records.to_extra(),
@@ -209,11 +224,11 @@ class Run:
         self.save(step)
         self.finish_saving()
         self.evaluate(step)
-        settings, job = self.settings, self.job
+        settings = self.settings
         self.activity = "the end of the run"
         if settings.sample_tokens:
             self.generated = sample(
-                job.model,
+                self.model,
                 self.checked.tokenizer,
                 self.prompt,
                 settings.sample_tokens,
@@ -221,7 +236,7 @@ class Run:
                 max_seq=self.checked.seq_length,
             )
         if settings.export:
-            export(job.model, self.built, settings, self.folder / EXPORT)
+            export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)
 
 
