@@ -169,7 +169,7 @@ def _subject(case: Case) -> tuple[Subject, Training]:
     import torch
 
     from benchmarks.planner_measure import build
-    from shardwise.planner.module import subject_of_module
+    from shardwise.planner.subject import subject_of_module
 
     # The module has its checkpointing itself.
     training = replace(training, checkpointing="none")

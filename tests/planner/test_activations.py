@@ -51,7 +51,7 @@ def test_the_chunks_are_those_of_the_trainers_loss() -> None:
     assert losses.CHUNK_LOGITS_BYTES == chunked_loss.CHUNK_LOGITS_BYTES
     assert losses.CHUNK_MULTIPLE == chunked_loss.CHUNK_MULTIPLE
     for vocab in (257, 32000, 128256, 10**9):
-        head = losses.Head(512, vocab, losses.Habits(), "chunked")
+        head = losses.Head(512, vocab, "chunked")
         assert head.tokens_per_chunk(1 << 20) == chunked_loss.tokens_per_chunk(vocab)
 
 

@@ -13,10 +13,10 @@ from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import LOSS, works_of
 from shardwise.planner.work.blocks import titan_block
-from shardwise.planner.work.operations import Habits, Setting
+from shardwise.planner.work.operations import Setting
 from shardwise.planner.work.probe import probe_works
 from shardwise.planner.work.probe_meter import StandIns, measure_call
-from shardwise.planner.work.tape import measure
+from shardwise.planner.work.tape import Habits, measure
 from shardwise.planner.work.work import Work
 from shardwise.trainer.checkpointing import _checkpointed, checkpoint_blocks
 from shardwise.trainer.model import Transformer
@@ -187,7 +187,7 @@ def test_torchtitans_block_is_like_its_code() -> None:
     probed = measure_call(block.forward, None, (x, turns), {}, list(block.parameters()), StandIns(frozenset()))
     shape = ModelShape(name="x", layers=3, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=1)
     at = Setting(shape, 2, 256, 2, Habits(writes_directly=False))
-    planned = measure(partial(titan_block, at), x.numel(), 2)
+    planned = measure(partial(titan_block, at), x.numel(), 2, at.habits)
     assert not differences({"block": planned}, {"block": probed})
 
 

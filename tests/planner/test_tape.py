@@ -1,7 +1,8 @@
 """The small autograd of byte counts: what lives when."""
 
-from shardwise.planner.work.operations import Habits, activation, add, linear, multiply, scale
-from shardwise.planner.work.tape import Tape, Tensor, chain, measure
+from shardwise.planner.work.operations import activation, add, linear, multiply, scale
+from shardwise.planner.work.tape import Habits, Tape, Tensor, measure
+from shardwise.planner.work.work import chain
 
 N = 1 << 20  # elements of 2 bytes
 EAGER = Habits(writes_directly=False)
@@ -47,25 +48,25 @@ def test_a_product_saves_the_factor_that_the_others_gradient_needs() -> None:
 
 def test_gradients_of_weights_are_autograds_unless_they_are_written_directly() -> None:
     fan = (1024, 4096)
-    eager = measure(lambda t, x: linear(t, EAGER, x, fan), N, 2)
-    direct = measure(lambda t, x: linear(t, Habits(), x, fan), N, 2)
+    eager = measure(lambda t, x: linear(t, x, fan), N, 2, EAGER)
+    direct = measure(lambda t, x: linear(t, x, fan), N, 2)
     assert (eager.grad_bytes, direct.grad_bytes) == (2 * 1024 * 4096, 0)
     assert eager.backward_peak_bytes == direct.backward_peak_bytes + eager.grad_bytes
     assert eager.products == direct.products
 
 
 def test_a_frozen_layer_saves_nothing() -> None:
-    work = measure(lambda t, x: linear(t, Habits(rank=8), x, (1024, 1024)), N, 2)
+    work = measure(lambda t, x: linear(t, x, (1024, 1024)), N, 2, Habits(rank=8))
     assert work.saved_bytes == work.grad_bytes == 0
     assert not work.products[0].trainable
 
 
 def test_a_checkpoint_keeps_its_input_and_computes_again() -> None:
     def block(t: Tape, x: Tensor) -> Tensor:
-        wide = activation(t, linear(t, EAGER, x, (1024, 4096)))
-        return linear(t, EAGER, wide, (4096, 1024))
+        wide = activation(t, linear(t, x, (1024, 4096)))
+        return linear(t, wide, (4096, 1024))
 
-    none, full, selective = (measure(block, N, 2, checkpointing=mode) for mode in ("none", "full", "selective"))
+    none, full, selective = (measure(block, N, 2, EAGER, checkpointing=mode) for mode in ("none", "full", "selective"))
     assert none.saved_bytes == 2 * N * (1 + 4 + 4)
     assert full.saved_bytes == 2 * N
     # The product that widens is kept, what its activation makes of it is not.

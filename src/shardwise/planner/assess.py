@@ -7,6 +7,7 @@ because no cost depends on names.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from ..core.layout import Layout, layout_of_unit
 from ..core.schedule.flat import Flat, flats_of
@@ -23,6 +24,7 @@ from .training import Training
 from .work.work import Work
 
 Works = Callable[[Training], Mapping[str, Work]]
+Sum = TypeVar("Sum", StepTraffic, Timing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,12 @@ class Assessment:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
         workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
-        return memory_of(self.schedule, self._told(self.events), self.works, self.training, workspace_bytes)
+        return memory_of(self.schedule, self._with_stowing(self.events), self.works, self.training, workspace_bytes)
 
-    def _told(self, events: Sequence[Event]) -> Sequence[Event]:
+    def _with_stowing(self, events: Sequence[Event]) -> Sequence[Event]:
         """Add the events of activations that are copied to the host and back."""
-        return with_stowing(events, stowed_bytes(self.schedule, self.works))
+        stowed = stowed_bytes(self.schedule, self.works)
+        return list(with_stowing(events, stowed)) if stowed else events
 
     @cached_property
     def reserved(self) -> Reserved:
@@ -121,34 +124,32 @@ class Assessment:
     @cached_property
     def moved(self) -> StepTraffic:
         cluster = self.machine.cluster
-        found = traffic_of(self._told(self.events), cluster.num_nodes, cluster.node_size)
-        if self.num_left_out:
-            fewer = traffic_of(self._told(self._with_one_less), cluster.num_nodes, cluster.node_size)
-            found = found.continued(fewer, self.num_left_out)
-        return found
+        return self._continued(
+            lambda events: traffic_of(self._with_stowing(events), cluster.num_nodes, cluster.node_size)
+        )
 
     @cached_property
     def timing(self) -> Timing:
-        found = self._timing_of(self.events)
-        if self.num_left_out:
-            found = found.continued(self._timing_of(self._with_one_less), self.num_left_out)
-        return found
-
-    @cached_property
-    def _with_one_less(self) -> Sequence[Event]:
-        clips = any(event.verb == "norm" for event in self.events)
-        return step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
+        machine = self.machine
+        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
+        seconds = seconds_of(self.schedule, self.works, speed, self.training)
+        return self._continued(
+            lambda events: step_time(self.schedule, self._with_stowing(events), seconds, machine.cluster, machine.wear)
+        )
 
     @property
     def num_left_out(self) -> int:
         """Micro-batches that are not simulated, because they are like the one before."""
         return max(0, self.training.num_micro_batches - MOST_PLAYED)
 
-    def _timing_of(self, events: Sequence[Event]) -> Timing:
-        machine = self.machine
-        speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
-        seconds = seconds_of(self.schedule, self.works, speed, self.training)
-        return step_time(self.schedule, self._told(events), seconds, machine.cluster, machine.wear)
+    def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
+        """Add the cost of the micro-batches that are not simulated."""
+        found = cost(self.events)
+        if not self.num_left_out:
+            return found
+        clips = any(event.verb == "norm" for event in self.events)
+        fewer = step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
+        return found.continued(cost(fewer), self.num_left_out)
 
     @property
     def needed_bytes(self) -> int:
@@ -166,12 +167,11 @@ class Assessment:
 
     @property
     def is_tight(self) -> bool:
-        """Return True if the plan may not fit on the device after all."""
+        """True if the plan may not fit on the device after all."""
         return self.high_bytes > self.machine.memory_bytes
 
     @property
     def is_on_device(self) -> bool:
-        """Return True if nothing is offloaded."""
         return not any(layout.uses_host for layout in self.layouts)
 
     @property

@@ -2,10 +2,7 @@
 
 The memory of activations is probed on the meta device, for the micro-batch that the caller gives. Without one, or for a
 model that cannot be probed, a quarter of the memory is left to them, and only traffic and updates are compared.
-
-If nothing fits on the device alone, the search offloads state to the host, and to disk too if a folder is given for it.
-`auto+optimizer=host` fixes the offload and `auto+grads_as=int8` the format of a collective: every preset then gets this
-change, and the fastest one that fits is taken. Quantised collectives are used only on request.
+Quantised collectives, and a disk without a folder for it, are used only on request.
 """
 
 import logging
@@ -15,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -29,9 +27,9 @@ from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
 from .hardware.gpus import IDEAL, Efficiency, Gpu, Overheads, efficiency_of, gpu_named, gpu_of_device
 from .hardware.links import Link
-from .module import subject_of_module
 from .planning import Plan, plan_for
 from .search import TIE, choices, moved_presets
+from .subject import subject_of_module
 from .training import Training
 from .work.work import Work
 
@@ -50,7 +48,6 @@ PROCESSOR_TIE = 0.1
 # The rates of a CPU are measured, so they are reached in full.
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
 
-MEMORY = Path("/proc/meminfo")
 # Assumed free bytes if a file system does not report them.
 UNKNOWN_FREE_BYTES = 1 << 50
 
@@ -77,12 +74,12 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
     """Plan with the fastest strategy that fits and is exact, or quantised as requested, in its `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
-            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state shall rest on disk, and no folder is named for it:"
+            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state is offloaded to disk, and no folder is named:"
             " give disk_path=, a folder on a local disk"
         )
     if asked.disk_path is not None and not asked.disk_path.is_dir():
         raise PlaceError(
-            f"{asked.disk_path} is not a folder, and state might rest there on disk: make it, or name one that is there"
+            f"{asked.disk_path} is not a folder, and state might be offloaded there: make it, or name one that is there"
         )
     subject = None if asked.batch is None else _probed(model, asked)
     if subject is None:
@@ -100,13 +97,10 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         raise MemoryExceededError(
             f"strategy 'auto': nothing fits. Free per rank: {machine.memory_bytes / 1e9:.1f} GB"
             f"{'' if asked.batch else ' after a quarter for activations'}; needed in GB: {needs}. Use more ranks, a "
-            f"smaller micro-batch or activation checkpointing, or a smaller model{_or_a_disk(asked)}"
+            f"smaller micro-batch or activation checkpointing, or a smaller model"
+            f"{'' if has_disk else '; or offload state to disk: name a folder with disk_path='}"
         )
     return plan
-
-
-def _or_a_disk(asked: AutoRequest) -> str:
-    return "" if asked.disk_path is not None else "; or let state rest on disk: name a folder with disk_path="
 
 
 def layouts_in(plan: Plan) -> list[Layout]:
@@ -160,13 +154,9 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
 
 def host_bytes_here() -> int:
     """Free memory of this machine; a container may have less than the machine."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-    if MEMORY.is_file():
-        told = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        free = int(told["MemAvailable"].split()[0]) * 1024  # includes caches that the system can drop
-    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
-    return min(free, total if limit is None else limit)
+    memory = psutil.virtual_memory()
+    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), memory.total)
+    return min(memory.available, memory.total if limit is None else limit)
 
 
 def free_bytes_on(folder: Path) -> int:

@@ -5,9 +5,9 @@ bytes between ranks (`calls`), and between the memories of its own rank (`moves`
 over the bus, from disk and to it. `traffic_of` adds up the bytes of a list.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..base.dtypes import INT32, dtype_of
 from ..base.intervals import pieces
@@ -45,14 +45,8 @@ class Event:
     decode_bytes: int = 0
 
 
-class _Action(NamedTuple):
-    """An action of the engine, before its bytes are known. `is_first` and `is_last` are about a unit's reductions."""
-
-    verb: Verb
-    unit: int
-    todo: tuple[FlatGather, ...] = ()
-    is_first: bool = False
-    is_last: bool = False
+# A verb, a unit, and the other arguments of the function that makes the event.
+_Action = tuple[Verb, int, tuple[object, ...]]
 
 
 def step_events(
@@ -76,11 +70,11 @@ def step_events(
     # Units that share their flats move the same bytes, which are computed once.
     known: dict[tuple[object, ...], Event] = {}
     events: list[Event] = []
-    for action in actions:
-        unit = schedule.units[action.unit]
-        key = (action.verb, id(unit.flats), *action[2:])
+    for verb, index, args in actions:
+        unit = schedule.units[index]
+        key = (verb, id(unit.flats), args)
         if key not in known:
-            known[key] = _event_of(unit, action)
+            known[key] = _MAKERS[verb](unit, *args) if verb in _MAKERS else Event(verb, unit.name)
         events.append(replace(known[key], unit=unit.name))
     events.append(_agreement(schedule))
     if clips:
@@ -94,31 +88,23 @@ def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_bat
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(statuses, schedule.before_forward[unit], "forward")
-            yield _Action("forward", unit)
+            yield "forward", unit, ()
         yield from _gathers(statuses, schedule.read_holders, "backward")
         for unit in reversed(schedule.order):
             yield from _gathers(statuses, schedule.before_backward[unit], "backward")
-            yield _Action("backward", unit)
+            yield "backward", unit, ()
             if schedule.units[unit].gives_back:
                 statuses[unit].lose()
             if is_trained[unit]:
-                yield _Action("reduce", unit, (), index == 0, index == num_micro_batches - 1)
+                yield "reduce", unit, (index == 0, index == num_micro_batches - 1)
 
 
 def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Action]:
     for unit in units:
         status = statuses[unit]
         if not status.is_ready(pass_):
-            yield _Action("gather", unit, tuple(status.start_gather(pass_)))
+            yield "gather", unit, (tuple(status.start_gather(pass_)),)
             status.finish_gather()
-
-
-def _event_of(unit: UnitPlan, action: _Action) -> Event:
-    if action.verb == "gather":
-        return gather_event(unit, action.todo)
-    if action.verb == "reduce":
-        return reduce_event(unit, action.is_first, action.is_last)
-    return Event(action.verb, unit.name)
 
 
 def _agreement(schedule: Schedule) -> Event:
@@ -245,6 +231,9 @@ def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
         if hop.kind == "all_reduce":
             yield part + row
             yield num_ranks * row + whole
+
+
+_MAKERS: dict[Verb, Callable[..., Event]] = {"gather": gather_event, "reduce": reduce_event}
 
 
 def update_event(unit: UnitPlan, num_moments: float) -> Event:

@@ -1,6 +1,6 @@
 """`sw.plan`: every strategy costed for a model on a cluster, before anything runs, and one of them recommended."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,10 @@ from .search import (
     TIE,
     Choice,
     asked,
-    changed_presets,
     choices,
     fastest,
     mixtures,
+    moved_presets,
     moves_behind_auto,
     offloads,
     presets,
@@ -27,7 +27,7 @@ from .search import (
 from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
-from .subject import Built, Planned, model_of, subject_of
+from .subject import Built, Planned, model_of, subject_for
 from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"
@@ -48,6 +48,10 @@ class Plan:
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
 
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return self.subject.facts
+
     @cached_property
     def refusals(self) -> dict[str, str]:
         """The change that would make a strategy fit, for each one that does not."""
@@ -62,11 +66,7 @@ class Plan:
             need = f"{entry.needed_bytes / 1e9:,.1f} GB"
             away = {"host": entry.host_bytes, "disk": entry.disk_bytes}
             need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in away.items() if size)
-            lines.append(
-                f"  {entry.name}: {need}, {entry.timing.step_s:.3f} s"
-                if entry.fits
-                else f"  {entry.name}: {entry.why_not}"
-            )
+            lines.append(f"  {entry.name}: " + (f"{need}, {entry.step_s:.3f} s" if entry.fits else entry.why_not))
         return "\n".join(lines)
 
 
@@ -109,7 +109,7 @@ def plan(
         # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
         found = replace(found, dtype=training.formats.compute)
     machine = machine_of(cluster)
-    subject = _subject_of(found, training)
+    subject = subject_for(found, training)
     if isinstance(subject, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
             raise ConfigurationError(
@@ -140,7 +140,7 @@ def plan_for(
     `has_disk`: there is a folder for state on disk. `tie`: a plan this close to the fastest counts as equally fast."""
     moves = moves_behind_auto(strategy)
     if moves:
-        entries = candidates = changed_presets(assess, moves, choice)
+        entries = candidates = [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
     elif strategy is not None and moves is None:
         entries = candidates = [asked(assess, strategy, choice)]
     else:
@@ -151,7 +151,10 @@ def plan_for(
             more += offloads(assess, [*candidates, *more], choice, has_disk)
             entries, candidates = [*entries, *more], [*candidates, *more]
     best = fastest(candidates, tie)
-    why = _why_moved(moves, best) if moves and best else _why(assess, entries, best)
+    if moves and best:
+        why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
+    else:
+        why = _why(assess, entries, best)
     why = "; ".join(filter(None, [why, str(assess.subject.facts.get("note", ""))]))
     return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
 
@@ -201,18 +204,6 @@ def batches_of(
     return [(size, share // size) for size in range(1, min(share, MOST_SEQUENCES) + 1) if share % size == 0]
 
 
-def _subject_of(found: Any, training: Training) -> Subject | StatesOnly:
-    if isinstance(found, ModelShape):
-        return subject_of(found, training)
-    if isinstance(found, StatesOnly):
-        return found
-    from .module import subject_of_built, subject_of_module
-
-    if isinstance(found, Built):
-        return subject_of_built(found.name, found.module, training)
-    return subject_of_module(found, training)
-
-
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
     if best is None:
         return _why_nothing_fits(assess, entries)
@@ -230,17 +221,11 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
     return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
 
 
-def _why_moved(moves: Sequence[str], best: Assessment) -> str:
-    return f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
-
-
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     """Explain which state is offloaded, and why this much of it."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
-    text = (
-        f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is the "
-    )
-    text += f"fastest, {best.step_s:.3g} s a step"
+    text = f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is "
+    text += f"the fastest, {best.step_s:.3g} s a step"
     part, cluster = best.part_on_device, best.machine.cluster
     if 0 < part < 1:
         text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"

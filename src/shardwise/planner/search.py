@@ -1,20 +1,17 @@
 """The search for a strategy: every preset, mixed layouts, and state or activations that are offloaded.
 
 A unit that is split but stays gathered costs memory and saves a gather, so the fastest plan keeps as many units
-gathered as fit. Repeated units are alike, so only their number is searched: bisection finds the largest one that fits.
-Where settings of a step are open (activation checkpointing, micro-batch), every preset uses the ones that suit it
-best. `auto+params_as=int8` requests every preset with that change, where it makes sense.
-
-If nothing fits on the device alone, the search tries host and disk. The host updates more slowly than the device, so as
-much of the optimizer as fits stays on the device: whole parameters, the same fraction of every unit. Memory grows with
-this fraction, and bisection finds the largest one. The part on the device needs no host memory: if that is short, too,
-a fraction may fit although none and all of it do not. Activations are offloaded last, unless their copies take less
-time than recomputing them.
+gathered as fit: bisection finds their number. Where settings of a step are open (activation checkpointing,
+micro-batch), every preset uses those that suit it best. If nothing fits on the device alone, the search tries host and
+disk, with as much of the optimizer on the device as fits: whole parameters, the same fraction of every unit. This part
+needs no host memory: if that is short, too, a fraction may fit although none and all of it do not.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
 
 from ..base.errors import ConfigurationError
 from ..core.layout import (
@@ -133,29 +130,13 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
             layouts[index] = PRESETS[kept]
         return assess(f"{split}+{kept}", layouts, training)
 
-    found = _largest(len(candidates) - 1, with_kept)
-    return None if found is None else replace_name(found, f"{split} + {kept} x {_num(found, kept)}")
-
-
-def _largest(most: int, assess: Callable[[int], Assessment]) -> Assessment | None:
-    """Return the plan with the largest number (1 to `most`) that fits with room; memory grows with the number."""
-    low, high, best = 1, most, None
-    while low <= high:
-        middle = (low + high) // 2
-        found = assess(middle)
-        if has_room(found):
-            best, low = found, middle + 1
-        else:
-            high = middle - 1
-    return best
-
-
-def _num(found: Assessment, kept: str) -> int:
-    return sum(layout == PRESETS[kept] for layout in found.layouts)
-
-
-def replace_name(found: Assessment, name: str) -> Assessment:
-    return replace(found, name=name)
+    # Memory grows with the number of kept units.
+    num = bisect_left(range(1, len(candidates)), True, key=lambda num: not has_room(with_kept(num)))
+    if num == 0:
+        return None
+    found = with_kept(num)
+    num_kept = sum(layout == PRESETS[kept] for layout in found.layouts)
+    return replace(found, name=f"{split} + {kept} x {num_kept}")
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
@@ -189,11 +170,6 @@ def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
         raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
     name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
     return assess_best(assess, name, layouts, choice)
-
-
-def changed_presets(assess: Assessor, moves: Sequence[str], choice: Choice) -> list[Assessment]:
-    """Assess every preset with the same offload and codec changes."""
-    return [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
 
 
 def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
@@ -256,7 +232,7 @@ def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> It
             return
         without = assess_best(assess, name, [layout] * len(assess.unit_names), choice)
         is_in_vain = layout.grads_on == "device" and without.training.num_micro_batches == 1
-        if is_in_vain or _beyond_memory(without) > 0:
+        if is_in_vain or without.needed_bytes > without.machine.memory_bytes:
             continue
         found = [_most_kept(assess, name, layout, parts, training) for training in same_batch(choice, without.training)]
         best = fastest(entry for entry in found if entry is not None)
@@ -297,35 +273,19 @@ def _parts(units: Sequence[UnitSpec]) -> list[float]:
 def _most_kept(
     assess: Assessor, name: str, layout: Layout, parts: Sequence[float], training: Training
 ) -> Assessment | None:
-    known: dict[float, Assessment] = {}
-
+    @cache
     def with_kept(part: float) -> Assessment:
-        if part not in known:
-            kept = replace(layout, kept=part)
-            known[part] = assess(_name(name, kept), [kept] * len(assess.unit_names), training)
-        return known[part]
+        kept = replace(layout, kept=part)
+        # The value for `--strategy`, shortened to a preset's name and the differences from it.
+        short = f"{name}+optimizer={layout.optimizer_on}:{round(1 - part, 4):g}"
+        return assess(short if part and name in PRESETS else kept.name, [kept] * len(assess.unit_names), training)
 
-    for beyond in (_beyond_room, _beyond_memory):
-        index = bisect_right(parts, 0, key=lambda part: beyond(with_kept(part)))
+    for bytes_of in (attrgetter("high_bytes"), attrgetter("needed_bytes")):
+        index = bisect_right(parts, assess.machine.memory_bytes, key=lambda part: bytes_of(with_kept(part)))
         # If host memory is too small, the second pass accepts a tight plan: more state stays on the device.
         if index and with_kept(parts[index - 1]).fits:
             return with_kept(parts[index - 1])
     return None
-
-
-def _beyond_room(entry: Assessment) -> int:
-    return entry.high_bytes - entry.machine.memory_bytes
-
-
-def _beyond_memory(entry: Assessment) -> int:
-    return entry.needed_bytes - entry.machine.memory_bytes
-
-
-def _name(name: str, layout: Layout) -> str:
-    """Return the value for `--strategy`, shortened to a preset's name and the differences from it."""
-    if not layout.kept or name not in PRESETS:
-        return layout.name
-    return f"{name}+optimizer={layout.optimizer_on}:{round(1 - layout.kept, 4):g}"
 
 
 def _stowed(assess: Assessor, found: Sequence[Assessment], choice: Choice) -> Iterator[Assessment]:

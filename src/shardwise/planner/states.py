@@ -17,6 +17,7 @@ from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import UnitPlan
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
+from .cost.peak import Instant, Memory, Reserved
 from .events import StepTraffic, gather_event, reduce_event, traffic_of, update_event
 from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly
@@ -27,18 +28,36 @@ ROOM = 0.75
 
 @dataclass(frozen=True, slots=True)
 class StatesRow:
+    """The states of a strategy: one instant of memory. Bytes of host and disk are per node."""
+
     name: str
     layout: Layout
-    params: int
-    grads: int
-    optimizer: int
-    host_bytes: int  # per node, like `disk_bytes`
+    training: Training
+    machine: Machine
+    memory: Memory
+    host_bytes: int
     disk_bytes: int
     moved: StepTraffic
 
     @property
     def total(self) -> int:
-        return self.params + self.grads + self.optimizer
+        return self.memory.peak.total
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return (self.layout,)
+
+    @property
+    def reserved(self) -> Reserved:
+        return Reserved(self.total, self.total, self.total)
+
+    @property
+    def part_on_device(self) -> float:
+        return self.layout.kept if self.layout.optimizer_on != "device" else 1.0
+
+    @property
+    def why_not(self) -> str:
+        return self.machine.lacks(self.total + self.machine.context_bytes, self.host_bytes, self.disk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +70,23 @@ class States:
     training: Training
     rows: tuple[StatesRow, ...]
 
-    def why_not(self, row: StatesRow) -> str:
-        return self.machine.lacks(row.total + self.machine.context_bytes, row.host_bytes, row.disk_bytes)
-
     @property
     def recommended(self) -> StatesRow | None:
-        fitting = [row for row in self.rows if not self.why_not(row)]
+        fitting = [row for row in self.rows if not row.why_not]
         fitting = [row for row in fitting if row.layout.is_exact] or fitting
         fitting = [row for row in fitting if not row.layout.uses_host] or fitting
         roomy = [row for row in fitting if row.total <= ROOM * self.machine.memory_bytes]
         return next(iter(roomy or fitting), None)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        note = {"note": self.shape.note} if self.shape.note else {}
+        return {"name": self.shape.name, "num_params": self.shape.num_params, **note}
+
+    @property
+    def why(self) -> str:
+        words = "the states alone, as the papers count them: activations, buffers and time need a real shape"
+        return "; ".join(filter(None, [words, "" if self.recommended else "they fit nowhere", self.shape.note]))
 
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
@@ -99,13 +125,10 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
             elsewhere[place] += (on_device[what] - kept) * cluster.node_size
             on_device[what] = kept
     on_device["grads"] += kept_losses(unit.flats)
+    held = (on_device["params"], on_device["grads"], on_device["optimizer"], 0, 0, 0, 0)
+    memory = Memory((Instant("between backward and step", held),), (), training.num_moments, 0)
     return StatesRow(
-        name,
-        layout,
-        **on_device,
-        host_bytes=elsewhere["host"],
-        disk_bytes=elsewhere["disk"],
-        moved=_moved(unit, machine, training),
+        name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], _moved(unit, machine, training)
     )
 
 

@@ -1,11 +1,17 @@
-"""Models that can be planned: by name, by config.json, by sizes, or the module itself."""
+"""Models that can be planned: by name, by config.json, by sizes, or the module itself.
+
+The units of a real module are found, and one block of each kind is probed on the meta device, with the module's own
+activation checkpointing, or with the requested one if the planner built the module. Only then is torch imported.
+"""
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError
+from ..core.schedule.model import UnitSpec
 from .assess import Subject
 from .hardware.gpus import flops_per_token
 from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
@@ -13,11 +19,18 @@ from .shapes.names import is_file, shape_of
 from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
 from .work.activations import works_of
+from .work.work import Work
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..core.schedule.units import Units
+    from .work.probe_meter import Forward
+
 Planned = Union[str, Mapping[str, Any], ModelShape, StatesOnly, "nn.Module"]
+
+
+_FACTS = ("name", "num_params", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +69,133 @@ def _of_config(config: str | Mapping[str, Any]) -> ModelShape | Built:
     return Built(name, module, num_positions_in(module))
 
 
+def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: Training) -> Subject | StatesOnly:
+    if isinstance(model, ModelShape):
+        return subject_of(model, training)
+    if isinstance(model, StatesOnly):
+        return model
+    if isinstance(model, Built):
+        return subject_of_built(model.name, model.module, training)
+    return subject_of_module(model, training)
+
+
 def subject_of(shape: ModelShape, training: Training) -> Subject:
     if 0 < shape.num_positions < training.seq:
         raise ConfigurationError(
             f"model {shape.name!r} has {shape.num_positions} positions, but sequences of {training.seq} tokens were "
             f"asked for; give --seq {shape.num_positions} or less"
         )
+    facts = {name: getattr(shape, name) for name in _FACTS}
+    if shape.num_experts > 1:
+        facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
     return Subject(
         name=shape.name,
         units=tuple(units_of(shape, training.lora)),
         works=lambda asked: works_of(shape, asked),
         flops_per_token=flops_per_token(shape.num_multiplying, shape.layers, shape.query_width, training.seq),
-        facts=facts_of(shape),
+        facts=facts,
         head_dim=shape.head_dim,
     )
 
 
-def facts_of(shape: ModelShape) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": shape.name, "num_params": shape.num_params}
-    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "code"):
-        facts[field] = getattr(shape, field)
-    if shape.num_experts > 1:
-        facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
-    return facts
+class NotRunError(ConfigurationError):
+    """The model does not run on token ids alone, so the memory of its activations is unknown."""
+
+
+def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "auto", built_from: str = "") -> Subject:
+    """Probe a language model that takes token ids; `training` gives their number. `built_from`: the source of a module
+    that was built for the plan only; the plan then chooses the activation checkpointing of its blocks."""
+    checkpointings = ("none", "full") if built_from else ("none",)
+    if training.lora is not None or training.checkpointing not in checkpointings or training.compile:
+        raise ConfigurationError(
+            f"model {built_from!r}: its module is counted, without lora, compile and selective checkpointing; leave "
+            "them out"
+            if built_from
+            else "a module is planned as it is: put adapters, activation checkpointing and compiled blocks into it, "
+            "and leave lora, checkpointing and compile out of the training"
+        )
+    from ..core.schedule.units import find_units
+    from .work.probe import probe_works
+
+    found = find_units(model, units)
+    known: dict[tuple[int, int, str], Mapping[str, Work]] = {}
+
+    def works(asked: Training) -> Mapping[str, Work]:
+        key = (asked.micro_batch, asked.seq, asked.checkpointing)
+        if key not in known:
+            probed = probe_works(
+                model,
+                batch=asked.micro_batch,
+                seq=asked.seq,
+                compute=asked.formats.compute.torch,
+                units=units,
+                around=_checkpointed if asked.checkpointing == "full" else None,
+                loss=asked.loss,
+            )
+            known[key] = {**{unit.name: _NOTHING for unit in found}, **probed}
+        return known[key]
+
+    try:
+        works(training)
+    except Exception as error:  # any model's own code runs here
+        raise NotRunError(
+            f"this {type(model).__name__} could not be run on ({training.micro_batch}, {training.seq}) token ids, as "
+            f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+    # Counted like `flops_per_token`: attention in full, although a causal kernel computes only half of it.
+    flops = sum(work.flops + work.attention_flops for work in works(training).values())
+    facts: dict[str, object] = {"name": built_from or type(model).__name__, "num_params": num_elems_of(found)}
+    if built_from:
+        facts["class"] = type(model).__name__
+    if note := _idle(found, works(training)):
+        facts["note"] = note
+    return Subject(str(facts["name"]), tuple(found), works, 3 * flops / training.num_tokens, facts)
+
+
+def subject_of_built(name: str, model: "nn.Module", training: Training) -> Subject | StatesOnly:
+    """Plan a module that was built from a config.json; if it does not run, only its states can be planned."""
+    from ..core.schedule.units import find_units
+
+    try:
+        short, longer = (_num_kernels(model, replace(training, seq=seq), name) for seq in _SHORT)
+        if longer > 2 * short:
+            raise NotRunError(
+                f"this {type(model).__name__} runs token by token on the meta device, as no kernel of a GPU does; its "
+                "activations and time are not known"
+            )
+        return subject_of_module(model, training, built_from=name)
+    except NotRunError as error:
+        return StatesOnly(num_elems_of(find_units(model)), name, str(error))
+
+
+# Lengths of two short sequences: the probe checks whether the number of operations grows with the length.
+_SHORT = (4, 32)
+
+
+def _num_kernels(model: "nn.Module", training: Training, name: str) -> int:
+    works = subject_of_module(model, training, built_from=name).works(training)
+    return sum(work.num_kernels for work in works.values())
+
+
+_NOTHING = Work(0, 0, 0, 0)
+
+
+def _checkpointed(forward: "Forward") -> "Forward":
+    from torch.utils.checkpoint import checkpoint
+
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def _idle(found: list[UnitSpec], works: Mapping[str, Work]) -> str:
+    """Name the units that token ids alone do not reach, such as a vision encoder."""
+    idle = [unit for unit in found if works[unit.name] is _NOTHING and not unit.holds_units]
+    if not idle:
+        return ""
+    return (
+        f"activations and time are those of token ids alone: {len(idle)} units with {num_elems_of(idle) / 1e6:,.0f}M "
+        f"parameters ({idle[0].name}, ...) do not run on them, and only their state and traffic are counted"
+    )
+
+
+def num_elems_of(units: list[UnitSpec]) -> int:
+    return sum(param.num_elems for unit in units for param in unit.params)

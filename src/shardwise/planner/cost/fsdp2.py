@@ -9,26 +9,14 @@ the end of the backward. Gradients are dropped before the next forward.
 Three streams allocate, and none reuses memory that another has freed: `pools` has the peak of each.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...base.errors import ConfigurationError
 from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
-from .peak import (
-    ACTIVATIONS,
-    CLASSES,
-    GATHERED,
-    GRADS,
-    LOSS,
-    OPTIMIZER,
-    PARAMS,
-    REDUCE,
-    WORKSPACE_BYTES,
-    Instant,
-    Memory,
-)
+from .peak import ACTIVATIONS, GATHERED, GRADS, LOSS, OPTIMIZER, PARAMS, REDUCE, WORKSPACE_BYTES, Memory, MemoryWalk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +75,19 @@ def grouped(
     return root, names, {name: groups.get(name, groups[root]) for name in (root, *names)}
 
 
-def _group(units: Iterable[UnitPlan]) -> Group:
-    units = tuple(units)
+def _group(units: Sequence[UnitPlan]) -> Group:
     flats = [flat for unit in units for flat in unit.flats]
     whole = [flat for flat in flats if not flat.master_is_whole]
-    split = [flat for flat in whole if flat.spans[flat.depth_of_master].num_elems < flat.num_elems]
+    split = [flat for flat in whole if flat.num_master < flat.num_elems]
     cast = [flat for flat in split if flat.master != flat.compute]
     trained = [flat for flat in flats if flat.trainable]
     return Group(
         gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in whole),
         collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in split),
-        part_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.compute.itemsize for flat in cast),
-        rest_bytes=sum(
-            flat.spans[flat.depth_of_params].num_elems * flat.compute.itemsize for flat in split if flat.rest_on
-        ),
+        part_bytes=sum(flat.num_master * flat.compute.itemsize for flat in cast),
+        rest_bytes=sum(flat.num_rest * flat.compute.itemsize for flat in split if flat.rest_on),
         summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
-        grad_bytes=sum(flat.spans[flat.depth_of_master].num_elems * flat.master.itemsize for flat in trained),
+        grad_bytes=sum(flat.num_master * flat.master.itemsize for flat in trained),
         stays=any(unit.layout.gathered_until != "forward" for unit in units),
     )
 
@@ -123,13 +108,12 @@ def fsdp2_memory_of(
     return Memory(tuple(step.found), flats, training.num_moments, 0, tuple(step.pool_peaks))
 
 
-class _Step:
+class _Step(MemoryWalk):
     """Tracks memory by class and by stream through the calls of torch's hooks in a step."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
+        super().__init__()
         self.wrapping = wrapping
-        self.found: list[Instant] = []
-        self.held = [0] * len(CLASSES)
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
         self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
@@ -141,7 +125,8 @@ class _Step:
         self.kept_input = 0  # input bytes of the last reduction
         self.grads_of: dict[int, int] = {}  # autograd's gradients that wait for their reduction
         last = self.names[-1]
-        self.num_logits = _num_logits(works[last]) if training.loss == "plain" else 0
+        products = works[last].products if training.loss == "plain" else ()
+        self.num_logits = products[-1].m * products[-1].n if products else 0
         self.itemsize = training.formats.compute.itemsize
         self.works = dict(works)
         if wrapping.compiles_loss:
@@ -149,15 +134,14 @@ class _Step:
         self._hold_states(schedule, training)
 
     def _hold_states(self, schedule: Schedule, training: Training) -> None:
-        self.shard_bytes: list[int] = []
+        self.shard_bytes = 0
         for unit in schedule.units:
             for flat in unit.flats:
-                here = flat.num_master
-                on_device = flat.trainable or flat.layout.params_on == "device"
-                self.hold(PARAMS, here * flat.master.itemsize if on_device else 0)
+                num_bytes = flat.num_master * flat.master.itemsize
+                self.hold(PARAMS, num_bytes if flat.trainable or flat.layout.params_on == "device" else 0)
                 if flat.trainable:
-                    self.hold(OPTIMIZER, round(here * flat.master.itemsize * training.num_moments))
-                    self.shard_bytes.append(here * flat.master.itemsize)
+                    self.hold(OPTIMIZER, round(num_bytes * training.num_moments))
+                    self.shard_bytes += num_bytes
         self.hold(ACTIVATIONS, WORKSPACE_BYTES)
         self.hold(LOSS, self.num_logits * self.wrapping.kept_logit_bytes)
 
@@ -168,9 +152,7 @@ class _Step:
             self.pool_peaks[stream] = max(self.pool_peaks[stream], self.pools[stream])
 
     def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
-        row = self.held.copy()
-        row[kind] += extra
-        self.found.append(Instant(name, tuple(row)))
+        super().note(name, kind, extra)
         self.pool_peaks[COMPUTE_STREAM] = max(self.pool_peaks[COMPUTE_STREAM], self.pools[COMPUTE_STREAM] + extra)
 
     def forward(self) -> None:
@@ -299,12 +281,7 @@ class _Step:
             self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
 
     def update(self) -> None:
-        extra = sum(self.shard_bytes) if self.wrapping.is_foreach else 0
-        self.note("update", OPTIMIZER, extra)
-
-
-def _num_logits(loss: Work) -> int:
-    return loss.products[-1].m * loss.products[-1].n if loss.products else 0
+        self.note("update", OPTIMIZER, self.shard_bytes if self.wrapping.is_foreach else 0)
 
 
 def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:

@@ -1,25 +1,9 @@
 """Memory of a rank at every instant of a step, by class; its peak; and what the allocator reserves beyond it.
 
-The events of the schedule are visited in the order in which the engine executes them. Some memory is permanent:
-masters, moments, persistent copies, the ring of gather slots and that of encoded rows, the encoding error of gradients.
-Other memory is temporary: units gathered until their backward, gradients (from the backward of their unit to the step),
-reduction slots (from the first reduction of a backward to its end), activations (from a unit's forward to its backward)
-and the temporaries of the running unit. The peak is the largest sum at one instant, never a sum of maxima.
-
-Offloaded gradients only use a reduction slot on the device. Gradients on the device that the host reads are freed in
-the last micro-batch, while the backward continues. Offloaded activations: the tensors that a unit saves are copied to
-the host while the next unit computes; those of the last unit stay. In the backward they come back one unit ahead, so
-those of two units are on the device at a time. The last two units of a forward still have theirs when the backward
-begins: the copy of the first of them is never used. Of a checkpointed unit only the input is offloaded; tensors that
-selective checkpointing saves in addition stay on the device.
-
-The reserve is an estimate with an interval. Freed blocks may not have the sizes that are requested next. Our engine
-keeps its buffers for reuse, so little is lost: on one H200 the median of 119 runs was 0.3 GB
-(`benchmarks/planner_against_measured.py`), of which the estimate misses 1 % of the whole. In one run of ten the largest
-block (a reduction slot, a unit's whole gradients, logits) fitted into no hole and was allocated on top: the interval
-has room for most of one. Units that are gathered until the backward and then released leave holes between the
-activations of checkpointed blocks, up to 0.45 of their size; gradients of an earlier micro-batch lie between
-activations. FSDP2, which we compare with, allocates in three streams.
+The events of the schedule are visited in the order in which the engine executes them. The peak is the largest sum at
+one instant, never a sum of maxima. Offloaded activations are copied to the host while the next unit computes, and come
+back one unit ahead of their backward; those of the last unit stay. Of a checkpointed unit only the input is offloaded.
+docs/planner.md lists all terms, and where the constants of the reserve come from.
 """
 
 from collections import deque
@@ -50,21 +34,18 @@ NUM_THERE = 2
 def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
     """Bytes of offloadable activations by unit name, in forward order. Those of the last unit are never copied."""
     leaves = [schedule.units[unit] for unit in schedule.leaves]
-    saved = {unit.name: _leaving(works[unit.name]) for unit in leaves if unit.layout.activations_on == "host"}
-    return {name: num_bytes for name, num_bytes in saved.items() if num_bytes >= MIN_OFFLOADED_ACTIVATION_BYTES}
+    saved = {}
+    for unit in leaves:
+        work = works[unit.name]
+        # Of a checkpointed unit only the input is offloaded, which has the size of its output.
+        num_bytes = min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
+        if unit.layout.activations_on == "host" and num_bytes >= MIN_OFFLOADED_ACTIVATION_BYTES:
+            saved[unit.name] = num_bytes
+    return saved
 
 
-def _leaving(work: Work) -> int:
-    """Bytes that a unit can offload; if it is checkpointed, only its input, which has the size of its output."""
-    return min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
-
-
-def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Sequence[Event]:
+def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
     """Insert the copies of activations into the events of a step."""
-    return list(_told(events, stowed)) if stowed else events
-
-
-def _told(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
     names = list(stowed)
     # A unit's backward starts the fetch for the unit before it, unless that one's activations are still on the device.
     before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_THERE}
@@ -157,14 +138,26 @@ def memory_of(
     return Memory(tuple(walk.found), flats, training.num_moments, sum(list(walk.stowed.values())[:-1]))
 
 
-class _Walk:
+class MemoryWalk:
+    """Tracks memory by class through a step: what is held now, and the instants so far."""
+
+    def __init__(self) -> None:
+        self.found: list[Instant] = []
+        self.held = [0] * len(CLASSES)
+
+    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = self.held.copy()
+        row[kind] += extra
+        self.found.append(Instant(name, tuple(row)))
+
+
+class _Walk(MemoryWalk):
     """Tracks memory by class through the events of a step."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, workspace_bytes: int) -> None:
+        super().__init__()
         self.schedule, self.works = schedule, works
         self.units = {unit.name: unit for unit in schedule.units}
-        self.found: list[Instant] = []
-        self.held = [0] * len(CLASSES)
         self.held[ACTIVATIONS] = workspace_bytes
         self._hold_what_stays(training)
         # Layers that write gradients into the collective's input need that memory before their backward, others after.
@@ -194,16 +187,8 @@ class _Walk:
         self.held[GATHERED] += sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
         if training.num_micro_batches > 1:
             self.held[REDUCE] += schedule.scratch_bytes
-        self.comes_and_goes = {
-            unit.name
-            for unit, slot in zip(schedule.units, schedule.slot_of, strict=True)
-            if slot is None and unit.gives_back
-        }
-
-    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
-        row = self.held.copy()
-        row[kind] += extra
-        self.found.append(Instant(name, tuple(row)))
+        slots = zip(schedule.units, schedule.slot_of, strict=True)
+        self.comes_and_goes = {unit.name for unit, slot in slots if slot is None and unit.gives_back}
 
     def gather(self, name: str) -> None:
         if name in self.comes_and_goes and name not in self.is_gathered:
@@ -291,8 +276,13 @@ class _Walk:
     def update(self, clips: bool) -> None:
         self._end_backward()
         self.held[GRADS] -= sum(self.leaving) + self.norm_bytes
-        self.note("the gradients' norm", GRADS, _cast_for_norm(self.schedule) if clips else 0)
-        self.note("update", OPTIMIZER, _cast_for_update(self.schedule))
+        updated_here = [flat for flat in self.schedule.trainable_flats if not flat.host_updates]
+        # torch computes a norm from an fp64 copy.
+        longest = max((flat.num_master for flat in updated_here), default=0)
+        self.note("the gradients' norm", GRADS, 8 * min(longest, NORM_ELEMS) if clips else 0)
+        # Gradients are cast to the master's dtype, one part at a time.
+        sizes = [flat.num_master * flat.master.itemsize for flat in updated_here if flat.reduce != flat.master]
+        self.note("update", OPTIMIZER, min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS))
 
 
 def _writes_directly(unit: UnitPlan, work: Work) -> bool:
@@ -300,23 +290,6 @@ def _writes_directly(unit: UnitPlan, work: Work) -> bool:
     if unit.holds_units or not unit.backward_reads:
         return False
     return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
-
-
-def _cast_for_update(schedule: Schedule) -> int:
-    """Bytes of gradients that are cast to the master's dtype, one part at a time."""
-    flats = [flat for flat in _updated_here(schedule) if flat.reduce != flat.master]
-    sizes = [flat.num_master * flat.master.itemsize for flat in flats]
-    return min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS)
-
-
-def _cast_for_norm(schedule: Schedule) -> int:
-    """Bytes of the fp64 copy from which torch computes a norm."""
-    longest = max((flat.num_master for flat in _updated_here(schedule)), default=0)
-    return 8 * min(longest, NORM_ELEMS)
-
-
-def _updated_here(schedule: Schedule) -> list[Flat]:
-    return [flat for flat in schedule.trainable_flats if not flat.host_updates]
 
 
 MB, GIB = 10**6, 1 << 30

@@ -1,17 +1,10 @@
 """Time of a step: the engine's lanes, played through on the list of events that the engine executes.
 
-The computation runs forwards and backwards in the order of the list. A gather begins when everything before it in the
-list has been computed, and its unit waits for it. A reduction begins when its unit's backward is over; there are two
-reduction slots, so the backward after the next one waits for it. Gradients that the host reads are copied right after
-the reduction, and their memory is free when the copy is done. Updates wait for the gradients of their unit (with
-clipping: of all units), and the first gathers of the next step wait for all updates on the device. The host updates one
-unit after the other: of those whose gradients have arrived, the one that the next forward needs first. Its weights
-return to the device with the gather of the unit, which waits for no other. The host queues everything in order, and
-the computation cannot overtake it. The other lanes are in `lanes.py`.
-
-Tensors are encoded before they are sent and decoded on arrival, on the device and on the lane of their gather or
-reduction; the computation takes that much longer. (For a reduction with several hops, everything but the first encoding
-is counted at the end.) Two steps are simulated and the second is reported: it starts like one in the middle of a run.
+A gather begins when everything before it in the list has been computed, and its unit waits for it. There are two
+reduction slots, so the backward after the next one waits for a reduction. Updates wait for the gradients of their unit
+(with clipping: of all units). The host updates one unit after the other: of those whose gradients have arrived, the one
+that the next forward needs first. The host queues everything in order, and the computation cannot overtake it. Two
+steps are simulated and the second is reported: it starts like one in the middle of a run.
 """
 
 from collections import deque
@@ -76,10 +69,8 @@ class StepSimulator:
                 unit = self._seconds[event.unit]
                 # There is room for the activations of this unit and of one other.
                 self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._stowing[0]))
-            elif event.verb == "stow":
-                self._stow(event)
-            elif event.verb == "fetch":
-                self._fetch(event)
+            elif event.verb in ("stow", "fetch"):
+                self._copy_activations(event)
             elif event.verb == "backward":
                 unit = self._seconds[event.unit]
                 self._compute(event, unit.backward, unit.backward_kernels, self._place_for(event.unit))
@@ -132,16 +123,14 @@ class StepSimulator:
         self.work_s += work_s
         self.spans.append(Span("compute", f"{event.verb} {event.unit}", begin_s, self._compute_s))
 
-    def _stow(self, event: Event) -> None:
-        name = f"stow {event.unit}"
-        stowed = self.lanes.start_move(name, event.moves[0], self._compute_s, None, "activations")
-        self._stowed[event.unit] = stowed
-        self._stowing.append(stowed)
-
-    def _fetch(self, event: Event) -> None:
-        stowed = self._stowed[event.unit]
-        name = f"fetch {event.unit}"
-        self._fetched[event.unit] = self.lanes.start_move(name, event.moves[0], self._compute_s, stowed, "activations")
+    def _copy_activations(self, event: Event) -> None:
+        before, name = self._stowed.get(event.unit) if event.verb == "fetch" else None, f"{event.verb} {event.unit}"
+        copy = self.lanes.start_move(name, event.moves[0], self._compute_s, before, "activations")
+        if event.verb == "fetch":
+            self._fetched[event.unit] = copy
+        else:
+            self._stowed[event.unit] = copy
+            self._stowing.append(copy)
 
     def _place_for(self, name: str) -> float:
         """Return when a backward may begin: its activations are back, and there is memory for its gradients."""
@@ -205,9 +194,6 @@ class StepSimulator:
             self._updating_until_s = max(asked_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
 
 
-SECONDS_PER_DAY = 86400.0
-
-
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Predicted time of a step. `compute_s`: forwards and backwards by themselves; `update_s`: updates on the device;
@@ -254,13 +240,3 @@ def step_time(
     ]
     spans.sort(key=lambda span: span.begin_s)
     return Timing(end_s - begin_s, player.work_s, player.updates_s, player.lanes.busy_s, tuple(spans))
-
-
-def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float) -> float:
-    """Model FLOP utilisation: FLOP as `hardware.gpus.flops_per_token` counts them, as a share of the GPU's peak."""
-    return flops_per_token * tokens_per_s / peak_flops
-
-
-def days_for(num_tokens: float, tokens_per_s: float) -> float:
-    """Days for `num_tokens`. `tokens_per_s`: of all GPUs together."""
-    return num_tokens / tokens_per_s / SECONDS_PER_DAY

@@ -1,22 +1,8 @@
 """GPUs by name, what they reach of their data sheets, and the FLOP that a token costs. All tables are in `gpus.json`.
 
-Memory is what drivers report to torch (`total_memory`), as its out-of-memory messages quote it; it is less than the
-name says, and differs by some 0.1 GiB among drivers. FLOP/s (dense, summed in fp32) and the bandwidth of device memory
-come from the vendors' data sheets.
-
-Links are the bus bandwidth that rings reach (nccl-tests). NVLink 4: 361 GB/s gathered on 8 x H200, and 480 where the
-switch adds up. Other generations use NCCL's own constants, which say 371 for that: 20 GB/s for each of 12 links of an
-A100 and of 6 of a V100, 40 for each of 18 of a B200, whose switch was measured at 830. PCIe: NCCL counts 12, 24 and 48
-GB/s for generations 3, 4 and 5, of which many GPUs at once get some 80 %. Infinity Fabric: 310 of 448 GB/s on
-8 x MI300X. An MI250X is two devices; its row is one of them.
-
-Efficiency has three sources. H200: our own runs on one (torch 2.11, kernels alone and whole steps). A100 and H100:
-fitted on llm-foundry's published rows (torch 1.13 to 2.1), with attention at the speed of flash-attention 2, 1.7 times
-that of the first version. Unmeasured GPUs take the values of the most similar measured one, and `source` says so.
-`python -m benchmarks.planner_against_published` makes the fit, and lists the error of every row.
-
-A host is the share of one GPU. Disks: one NVMe per GPU. Updates: bound by the host's memory, 30 bytes for a parameter;
-16 cores with one H200 update 4e9 a second; eight GPUs that share a node's memory get less of it each.
+Memory is what drivers report to torch (`total_memory`), FLOP/s (dense, summed in fp32) and memory bandwidth are those
+of data sheets, links the bus bandwidth that rings reach (nccl-tests). Unmeasured GPUs take the efficiency of the most
+similar measured one, and `source` says so. docs/planner.md has the sources of all constants.
 """
 
 import json

@@ -1,24 +1,11 @@
 """A fabric as a value: its nodes and ranks, the speed of their links, and the time of an operation on them.
 
-Each rank has two wires, both full duplex: one to the other ranks of its node (`intra`, NVLink) and one to the
-other nodes (`inter`, its own NIC). Which of them a group uses follows from its ranks:
-
-- all in one node: intra;
-- at most one in each node: inter;
-- both: rings that pass through every rank, one for each NIC, each crossing the nodes' borders on another one. The
-  ring's bytes go over the intra wire, and the same bytes, divided by the ranks that the group has in a node, over
-  the inter wire, at the same time; the operation ends with the slower one.
-
-A ring of N moves (N-1)/N of the buffer through every rank for an all-gather or a reduce-scatter. An all-reduce is
-both, one after the other: twice the bytes, twice the latency. A broadcast or a reduce is a chain through which the
-whole buffer passes. In an all-to-all every rank sends a part to each other rank, on the wire that reaches it. Latency
-is the fixed cost of an operation, for each kind of wire on its path.
-
+Each rank has two full-duplex wires: `intra` to the other ranks of its node, and `inter`, its own NIC, to other nodes. A
+group inside one node uses intra, one rank per node uses inter; otherwise rings pass through every rank, one for each
+NIC. The ring's bytes go over the intra wire and, divided by the ranks of the group in a node, over the inter wire at
+the same time. A ring of N moves (N-1)/N of the buffer for an all-gather or a reduce-scatter; an all-reduce is both. A
+broadcast is a chain through which the whole buffer passes. In an all-to-all every rank sends a part to each other one.
 Not modelled: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion, stragglers.
-
-Defaults: published rings on 8 x H200 (NVLink 4, NVLS off) gather 361 GB/s and reduce-scatter 363 in nccl-tests' "bus
-bandwidth", which is the bandwidth of a wire here; 400 Gbit/s NICs carry 50 GB/s; and a small all-reduce over 4 nodes
-of 8 takes 68 us, hence 2 x (20 + 15) of latency.
 """
 
 import math

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.json_file import find, read_object
@@ -47,17 +47,17 @@ class Measured:
     disk_write_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in ("device", "kind"):
-                if not isinstance(value, str):
-                    raise ConfigurationError(f"hardware: {entry.name} is {value!r}, but must be a word")
-            elif value is None and entry.name in _OPTIONAL:
+        for name in ("device", "kind"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"hardware: {name} is {getattr(self, name)!r}, but must be a word")
+        for name in (entry.name for entry in fields(self) if entry.name not in ("device", "kind")):
+            value, is_whole, may_be_0 = getattr(self, name), name in _WHOLE, name in _MAY_BE_0
+            is_number = type(value) is int or (type(value) is float and not is_whole)
+            if value is None and name in _OPTIONAL:
                 continue
-            elif not _is_amount(value, whole=entry.name in _WHOLE, least=0 if entry.name in _MAY_BE_0 else 1e-9):
-                what = "a whole number" if entry.name in _WHOLE else "a number"
-                above = "of at least 0" if entry.name in _MAY_BE_0 else "above 0"
-                raise ConfigurationError(f"hardware: {entry.name} is {value!r}, but must be {what} {above}")
+            if not is_number or not (0 if may_be_0 else 1e-9) <= value < math.inf:
+                what, above = "a whole number" if is_whole else "a number", "of at least 0" if may_be_0 else "above 0"
+                raise ConfigurationError(f"hardware: {name} is {value!r}, but must be {what} {above}")
         if self.kind not in ("cuda", "cpu"):
             raise ConfigurationError(f"hardware: kind {self.kind!r}; {did_you_mean(self.kind, ('cuda', 'cpu'))}")
         if self.version != VERSION:
@@ -66,16 +66,7 @@ class Measured:
 
 _WHOLE = {"version", "num_devices", "memory_bytes", "context_bytes", "host_memory_bytes", "disk_bytes"}
 _MAY_BE_0 = {"context_bytes", "disk_bytes", "collective_latency_us"}
-_OPTIONAL = {
-    "to_host_bytes_per_s", "from_host_bytes_per_s", "gather_bytes_per_s", "all_reduce_bytes_per_s",
-    "collective_latency_us",
-}  # fmt: skip
-
-
-def _is_amount(value: Any, *, whole: bool, least: float) -> bool:
-    if type(value) is not int and (whole or type(value) is not float):
-        return False
-    return least <= value < math.inf
+_OPTIONAL = {entry.name for entry in fields(Measured) if entry.default is None}
 
 
 def read_measured(path: str | Path) -> Measured:

@@ -16,9 +16,9 @@ from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Training
 from .blocks import gpt_block, in_tree_block, llama_block, mpt_block, titan_block
 from .losses import end
-from .operations import Habits, Setting
-from .tape import Block, Buffers, Tape, Tensor, chain, measure, rounded
-from .work import Work, embedding_scratch_bytes
+from .operations import Setting
+from .tape import Block, Buffers, Habits, Tape, Tensor, measure
+from .work import Work, chain, embedding_scratch_bytes, rounded
 
 LOSS = "loss"
 
@@ -54,7 +54,11 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
         found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
     num_elems = training.num_tokens * shape.hidden
     found[head or LOSS] = measure(
-        partial(end, at, training.loss, training.engine == "shardwise"), num_elems, at.itemsize, kind="loss"
+        partial(end, at, training.loss, training.engine == "shardwise"),
+        num_elems,
+        at.itemsize,
+        replace(at.habits, is_fused=False),  # blocks may be compiled; the model around them is not
+        kind="loss",
     )
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in found.items() if name in names or name == LOSS)
@@ -75,9 +79,7 @@ def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
     """Return the work of the first block and of the others: with adapters, the input of the first has no gradient."""
     num_elems = training.num_tokens * at.shape.hidden
     block = block_of(at, training.engine == "shardwise")
-    run = partial(
-        measure, block, num_elems, at.itemsize, checkpointing=training.checkpointing, is_compiled=training.compile
-    )
+    run = partial(measure, block, num_elems, at.itemsize, at.habits, checkpointing=training.checkpointing)
     other = run()
     return (run(needs_input_grad=False) if training.lora else other), other
 

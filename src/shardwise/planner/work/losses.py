@@ -8,7 +8,7 @@ fused    Liger's: as chunked, with gradients in the compute dtype and chunks no 
 from dataclasses import dataclass
 
 from ..training import Loss
-from .operations import Habits, Setting, cast, layer_norm, linear, llama_norm, rms_norm
+from .operations import Setting, cast, layer_norm, linear, llama_norm, rms_norm
 from .tape import Buffers, Gradients, Tape, Tensor
 from .work import Product
 
@@ -23,7 +23,6 @@ class Head:
 
     hidden: int
     vocab: int
-    habits: Habits
     loss: Loss
     is_plain: bool = True
 
@@ -31,13 +30,13 @@ class Head:
         return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
 
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
-        logits = linear(t, self.habits, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
+        logits = linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
         scores = t.op([cast(t, logits, 4)], logits.num_elems, itemsize=4, buffers=Buffers(saves_result=True))
         return t.op([scores], 1, itemsize=4, saves=[scores])
 
     def _chunked(self, t: Tape, states: Tensor) -> Tensor:
-        weight = self.habits.weight(self.hidden * self.vocab)
+        weight = t.habits.weight(self.hidden * self.vocab)
         num_tokens, num_states = states.num_elems // self.hidden, states.num_elems
         grad_itemsize = 4 if self.loss == "chunked" else t.itemsize
         node = t.node((states,))
@@ -93,11 +92,10 @@ def end(at: Setting, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
     shape = at.shape
     is_in_tree = is_ours and shape.code == "in-tree"
     if shape.norm == "layer":
-        states = layer_norm(t, at.habits, x, shape.hidden, bias=shape.norm_bias)
+        states = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
-        # Blocks may be compiled; the model around them is not.
-        states = (rms_norm if is_in_tree else llama_norm)(t, at.habits.eager(), x, shape.hidden)
+        states = (rms_norm if is_in_tree else llama_norm)(t, x, shape.hidden)
     del x
     # A tied weight is reduced last, with the embedding: there is no memory yet to write its gradient directly.
-    head = Head(shape.hidden, shape.vocab, at.habits.eager(), loss, shape.code == "hf" and not shape.tied)
+    head = Head(shape.hidden, shape.vocab, loss, shape.code == "hf" and not shape.tied)
     return head(t, states)

@@ -1,130 +1,78 @@
 """The operations of transformers on a tape: what each saves and allocates in torch, in eager mode.
 
-`Habits` says how they are run: whether gradients of weights are written directly (the engine does, for plain linear
-layers), whether elementwise chains are fused (a compiled block), which projections have adapters. `Setting` adds the
-shape of the model and its batch. Attention and rotary positions are written like the torch code they stand for.
+Attention and rotary positions are written like the torch code they stand for. `Setting` is what a block is made of.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..shapes.shape import ModelShape
-from .tape import ROUND_BYTES, Arithmetic, Buffers, Tape, Tensor, Weight, rounded
-from .work import AttentionShape, Product
-
-
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """How a model is run. `rank` 0: no adapters, every weight is trained; else only adapters of `targets` are trained.
-
-    In compiled code gradients are never written directly.
-    """
-
-    writes_directly: bool = True
-    is_fused: bool = False
-    rank: int = 0
-    targets: tuple[str, ...] = ()
-    # Selective checkpointing saves every second product (torchtitan); else those that are worth their memory (ours).
-    keeps_every_second: bool = False
-
-    @property
-    def trains_base(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_direct(self) -> bool:
-        return self.writes_directly and not self.is_fused
-
-    def eager(self) -> "Habits":
-        return replace(self, is_fused=False)
-
-    def weight(self, num_elems: int) -> Weight:
-        """Register a weight of anything but a plain linear layer."""
-        return Weight(num_elems, self.trains_base)
+from .tape import Arithmetic, Buffers, Habits, Tape, Tensor, Weight
+from .work import ROUND_BYTES, AttentionShape, Product, rounded
 
 
 def linear(
-    tape: Tape,
-    habits: Habits,
-    x: Tensor,
-    fan: tuple[int, int],
-    name: str = "",
-    bias: bool = False,
-    *,
-    plain: bool = True,
+    tape: Tape, x: Tensor, fan: tuple[int, int], name: str = "", bias: bool = False, *, plain: bool = True,
     num_weights: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run a projection, with its adapter if it has one. Not `plain`: autograd makes its gradient (GPT-2's Conv1D).
     If there are several weights of this size, each one processes a part of the rows."""
-    out = _product(tape, habits, x, fan, habits.trains_base, habits.is_direct and plain, bias, num_weights)
-    if habits.rank and name in habits.targets:
-        return _adapted(tape, habits, x, out, fan)
-    return out
-
-
-def _adapted(tape: Tape, habits: Habits, x: Tensor, result: Tensor, fan: tuple[int, int]) -> Tensor:
-    width_in, width_out = fan
-    direct = habits.is_direct
-    narrow = _product(tape, habits, x, (width_in, habits.rank), True, direct)
-    return add(tape, result, scale(tape, _product(tape, habits, narrow, (habits.rank, width_out), True, direct)))
+    habits = tape.habits
+    out = _product(tape, x, fan, habits.rank == 0, habits.is_direct and plain, bias, num_weights)
+    if not habits.rank or name not in habits.targets:
+        return out
+    narrow = _product(tape, x, (fan[0], habits.rank), True, habits.is_direct)
+    return add(tape, out, scale(tape, _product(tape, narrow, (habits.rank, fan[1]), True, habits.is_direct)))
 
 
 def _product(
-    tape: Tape,
-    habits: Habits,
-    x: Tensor,
-    fan: tuple[int, int],
-    trainable: bool,
-    is_direct: bool,
-    bias: bool = False,
+    tape: Tape, x: Tensor, fan: tuple[int, int], trainable: bool, is_direct: bool, bias: bool = False,
     num_weights: int = 1,
-) -> Tensor:
-    width_in, width_out = fan
-    rows = x.num_elems // width_in
-    weights = [Weight(num_weights * width_in * width_out, trainable, is_direct)]
+) -> Tensor:  # fmt: skip
+    width, new_width = fan
+    rows = x.num_elems // width
+    weights = [Weight(num_weights * width * new_width, trainable, is_direct)]
+    product = Product(rows // num_weights, new_width, width, num_weights, trainable)
     return tape.op(
         [x],
-        rows * width_out,
+        rows * new_width,
         saves=[x] if trainable else (),
-        weights=[*weights, Weight(width_out, trainable)] if bias else weights,
-        arithmetic=Arithmetic(
-            is_kept=_is_kept(tape, habits, width_in, width_out),
-            product=Product(rows // num_weights, width_out, width_in, num_weights, trainable),
-        ),
+        weights=[*weights, Weight(new_width, trainable)] if bias else weights,
+        arithmetic=Arithmetic(is_kept=_is_kept(tape, width, new_width), product=product),
     )
 
 
-def _is_kept(tape: Tape, habits: Habits, width: int, new_width: int) -> bool:
+def _is_kept(tape: Tape, width: int, new_width: int) -> bool:
     """Return True if selective checkpointing saves the result; our rule is that of trainer/checkpointing.py."""
-    if habits.keeps_every_second or new_width > width:
+    if tape.habits.keeps_every_second or new_width > width:
         tape.num_wide += 1
         return tape.num_wide % 2 == 1
     return width < 2 * new_width
 
 
-def rms_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
+def rms_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     """torch's own RMS norm, one kernel."""
-    return _norm(tape, habits, x, width, 4, 1)
+    return _norm(tape, x, width, 4, 1)
 
 
-def layer_norm(tape: Tape, habits: Habits, x: Tensor, width: int, bias: bool = True) -> Tensor:
-    return _norm(tape, habits, x, width, 8, 1 + bias)
+def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
+    return _norm(tape, x, width, 8, 1 + bias)
 
 
-def _norm(tape: Tape, habits: Habits, x: Tensor, width: int, row_bytes: int, num_weights: int) -> Tensor:
+def _norm(tape: Tape, x: Tensor, width: int, row_bytes: int, num_weights: int) -> Tensor:
     return tape.op(
         [x],
         x.num_elems,
         itemsize=x.itemsize,
         saves=[x],
-        weights=[habits.weight(width)] * num_weights,
+        weights=[tape.habits.weight(width)] * num_weights,
         buffers=Buffers(extra_bytes=row_bytes * (x.num_elems // width)),
     )
 
 
-def llama_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
+def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     """transformers' RMS norm: in fp32, one operation after the other."""
-    if habits.is_fused:
-        return rms_norm(tape, habits, x, width)
+    if tape.habits.is_fused:
+        return rms_norm(tape, x, width)
     rows, wide = x.num_elems // width, 4 * x.num_elems
     states = cast(tape, x, 4)
     squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], buffers=Buffers(scratch_bytes=2 * wide))
@@ -133,7 +81,7 @@ def llama_norm(tape: Tape, habits: Habits, x: Tensor, width: int) -> Tensor:
     root = tape.op([scale(tape, variance)], rows, itemsize=4, buffers=Buffers(saves_result=True))
     states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], buffers=Buffers(scratch_bytes=wide))
     narrow = cast(tape, states, x.itemsize)
-    weight = habits.weight(width)
+    weight = tape.habits.weight(width)
     return tape.op(
         [narrow],
         x.num_elems,
@@ -181,30 +129,27 @@ def softmax(tape: Tape, x: Tensor) -> Tensor:
     return tape.op([x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(saves_result=True, scratch_bytes=x.num_bytes))
 
 
-def dropout(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+def dropout(tape: Tape, x: Tensor) -> Tensor:
     """Apply dropout, which saves a mask of one byte per element. A fused one draws the mask again."""
     return tape.op(
-        [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if habits.is_fused else x.num_elems)
+        [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if tape.habits.is_fused else x.num_elems)
     )
 
 
-def gelu_tanh(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
     """GPT-2's GELU in transformers, written out: x / 2 * (1 + tanh(c * (x + d * x ** 3)))."""
-    if habits.is_fused:
+    if tape.habits.is_fused:
         return activation(tape, x)
-    return multiply(tape, scale(tape, x), _raised(tape, x))
-
-
-def _raised(tape: Tape, x: Tensor) -> Tensor:
-    """Compute 1 + tanh(c * (x + d * x ** 3)); each intermediate result is freed once the next exists."""
-    curve = tape.op(
-        [scale(tape, add(tape, x, scale(tape, _cube(tape, x))))], x.num_elems, buffers=Buffers(saves_result=True)
-    )
-    return tape.op([curve], x.num_elems, passes=[True])
-
-
-def _cube(tape: Tape, x: Tensor) -> Tensor:
-    return tape.op([x], x.num_elems, saves=[x], buffers=Buffers(scratch_bytes=2 * x.num_bytes))
+    half = scale(tape, x)
+    cube = tape.op([x], x.num_elems, saves=[x], buffers=Buffers(scratch_bytes=2 * x.num_bytes))
+    # Each intermediate result is freed once the next exists.
+    part = scale(tape, cube)
+    del cube
+    part = add(tape, x, part)
+    part = scale(tape, part)
+    part = tape.op([part], x.num_elems, buffers=Buffers(saves_result=True))
+    part = tape.op([part], x.num_elems, passes=[True])
+    return multiply(tape, half, part)
 
 
 def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -249,9 +194,9 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     return mixed
 
 
-def rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+def rotate(tape: Tape, x: Tensor) -> Tensor:
     """Rotary positions of the in-tree transformer: in fp32, and back."""
-    if habits.is_fused:
+    if tape.habits.is_fused:
         return scale(tape, x)
     # A view puts heads before positions. The gradient has the other memory layout, and is copied once.
     turned_view = tape.view(x, is_copied_back=True)
@@ -265,9 +210,9 @@ def rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
     return cast(tape, turned, x.itemsize)
 
 
-def llama_rotate(tape: Tape, habits: Habits, x: Tensor) -> Tensor:
+def llama_rotate(tape: Tape, x: Tensor) -> Tensor:
     """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
-    if habits.is_fused:
+    if tape.habits.is_fused:
         return scale(tape, x)
     return add(tape, scale(tape, x), scale(tape, _rotate_half(tape, x)))
 

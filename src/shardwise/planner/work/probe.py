@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ...core.schedule.model import ROOT
 from ...core.schedule.units import Units, find_units
 from ..training import Loss
 from .activations import LOSS, shared_out
 from .losses import Head
-from .operations import Habits
-from .probe_meter import Forward, StandIns, measure_call
-from .tape import chain, measure, rounded
-from .work import Work
+from .probe_meter import Forward, StandIns, measure_call, tensors_in
+from .tape import Habits, measure
+from .work import Work, chain, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def probe_works(
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     calls = _calls_of(model, {path: modules[path] for path in (*leaves, *owners) if path}, tokens, stand_ins)
     blocks = [index for index, call in enumerate(calls) if call.path in leaves and _is_block(call.path)]
-    head = calls[-1].path if _is_projection(modules[calls[-1].path]) else None
+    head = calls[-1].path if isinstance(modules[calls[-1].path], nn.Linear) else None
     held = _bytes_beside(calls, tokens)
     groups: dict[str, list[Work]] = {ROOT: [Work(held, held, 0, 0)]}
     known: dict[tuple[Any, ...], Work] = {}
@@ -77,8 +75,8 @@ def probe_works(
             trains = module.weight.requires_grad
             habits = Habits(writes_directly, rank=0 if trains else 1)
             is_plain = head in leaves and type(module).forward is nn.Linear.forward
-            projection = Head(module.in_features, module.out_features, habits, loss, is_plain)
-            work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, kind="loss")
+            projection = Head(module.in_features, module.out_features, loss, is_plain)
+            work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, habits, kind="loss")
         else:
             if call.kind not in known:
                 forward, wrap = _unwrapped(module.forward)
@@ -131,7 +129,7 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
         sizes = tuple((param.shape, param.requires_grad) for param in module.parameters())
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            inputs = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
+            inputs = tensors_in((args, kwargs))
             kind = type(module), sizes, tuple((part.shape, part.dtype, part.requires_grad) for part in inputs)
             calls.append(_Call(path, args, kwargs, kind))
             if kind not in results:
@@ -166,19 +164,14 @@ def _is_in(path: str, blocks: Sequence[str]) -> bool:
     return any(path.startswith(f"{block}.") for block in blocks)
 
 
-def _is_projection(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
 def _bytes_beside(calls: Sequence[_Call], tokens: Tensor) -> int:
     """Bytes of token ids and targets, and of the arguments of blocks besides their input: rotary tables, masks."""
     total = 2 * rounded(tokens.numel() * 8)
     seen: set[int] = set()
     for call in calls:
-        for part in tree_leaves((call.args, call.kwargs)):
-            if isinstance(part, Tensor) and part.is_floating_point() and not part.requires_grad:
-                storage = part.untyped_storage()
-                if storage._cdata not in seen and _is_block(call.path):
-                    seen.add(storage._cdata)
-                    total += rounded(storage.nbytes())
+        for part in tensors_in((call.args, call.kwargs)) if _is_block(call.path) else ():
+            storage = part.untyped_storage()
+            if part.is_floating_point() and not part.requires_grad and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += rounded(storage.nbytes())
     return total

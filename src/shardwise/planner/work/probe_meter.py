@@ -9,7 +9,6 @@ experts, which torch has on the meta device in bf16 only, also work in other dty
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.saved_tensors import keep, kept
-from .tape import rounded
-from .work import AttentionShape, Product, Work, embedding_scratch_bytes
+from .work import AttentionShape, Meter, Product, Work, embedding_scratch_bytes, rounded
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(values) if isinstance(part, Tensor)]
 
 
 def laid_out(query: Tensor, shape: AttentionShape) -> Tensor:
@@ -67,22 +69,24 @@ class StandIns(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _Kernel(torch.autograd.Function):
+    """An operation whose backward allocates the gradients of its saved inputs."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return tuple(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in needed)
+
+
+class _RmsNorm(_Kernel):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        of = [torch.empty_like(tensor) if needed else None
-              for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=True)]  # fmt: skip
-        return tuple(of)
 
-
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedProduct(_Kernel):
     """Rows (tokens, width), each times the matrix of its expert (experts, width, new width)."""
 
     @staticmethod
@@ -93,11 +97,6 @@ class _GroupedProduct(torch.autograd.Function):
         of_one = rows[: -(-rows.shape[0] // num_experts)]
         beside = weight.as_strided((width, num_experts * new_width), (num_experts * new_width, 1))
         return torch.mm(of_one, beside).view(-1)[: rows.shape[0] * new_width].view(-1, new_width)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in needed)
 
 
 class _Linear(torch.autograd.Function):
@@ -127,15 +126,12 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 _NUM_OWN_REFERENCES = (4, 2)
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode, Meter):
     """Counts memory, products and traffic. `live` and `peak`: bytes, rounded like those of torch's GPU allocator."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self.products: list[Product] = []
-        self.attention_flops = self.moved_bytes = 0.0
-        self.num_kernels = 0
+        TorchDispatchMode.__init__(self)
+        Meter.__init__(self)
         self._known: set[int] = set()
         self._external: list[Any] = []
         self._frozen: set[int] = set()
@@ -156,13 +152,12 @@ class Counting(TorchDispatchMode):
 
     def leave_out(self, tensors: Any) -> None:
         """Do not count tensors that exist already: weights, inputs of the model."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self._external.append(storage)
-                if not tensor.requires_grad:
-                    self._frozen.add(storage._cdata)
+        for tensor in tensors_in(tensors):
+            storage = tensor.untyped_storage()
+            self._known.add(storage._cdata)
+            self._external.append(storage)
+            if not tensor.requires_grad:
+                self._frozen.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,20 +166,9 @@ class Counting(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is _ATTENTION:
             result = laid_out(args[0], attention_shape(args[0], args[1])), *result[1:]
-        is_new = False
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                is_new |= self._count(tensor.untyped_storage())
-        if func is _ATTENTION_BACKWARD:
-            self.peak = max(self.peak, self.live + attention_shape(args[1], args[2]).scratch_bytes)
-        if func is torch.ops.aten.embedding_dense_backward.default:
-            scratch = embedding_scratch_bytes(args[1].numel(), *result.shape)
-            self.peak = max(self.peak, self.live + scratch)
-        if func is torch.ops.aten._safe_softmax.default:
-            self.peak = max(self.peak, self.live + result.numel())
-        if func is torch.ops.aten._softmax_backward_data.default:
-            self.peak = max(self.peak, self.live + result.numel() * result.element_size())
-        if is_new and self._depth:
+        are_new = [self._count(tensor.untyped_storage()) for tensor in tensors_in(result)]
+        self.peak = max(self.peak, self.live + _scratch_bytes(func, args, result))
+        if any(are_new) and self._depth:
             self._note(func, args, result)
         return result
 
@@ -194,8 +178,7 @@ class Counting(TorchDispatchMode):
             return False
         num_bytes = rounded(storage.nbytes())
         self._known.add(key)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
+        self.take(num_bytes)
         weakref.finalize(storage, self._free, key, num_bytes)
         return True
 
@@ -219,10 +202,20 @@ class Counting(TorchDispatchMode):
         elif func is _ATTENTION:
             self.attention_flops += attention_shape(args[0], args[1]).flops
         elif func is torch.ops.aten.embedding.default:
-            self.moved_bytes += 2 * result.numel() * result.element_size()
+            self.moved_bytes += 2 * result.nbytes
         else:
-            tensors = [part for part in tree_leaves((args, result)) if isinstance(part, Tensor)]
-            self.moved_bytes += sum(part.numel() * part.element_size() for part in tensors)
+            self.moved_bytes += sum(part.nbytes for part in tensors_in((args, result)))
+
+
+def _scratch_bytes(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a kernel of a GPU allocates besides its result."""
+    if func is _ATTENTION_BACKWARD:
+        return attention_shape(args[1], args[2]).scratch_bytes
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        return embedding_scratch_bytes(args[1].numel(), *result.shape)
+    if func is torch.ops.aten._safe_softmax.default:
+        return int(result.numel())
+    return int(result.nbytes) if func is torch.ops.aten._softmax_backward_data.default else 0
 
 
 def _is_accumulation(args: Any) -> bool:
@@ -273,7 +266,7 @@ def measure_call(
     others are not counted. `around`: the wrapper that activation checkpointing puts around the forward."""
     counting = Counting()
     counting.leave_out(weights)
-    floating = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor) and part.is_floating_point()]
+    floating = [part for part in tensors_in((args, kwargs)) if part.is_floating_point()]
     like = next((part for part in floating if part.requires_grad), next(iter(floating), None))
     counting.leave_out((args, kwargs))
     noted = counting.noting(forward, stand_ins)
@@ -281,20 +274,9 @@ def measure_call(
     seed = torch.empty((), device="meta", requires_grad=True)
     with counting:
         out, before = _called(counting, run, args, kwargs, like, seed)
-        output_bytes = rounded(out.untyped_storage().nbytes())
-        work = Work(
-            saved_bytes=counting.live - output_bytes,
-            forward_peak_bytes=counting.peak - before,
-            backward_peak_bytes=0,
-            output_bytes=output_bytes,
-            products=tuple(counting.products),
-            attention_flops=counting.attention_flops,
-            moved_bytes=counting.moved_bytes,
-            num_kernels=counting.num_kernels,
-        )
+        work = counting.end_forward(before, rounded(out.untyped_storage().nbytes()))
         if out.grad_fn is None:
             return work
-        counting.products, counting.attention_flops = [], 0.0
         begun: list[int] = []
 
         def begins() -> None:
@@ -307,13 +289,7 @@ def measure_call(
     grad_bytes = sum(rounded(weight.grad.untyped_storage().nbytes()) for weight in weights if weight.grad is not None)
     for weight in weights:
         weight.grad = None
-    again = sum(product.flops for product in counting.products) + counting.attention_flops
-    return replace(
-        work,
-        backward_peak_bytes=counting.peak - begun[0],
-        grad_bytes=grad_bytes,
-        recomputed=again / work.flops if work.flops else 0.0,
-    )
+    return counting.end_backward(work, begun[0], grad_bytes)
 
 
 def _called(
@@ -321,13 +297,12 @@ def _called(
 ) -> tuple[Tensor, int]:
     """Return the output, and the live bytes before the call. Nothing holds the input after the call."""
     made: list[Tensor] = []
-    if like is not None:
-        if like.requires_grad:
-            made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
-        else:
-            made.append(torch.empty_like(like))
+    if like is not None and like.requires_grad:
+        made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
+    elif like is not None:
+        made.append(torch.empty_like(like))
     before = counting.peak = counting.live
     args, kwargs = tree_map(lambda part: made[0] if part is like and like is not None else part, (args, kwargs))
     made.clear()
-    found = [part for part in tree_leaves(run(*args, **kwargs)) if isinstance(part, Tensor)]
+    found = tensors_in(run(*args, **kwargs))
     return next((part for part in found if part.grad_fn is not None), found[0]), before

@@ -4,42 +4,22 @@ A forward is written like the torch code that it stands for, with the methods of
 `Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
 and the graph how long a saved tensor lives. The backward runs nodes in torch's order, the last recorded first, frees
 what a node saved once it has run, and adds gradients in place where torch does: if nothing else holds the storage.
-
-Operations differ by values, not by classes: how large the result is, what is saved, and which gradients are new memory
-(an addition hands its gradient on as it is). Sizes are rounded up as torch's allocator for GPUs does. `measure` runs
-the tape of a block forward and backward once; `chain` adds up blocks that run one after the other.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from .work import Product, Work
-
-ROUND_BYTES = 512
-
-
-def rounded(num_bytes: int) -> int:
-    """Round up like torch's GPU allocator."""
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
-
-
-class Meter:
-    __slots__ = ("live", "peak")
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
+from .work import Meter, Product, Work, rounded
 
 
 class Storage:
     __slots__ = ("meter", "num_bytes", "uses")
 
     def __init__(self, meter: Meter, num_bytes: int) -> None:
-        self.meter, self.uses = meter, 0
-        self.num_bytes = rounded(num_bytes)
-        meter.live += self.num_bytes
-        meter.peak = max(meter.peak, meter.live)
+        self.meter, self.num_bytes, self.uses = meter, rounded(num_bytes), 0
+        meter.take(self.num_bytes)
 
 
 class Tensor:
@@ -68,17 +48,16 @@ class Tensor:
 Gradients = list[Tensor | None]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
-    """A node of the graph. `backward` takes the gradients of results from its list, and returns those of inputs."""
+    """A node of the graph. `backward` takes the gradients of results from its list, and returns those of inputs.
+    `inputs`: the nodes and slots that these go to."""
 
-    __slots__ = ("backward", "inputs", "num_outputs", "saved", "sequence")
-
-    def __init__(self, sequence: int, inputs: Sequence[Tensor], num_outputs: int = 1) -> None:
-        self.sequence = sequence
-        self.inputs = [None if tensor.node is None else (tensor.node, tensor.slot) for tensor in inputs]
-        self.num_outputs = num_outputs
-        self.saved: list[Tensor] = []
-        self.backward: Callable[[Gradients], Iterable[Tensor | None]] | None = None
+    sequence: int
+    inputs: "list[tuple[Node, int] | None]"
+    num_outputs: int = 1
+    saved: list[Tensor] = field(default_factory=list)
+    backward: Callable[[Gradients], Iterable[Tensor | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +67,28 @@ class Weight:
     num_elems: int
     trainable: bool = True
     is_direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How a model is run. `writes_directly`: the engine writes gradients of plain linear layers to their destination,
+    but never in compiled code, whose elementwise chains are fused (`is_fused`). `rank` 0: no adapters, every weight is
+    trained; else only adapters of `targets` are. `keeps_every_second`: selective checkpointing saves every second
+    product (torchtitan); else those that are worth their memory (ours)."""
+
+    writes_directly: bool = True
+    is_fused: bool = False
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    keeps_every_second: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        return self.writes_directly and not self.is_fused
+
+    def weight(self, num_elems: int) -> Weight:
+        """Make a weight of anything but a plain linear layer."""
+        return Weight(num_elems, self.rank == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +114,19 @@ class Arithmetic:
 
 NO_BUFFERS = Buffers()
 NO_ARITHMETIC = Arithmetic()
+USUAL_HABITS = Habits()
 
 Block = Callable[["Tape", Tensor], Tensor]
 
 
-class Tape:
+class Tape(Meter):
     """Records operations and their memory. `itemsize`: of the compute dtype. `is_recording`: torch's grad mode."""
 
-    def __init__(self, itemsize: int) -> None:
-        self.itemsize = itemsize
-        self.meter = Meter()
+    def __init__(self, itemsize: int, habits: Habits = USUAL_HABITS) -> None:
+        super().__init__()
+        self.itemsize, self.habits = itemsize, habits
         self.is_recording = True
         self.grads: list[Tensor] = []
-        self.products: list[Product] = []
-        self.attention_flops = self.moved_bytes = 0.0
-        self.num_kernels = 0
         # Results that a selective checkpoint saves: its forward fills the list, its recompute empties it.
         self.kept: list[list[Tensor]] | None = None
         # Number of these before the last tensor that was saved for the backward: compiled code saves no others.
@@ -142,7 +141,7 @@ class Tape:
 
     def new(self, num_elems: int, itemsize: int | None = None) -> Tensor:
         itemsize = self.itemsize if itemsize is None else itemsize
-        return Tensor(Storage(self.meter, 0 if self.is_over else num_elems * itemsize), num_elems, itemsize)
+        return Tensor(Storage(self, 0 if self.is_over else num_elems * itemsize), num_elems, itemsize)
 
     @property
     def is_over(self) -> bool:
@@ -150,7 +149,8 @@ class Tape:
 
     def node(self, inputs: Sequence[Tensor], num_outputs: int = 1) -> Node:
         self._sequence += 1
-        return Node(self._sequence, inputs, num_outputs)
+        sources = [None if tensor.node is None else (tensor.node, tensor.slot) for tensor in inputs]
+        return Node(self._sequence, sources, num_outputs)
 
     def input(self, num_elems: int, itemsize: int | None = None, needs_grad: bool = True) -> Tensor:
         tensor = self.new(num_elems, itemsize)
@@ -307,13 +307,13 @@ class Tape:
         elif old.storage.uses > 1:
             buffer[slot] = self.new(old.num_elems, old.itemsize)
 
-    def checkpoint(self, block: Block, x: Tensor, selects: bool, is_compiled: bool = False) -> Tensor:
+    def checkpoint(self, block: Block, x: Tensor, selects: bool) -> Tensor:
         """Run a block that saves only its input and, if it `selects`, some results. Its backward reruns it."""
         kept: list[list[Tensor]] = []
         self.num_saved, self.num_wide, self.drops_saved, self.kept = 0, 0, True, kept if selects else None
         out = block(self, x)
         num_saved, self.drops_saved, self.kept = self.num_saved, False, None
-        if is_compiled:
+        if self.habits.is_fused:
             del kept[self.num_read :]
         node = self.node((x,))
         node.saved = [x.alias(), *(tensor for result in kept for tensor in result)]
@@ -340,73 +340,26 @@ def measure(
     block: Block,
     num_elems: int,
     itemsize: int,
+    habits: Habits = USUAL_HABITS,
     *,
     checkpointing: Literal["none", "selective", "full"] = "none",
-    is_compiled: bool = False,
     input_itemsize: int | None = None,
     needs_input_grad: bool = True,
     kind: Literal["activations", "loss"] = "activations",
 ) -> Work:
     """Return the work of a block with an input of `num_elems`."""
-    tape = Tape(itemsize)
-    meter = tape.meter
+    tape = Tape(itemsize, habits)
     x = tape.input(num_elems, input_itemsize, needs_input_grad)
-    before = meter.live
-    if checkpointing == "none":
-        out = block(tape, x)
-    else:
-        out = tape.checkpoint(block, x, checkpointing == "selective", is_compiled)
+    before = tape.live
+    out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
     del x
-    output_bytes = out.storage.num_bytes
-    saved_bytes, forward_peak = meter.live - output_bytes, meter.peak - before
-    forward = Work(
-        saved_bytes, forward_peak, 0, output_bytes, 0,
-        tuple(tape.products), tape.attention_flops, tape.moved_bytes, tape.num_kernels, kind=kind,
-    )  # fmt: skip
+    forward = tape.end_forward(before, out.storage.num_bytes, kind)
     if out.node is None:
         return forward
-    tape.products, tape.attention_flops = [], 0.0
     grads: Gradients = [tape.new(out.num_elems, out.itemsize)]
-    last = Tensor(Storage(meter, 0), 0, 0, out.node, out.slot)
+    last = Tensor(Storage(tape, 0), 0, 0, out.node, out.slot)
     del out
-    meter.peak = before = meter.live
+    tape.peak = before = tape.live
     reached = tape.backward(last, grads)
-    again = sum(product.flops for product in tape.products) + tape.attention_flops
-    return replace(
-        forward,
-        backward_peak_bytes=meter.peak - before,
-        grad_bytes=meter.live - sum(grad.storage.num_bytes for grad in reached.values()),
-        recomputed=again / forward.flops if forward.flops else 0.0,
-    )
-
-
-def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
-    """Return the work of blocks that run one after the other. `input_bytes`: the input of the first one."""
-    if len(works) == 1:
-        return works[0]
-    forward = backward = saved = 0
-    before = input_bytes
-    for work in works:
-        forward = max(forward, saved + before + work.forward_peak_bytes)
-        saved += work.saved_bytes
-        before = work.output_bytes
-    total, grads = saved, 0
-    for work in reversed(works):
-        backward = max(backward, saved + work.output_bytes + grads + work.backward_peak_bytes)
-        saved -= work.saved_bytes
-        grads += work.grad_bytes
-    last = works[-1]
-    flops = sum(work.flops for work in works)
-    return Work(
-        saved_bytes=total,
-        forward_peak_bytes=forward - input_bytes,
-        backward_peak_bytes=backward - total - last.output_bytes,
-        output_bytes=last.output_bytes,
-        grad_bytes=grads,
-        products=tuple(product for work in works for product in work.products),
-        attention_flops=sum(work.attention_flops for work in works),
-        moved_bytes=sum(work.moved_bytes for work in works),
-        num_kernels=sum(work.num_kernels for work in works),
-        recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
-        kind=last.kind,
-    )
+    grad_bytes = tape.live - sum(grad.storage.num_bytes for grad in reached.values())
+    return tape.end_backward(forward, before, grad_bytes)

@@ -4,7 +4,8 @@ The backward of attention sums the gradient of the queries in fp32, and makes th
 several heads share for every head before it adds them up. torch's flash attention and cuDNN's both do so.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -52,6 +53,74 @@ class Work:
     def flops(self) -> float:
         """FLOP of the forward."""
         return sum(product.flops for product in self.products) + self.attention_flops
+
+
+ROUND_BYTES = 512
+
+
+def rounded(num_bytes: int) -> int:
+    """Round up like torch's GPU allocator."""
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+
+
+class Meter:
+    """Counts live bytes and their peak, products and traffic while a unit runs forward and then backward."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.num_kernels = 0
+        self.products: list[Product] = []
+        self.attention_flops = self.moved_bytes = 0.0
+
+    def take(self, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+    def end_forward(self, before: int, output_bytes: int, kind: Literal["activations", "loss"] = "activations") -> Work:
+        """Return the work of the forward, and count the FLOP that the backward recomputes from here on. `before`: live
+        bytes when it began."""
+        work = Work(
+            self.live - output_bytes, self.peak - before, 0, output_bytes, 0, tuple(self.products),
+            self.attention_flops, self.moved_bytes, self.num_kernels, kind=kind,
+        )  # fmt: skip
+        self.products, self.attention_flops = [], 0.0
+        return work
+
+    def end_backward(self, forward: Work, before: int, grad_bytes: int) -> Work:
+        again = sum(product.flops for product in self.products) + self.attention_flops
+        recomputed = again / forward.flops if forward.flops else 0.0
+        return replace(forward, backward_peak_bytes=self.peak - before, grad_bytes=grad_bytes, recomputed=recomputed)
+
+
+def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
+    """Return the work of blocks that run one after the other. `input_bytes`: the input of the first one."""
+    if len(works) == 1:
+        return works[0]
+    forward = backward = saved = 0
+    before = input_bytes
+    for work in works:
+        forward = max(forward, saved + before + work.forward_peak_bytes)
+        saved += work.saved_bytes
+        before = work.output_bytes
+    total, grads = saved, 0
+    for work in reversed(works):
+        backward = max(backward, saved + work.output_bytes + grads + work.backward_peak_bytes)
+        saved -= work.saved_bytes
+        grads += work.grad_bytes
+    last = works[-1]
+    flops = sum(work.flops for work in works)
+    return Work(
+        saved_bytes=total,
+        forward_peak_bytes=forward - input_bytes,
+        backward_peak_bytes=backward - total - last.output_bytes,
+        output_bytes=last.output_bytes,
+        grad_bytes=grads,
+        products=tuple(product for work in works for product in work.products),
+        attention_flops=sum(work.attention_flops for work in works),
+        moved_bytes=sum(work.moved_bytes for work in works),
+        num_kernels=sum(work.num_kernels for work in works),
+        recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
+        kind=last.kind,
+    )
 
 
 # flash: torch's flash attention and cuDNN's. efficient: the one for fp32. math: written out, all scores in memory.
