@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.doctor import measure
-from shardwise.planner.hardware.measured import cluster_in, read_measured
+from shardwise.planner.hardware.cluster import cluster_in, read_measured
 from tests.cli.asking import Asker
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.doctor.measure import measure
+from shardwise.planner.hardware.cluster import cluster_in, efficiency_in
 from shardwise.planner.hardware.gpus import gpu_of_device
-from shardwise.planner.hardware.measured import cluster_in, efficiency_in
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 from shardwise.bench.calls import count_calls
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Lora, Loss, Training
-from shardwise.planner.work import losses
+from shardwise.planner.work import activations
 from shardwise.planner.work.activations import LOSS, works_of
 from shardwise.trainer import loss as chunked_loss
 
@@ -48,10 +48,10 @@ def test_every_unit_has_its_work_and_nothing_else_does(shape: ModelShape, lora: 
 
 
 def test_the_chunks_are_those_of_the_trainers_loss() -> None:
-    assert losses.CHUNK_LOGITS_BYTES == chunked_loss.CHUNK_LOGITS_BYTES
-    assert losses.CHUNK_MULTIPLE == chunked_loss.CHUNK_MULTIPLE
+    assert activations.CHUNK_LOGITS_BYTES == chunked_loss.CHUNK_LOGITS_BYTES
+    assert activations.CHUNK_MULTIPLE == chunked_loss.CHUNK_MULTIPLE
     for vocab in (257, 32000, 128256, 10**9):
-        head = losses.Head(512, vocab, "chunked")
+        head = activations.Head(512, vocab, "chunked")
         assert head.tokens_per_chunk(1 << 20) == chunked_loss.tokens_per_chunk(vocab)
 
 

@@ -157,7 +157,7 @@ def test_quantities() -> None:
 def test_shapes_and_hardware_do_without_torch() -> None:
     code = (
         "import sys\n"
-        "from shardwise.planner.hardware import cluster, gpus, measured\n"
+        "from shardwise.planner.hardware import cluster, gpus\n"
         "from shardwise.planner.shapes import hf_config, names\n"
         "from shardwise.planner.shapes.shape import units_of\n"
         "units_of(names.shape_of('llama-3-70b')), cluster.make_cluster('8xH100', 128)\n"

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.planner.hardware.gpus import GPUS
-from shardwise.planner.hardware.links import Link
-from shardwise.planner.hardware.measured import (
+from shardwise.planner.hardware.cluster import (
     Measured,
     cluster_in,
     efficiency_in,
@@ -17,6 +15,8 @@ from shardwise.planner.hardware.measured import (
     read_measured,
     write_measured,
 )
+from shardwise.planner.hardware.gpus import GPUS
+from shardwise.planner.hardware.links import Link
 
 COMMON: dict[str, Any] = {
     "host_memory_bytes": 2 * 10**12, "host_adam_elems_per_s": 4e9, "disk_bytes": 10**13, "disk_read_bytes_per_s": 2e10,

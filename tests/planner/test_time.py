@@ -14,9 +14,8 @@ from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.core.wire.codec import encoded_bytes
 from shardwise.planner.cost.compute import UnitSeconds
-from shardwise.planner.cost.lanes import BOTH_WAYS, COLLECTIVES, Lanes
 from shardwise.planner.cost.peak import with_stowing
-from shardwise.planner.cost.step_time import Timing, step_time
+from shardwise.planner.cost.step_time import BOTH_WAYS, COLLECTIVES, Lanes, Timing, step_time
 from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.gpus import CODING, IDEAL, Overheads

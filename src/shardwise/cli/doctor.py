@@ -91,7 +91,7 @@ def _oom_text(folder: Path, reports: list[dict[str, Any]]) -> str:
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
-    from ..planner.hardware.measured import write_measured
+    from ..planner.hardware.cluster import write_measured
 
     _require_writable(file)
     from ..doctor.measure import measure

@@ -101,9 +101,8 @@ def plan(
 
 def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
     from ..planner.assess import Machine
-    from ..planner.hardware.cluster import make_cluster
+    from ..planner.hardware.cluster import cluster_in, efficiency_in, make_cluster, read_measured
     from ..planner.hardware.gpus import IDEAL, REAL
-    from ..planner.hardware.measured import cluster_in, efficiency_in, read_measured
     from ..planner.planning import machine_of
 
     if hardware is None:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore
 
 from ..base.container_limits import cgroup_values, memory_limit
 from ..base.processes import as_child, end_with_parent, temporary_folder
-from ..planner.hardware.measured import CPU_RANKS, MATRIX, Measured
+from ..planner.hardware.cluster import CPU_RANKS, MATRIX, Measured
 from ..trainer.loopback import interfaces
 from .disk import existing, speeds
 

@@ -8,7 +8,7 @@ Quantised collectives, and a disk without a folder for it, are used only on requ
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +83,8 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         )
     subject = None if asked.batch is None else _probed(model, asked)
     if subject is None:
-        subject = _without_activations(type(model).__name__, found)
+        name, works = type(model).__name__, {unit.name: Work(0, 0, 0, 0) for unit in found}
+        subject = Subject(name, tuple(found), lambda training: works, 0.0, {"name": name})
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
     training = asked.training
@@ -118,11 +119,6 @@ def _probed(model: nn.Module, asked: AutoRequest) -> Subject | None:
             type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
         )  # fmt: skip
         return None
-
-
-def _without_activations(name: str, found: list[UnitSpec]) -> Subject:
-    nothing: Mapping[str, Work] = {unit.name: Work(0, 0, 0, 0) for unit in found}
-    return Subject(name, tuple(found), lambda training: nothing, 0.0, {"name": name})
 
 
 def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:

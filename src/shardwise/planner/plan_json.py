@@ -13,8 +13,8 @@ from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 from ..version import VERSION
 from .assess import Assessment, Machine
-from .cost.lanes import Span
 from .cost.peak import CLASSES, Instant
+from .cost.step_time import Span
 from .planning import Plan
 from .search import strategy_of
 from .states import States, StatesRow

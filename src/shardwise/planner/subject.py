@@ -157,7 +157,11 @@ def subject_of_built(name: str, model: "nn.Module", training: Training) -> Subje
     from ..core.schedule.units import find_units
 
     try:
-        short, longer = (_num_kernels(model, replace(training, seq=seq), name) for seq in _SHORT)
+        # If the number of operations grows with the length, the model runs token by token.
+        short, longer = (
+            sum(work.num_kernels for work in subject_of_module(model, some, built_from=name).works(some).values())
+            for some in (replace(training, seq=4), replace(training, seq=32))
+        )
         if longer > 2 * short:
             raise NotRunError(
                 f"this {type(model).__name__} runs token by token on the meta device, as no kernel of a GPU does; its "
@@ -166,15 +170,6 @@ def subject_of_built(name: str, model: "nn.Module", training: Training) -> Subje
         return subject_of_module(model, training, built_from=name)
     except NotRunError as error:
         return StatesOnly(num_elems_of(find_units(model)), name, str(error))
-
-
-# Lengths of two short sequences: the probe checks whether the number of operations grows with the length.
-_SHORT = (4, 32)
-
-
-def _num_kernels(model: "nn.Module", training: Training, name: str) -> int:
-    works = subject_of_module(model, training, built_from=name).works(training)
-    return sum(work.num_kernels for work in works.values())
 
 
 _NOTHING = Work(0, 0, 0, 0)

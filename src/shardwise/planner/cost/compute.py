@@ -7,13 +7,13 @@ forward, because it recomputes the scores. Recomputation (activation checkpointi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
 from ...base.dtypes import FP32
 from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..hardware.gpus import Efficiency, Gpu
 from ..training import Training
-from ..work.work import Product, Work
+from ..work.work import Work
 
 ATTENTION_BACKWARD = 2.5
 MOVED_BACKWARD = 2.0
@@ -84,7 +84,8 @@ def seconds_of(
     last = schedule.units[schedule.order[-1]].name
     for name, work in works.items():
         if name not in found:
-            found[last] = _together(found[last], known[id(work)])
+            pairs = zip(astuple(found[last]), astuple(known[id(work)]), strict=True)
+            found[last] = UnitSeconds(*(one + other for one, other in pairs))
     return found
 
 
@@ -108,10 +109,6 @@ def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
     )
 
 
-def _together(one: UnitSeconds, other: UnitSeconds) -> UnitSeconds:
-    return UnitSeconds(*(getattr(one, field.name) + getattr(other, field.name) for field in fields(UnitSeconds)))
-
-
 def forward_s(work: Work, speed: Speed) -> float:
     flop = sum(product.count * _cost(product.m, product.n, product.k, speed.efficiency) for product in work.products)
     return (
@@ -124,7 +121,11 @@ def forward_s(work: Work, speed: Speed) -> float:
 
 def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float:
     """Seconds of a backward without recomputation. `moved`: its reads and writes, as a multiple of the forward's."""
-    flop = sum(product.count * _backward_cost(product, speed.efficiency) for product in work.products)
+    flop = 0.0
+    for product in work.products:
+        by_input = _cost(product.m, product.k, product.n, speed.efficiency)
+        by_weight = _cost(product.n, product.k, product.m, speed.efficiency) if product.trainable else 0.0
+        flop += product.count * (by_input + by_weight)
     return (
         flop / speed.products
         + ATTENTION_BACKWARD * work.attention_flops / speed.attention
@@ -135,11 +136,6 @@ def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float
 def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
     """FLOP of a product, including the waste of its pipelines and its last wave."""
     return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)
-
-
-def _backward_cost(product: Product, efficiency: Efficiency) -> float:
-    by_input = _cost(product.m, product.k, product.n, efficiency)
-    return by_input + (_cost(product.n, product.k, product.m, efficiency) if product.trainable else 0.0)
 
 
 def update_bytes(unit: UnitPlan, num_moments: float) -> float:

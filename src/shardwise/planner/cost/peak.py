@@ -258,13 +258,10 @@ class _Walk(MemoryWalk):
             self.leaving.append(resting_grads(for_host))
             if len(self.leaving) > NUM_LEAVING:
                 self.held[GRADS] -= self.leaving.popleft()
-            self._hold_norm_of(for_host)
-
-    def _hold_norm_of(self, flats: Sequence[Flat]) -> None:
-        """Add the scratch memory of the norm of offloaded gradients, which is computed piece by piece."""
-        needed = 8 * min(max(flat.num_master for flat in flats), NORM_ELEMS)
-        self.held[GRADS] += max(0, needed - self.norm_bytes)
-        self.norm_bytes = max(needed, self.norm_bytes)
+            # The norm of offloaded gradients is computed piece by piece, in scratch memory.
+            needed = 8 * min(max(flat.num_master for flat in for_host), NORM_ELEMS)
+            self.held[GRADS] += max(0, needed - self.norm_bytes)
+            self.norm_bytes = max(needed, self.norm_bytes)
 
     def _end_backward(self) -> None:
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
@@ -307,24 +304,17 @@ class Reserved:
 def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recomputed: bool) -> Reserved:
     active = memory.peak.total
     if memory.pools:
-        return _of_streams(memory)
+        # FSDP2: a stream cannot reuse memory of another, so the peaks add up, and the compute stream leaves holes. The
+        # allocator returns free blocks before it fails, so little more than the peak must fit (`low`).
+        computing, together = memory.pools[0], sum(memory.pools)
+        return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)
     returned = sum(unit.gathered_bytes for unit in schedule.units if unit.gives_back)
     kept = schedule.reduction_slot_bytes // 2 if training.num_micro_batches > 1 else 0
     holes = returned // (5 if is_recomputed else 30)
     expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept
-    more = 150 * MB + active // 100 + returned // 4 + largest_bytes(schedule, memory) * 2 // 3
-    return Reserved(active + 20 * MB, expected, expected + more)
-
-
-def largest_bytes(schedule: Schedule, memory: Memory) -> int:
-    """Size of the largest block of memory that comes and goes within a step."""
+    # The largest block of memory that comes and goes within a step may fit into no hole.
     whole = [resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
     loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
-    return max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
-
-
-def _of_streams(memory: Memory) -> Reserved:
-    """Reserve of FSDP2: a stream cannot reuse memory of another, so the peaks add up, and the compute stream leaves
-    holes. `low`: the allocator returns free blocks before it fails, so little more than the peak must fit."""
-    active, computing, together = memory.peak.total, memory.pools[0], sum(memory.pools)
-    return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)
+    largest = max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
+    more = 150 * MB + active // 100 + returned // 4 + largest * 2 // 3
+    return Reserved(active + 20 * MB, expected, expected + more)

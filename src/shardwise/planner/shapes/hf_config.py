@@ -9,6 +9,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,14 +93,10 @@ def _stablelm(config: Config, sizes: Fields) -> Fields:
     return {"qkv_bias": _switch(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
 
 
-def _cohere(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if _switch(config, "use_qk_norm") else 0
-    return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
-
-
-def _olmo2(config: Config, sizes: Fields) -> Fields:
+def _with_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
     """Add norms of queries and keys over all heads together."""
-    return {"other_elems": _biases(config, sizes)["other_elems"] + _norms_of_heads(sizes)}
+    norms = _norms_of_heads(sizes) if _switch(config, "use_qk_norm", is_default) else 0
+    return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
 
 
 def _norms_of_heads(sizes: Fields) -> int:
@@ -120,8 +117,8 @@ _SPECIAL: dict[str, Callable[[Config, Fields], Fields]] = {
     "falcon": _falcon,
     "phi": lambda config, sizes: {"qk_norm": _switch(config, "qk_layernorm")},
     "stablelm": _stablelm,
-    **dict.fromkeys(("cohere", "cohere2"), _cohere),
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _olmo2),
+    **dict.fromkeys(("cohere", "cohere2"), partial(_with_norms, is_default=False)),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _with_norms),
     "gpt_oss": _gpt_oss,
 }
 

@@ -156,15 +156,13 @@ def attention(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, val
     """Causal attention without a mask."""
     if shape.kernel == "math":
         return _written_out(tape, shape, query, key, value)
+    # For the backward: the log-sum-exp of each row in fp32, and the state of a random generator.
+    extra_bytes = rounded(4 * shape.batch * shape.heads * shape.seq) + 2 * ROUND_BYTES
     return tape.op(
         [query, key, value],
         query.num_elems,
         saves=[query, key, value],
-        buffers=Buffers(
-            saves_result=True,
-            extra_bytes=rounded(shape.statistics_bytes) + 2 * ROUND_BYTES,  # and the state of a random generator
-            scratch_bytes=shape.scratch_bytes,
-        ),
+        buffers=Buffers(True, extra_bytes, shape.scratch_bytes),
         arithmetic=Arithmetic(is_kept=True, attention_flops=shape.flops),
     )
 
@@ -181,7 +179,7 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
         [scaled, scaled_key], num_scores, saves=[scaled, scaled_key], arithmetic=Arithmetic(attention_flops=flops)
     )
     scores = tape.op([scores], num_scores, passes=[True])
-    scratch = tape.new(shape.softmax_scratch_bytes, 1)
+    scratch = tape.new(num_scores, 1)  # one byte of mask for each score
     shares = softmax(tape, scores)
     del scores, scratch
     mixed = tape.op(

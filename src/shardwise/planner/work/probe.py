@@ -1,7 +1,7 @@
 """Work of the units of any module, found by running a copy of it on the meta device, where nothing is computed.
 
 The model runs forward once. Then one unit of each kind is run by itself, forward and backward (probe_meter.py). The
-loss is not run: for the last projection of a language model and everything after it, `losses.py` is used.
+loss is not run: for the last projection of a language model and everything after it, `activations.Head` is used.
 """
 
 import copy
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ...core.schedule.model import ROOT
 from ...core.schedule.units import Units, find_units
 from ..training import Loss
-from .activations import LOSS, shared_out
-from .losses import Head
+from .activations import LOSS, Head, shared_out
 from .probe_meter import Forward, StandIns, measure_call, tensors_in
 from .tape import Habits, measure
 from .work import Work, chain, rounded

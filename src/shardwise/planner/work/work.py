@@ -141,11 +141,6 @@ class AttentionShape:
     itemsize: int
 
     @property
-    def statistics_bytes(self) -> int:
-        """Bytes of the log-sum-exp of each row, in fp32, which the backward reads."""
-        return 4 * self.batch * self.heads * self.seq
-
-    @property
     def flops(self) -> float:
         """FLOP of the forward of a kernel that skips the masked half of its two products."""
         return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
@@ -156,11 +151,6 @@ class AttentionShape:
         if self.itemsize == 2:
             return "flash"
         return "efficient" if self.heads == self.kv_heads else "math"
-
-    @property
-    def softmax_scratch_bytes(self) -> int:
-        """Scratch memory of a softmax that is written out: one byte of mask for each score."""
-        return self.batch * self.heads * self.seq * self.seq
 
     @property
     def scratch_bytes(self) -> int:
