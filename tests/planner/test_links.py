@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench.calls import count_calls
 from shardwise.core.wire.ledger import Call, Kind
-from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Link, Transfer, occupied_s, parse, plan_transfer
+from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Link, Transfer, Wire, parse, plan_transfer
 
 WORLD = list(range(8))
 NODE = [0, 1, 2, 3]
@@ -19,6 +19,10 @@ REPLICATE = [0, 4]
 
 # ---------------------------------------------------------------------------------------------------------
 # the text
+
+
+def occupied_s(fabric: Fabric, kind: Kind, num_bytes: int, ranks: list[int], rank: int) -> dict[Wire, float]:
+    return plan_transfer(fabric, kind, num_bytes, ranks, rank).occupied_s
 
 
 @pytest.mark.parametrize(

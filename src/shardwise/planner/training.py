@@ -1,5 +1,6 @@
 """Settings of a step that decide memory, traffic and time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,27 +54,24 @@ class Training:
     moments: float | None = None  # for an optimizer that is not in `MOMENTS`
 
     def __post_init__(self) -> None:
+        for why in self._problems():
+            raise ConfigurationError(f"training: {why}")
+        precision_of(self.precision, self.reduce)
+
+    def _problems(self) -> Iterator[str]:
         for name, most in MOST.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
-                raise ConfigurationError(
-                    f"training: {name} {value!r}, but it must be a whole number from 1 to {most:,}"
-                )
+                yield f"{name} {value!r}, but it must be a whole number from 1 to {most:,}"
         if self.micro_batch * self.num_micro_batches > MOST["micro_batch"]:
-            raise ConfigurationError(
-                f"training: {self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than "
-                f"the {MOST['micro_batch']:,} that are planned for"
+            yield (
+                f"{self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than the "
+                f"{MOST['micro_batch']:,} that are planned for"
             )
-        for name, known in (
-            ("optimizer", get_args(Optimizer)),
-            ("checkpointing", get_args(Checkpointing)),
-            ("loss", get_args(Loss)),
-            ("engine", get_args(EngineName)),
-        ):
-            if getattr(self, name) not in known:
-                value = str(getattr(self, name))
-                raise ConfigurationError(f"training: {name} {value!r}; {did_you_mean(value, known)}")
-        precision_of(self.precision, self.reduce)
+        kinds = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss, "engine": EngineName}
+        for name, kind in kinds.items():
+            if (value := getattr(self, name)) not in get_args(kind):
+                yield f"{name} {str(value)!r}; {did_you_mean(str(value), get_args(kind))}"
 
     @property
     def formats(self) -> Precision:

@@ -12,7 +12,7 @@ products reached. For an unknown device, or a CPU, the measured rate is the peak
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -56,18 +56,20 @@ class Cluster:
     host_adam_elems_per_s: float
 
     def __post_init__(self) -> None:
-        for name in ("node_size", "num_nodes"):
+        for why in self._problems():
+            raise ConfigurationError(f"cluster: {why}")
+
+    def _problems(self) -> Iterator[str]:
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST[name]:
-                raise ConfigurationError(
-                    f"cluster: {name} is {value!r}, but must be a whole number from 1 to {MOST[name]:,}"
-                )
+            if type(value) is not int or not 1 <= value <= most:
+                yield f"{name} is {value!r}, but must be a whole number from 1 to {most:,}"
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigurationError(f"cluster: {name} is {getattr(self, name)}, but must be 0 or more")
+                yield f"{name} is {getattr(self, name)}, but must be 0 or more"
         for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "host_adam_elems_per_s"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"cluster: {name} is {getattr(self, name)}, but must be above 0")
+                yield f"{name} is {getattr(self, name)}, but must be above 0"
 
     @property
     def world_size(self) -> int:
@@ -236,21 +238,24 @@ class Measured:
     disk_write_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for name in ("device", "kind"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigurationError(f"hardware: {name} is {getattr(self, name)!r}, but must be a word")
-        for name in (entry.name for entry in fields(self) if entry.name not in ("device", "kind")):
+        for why in self._problems():
+            raise ConfigurationError(f"hardware: {why}")
+
+    def _problems(self) -> Iterator[str]:
+        for name in (entry.name for entry in fields(self)):
             value, is_whole, may_be_0 = getattr(self, name), name in _WHOLE, name in _MAY_BE_0
-            is_number = type(value) is int or (type(value) is float and not is_whole)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not is_number or not (0 if may_be_0 else 1e-9) <= value < math.inf:
-                what, above = "a whole number" if is_whole else "a number", "of at least 0" if may_be_0 else "above 0"
-                raise ConfigurationError(f"hardware: {name} is {value!r}, but must be {what} {above}")
+            if name in ("device", "kind"):
+                if not isinstance(value, str):
+                    yield f"{name} is {value!r}, but must be a word"
+            elif value is not None or name not in _OPTIONAL:
+                is_number = type(value) is int or (type(value) is float and not is_whole)
+                if not is_number or not (0 if may_be_0 else 1e-9) <= value < math.inf:
+                    what = "a whole number" if is_whole else "a number"
+                    yield f"{name} is {value!r}, but must be {what} {'of at least 0' if may_be_0 else 'above 0'}"
         if self.kind not in ("cuda", "cpu"):
-            raise ConfigurationError(f"hardware: kind {self.kind!r}; {did_you_mean(self.kind, ('cuda', 'cpu'))}")
+            yield f"kind {self.kind!r}; {did_you_mean(self.kind, ('cuda', 'cpu'))}"
         if self.version != VERSION:
-            raise ConfigurationError(f"hardware: version {self.version}, but {VERSION} is needed: measure again")
+            yield f"version {self.version}, but {VERSION} is needed: measure again"
 
 
 _WHOLE = {"version", "num_devices", "memory_bytes", "context_bytes", "host_memory_bytes", "disk_bytes"}
@@ -260,19 +265,17 @@ _OPTIONAL = {entry.name for entry in fields(Measured) if entry.default is None}
 
 def read_measured(path: str | Path) -> Measured:
     """Read the file and check every value."""
-    file = find(path)
+    file, what = find(path), f"hardware {str(path)!r}"
     if file is None:
-        raise ConfigurationError(
-            f"hardware {str(path)!r}: there is no such file; make it with shardwise doctor --measure {path}"
-        )
-    found = read_object(file, f"hardware {str(path)!r}")
+        raise ConfigurationError(f"{what}: there is no such file; make it with shardwise doctor --measure {path}")
+    found = read_object(file, what)
     known = [entry.name for entry in fields(Measured)]
     for key in found:
         if key not in known:
-            raise ConfigurationError(f"hardware {str(path)!r}: unknown key {key!r}; {did_you_mean(key, known)}")
+            raise ConfigurationError(f"{what}: unknown key {key!r}; {did_you_mean(key, known)}")
     missing = [name for name in known if name not in found and name not in _OPTIONAL]
     if missing:
-        raise ConfigurationError(f"hardware {str(path)!r} has no {', no '.join(missing)}: measure again")
+        raise ConfigurationError(f"{what} has no {', no '.join(missing)}: measure again")
     return Measured(**found)
 
 

@@ -145,11 +145,6 @@ def _within(ranks: range, begin: int, end: int) -> range:
     return ranks[before[0] : before[1]]
 
 
-def occupied_s(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> dict[Wire, float]:
-    """Seconds that an operation keeps each wire of `rank` busy."""
-    return plan_transfer(fabric, kind, num_bytes, ranks, rank).occupied_s
-
-
 def parse(text: str) -> Fabric:
     """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
     shape, *words = [part.strip() for part in text.split(",")]

@@ -52,45 +52,37 @@ class ModelShape:
     dtype: DType = FP32
 
     def __post_init__(self) -> None:
+        for why in self._problems():
+            raise ConfigurationError(f"shape {self.name!r}: {why}")
+
+    def _problems(self) -> Iterator[str]:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
+            value, most = getattr(self, name), _MOST.get(name, MOST_OF_A_SIZE)
             if type(value) is not int or value < least:
-                raise ConfigurationError(
-                    f"shape {self.name!r}: {name} is {value!r}, but must be a whole number of at least {least}"
-                )
-            if value > (most := _MOST.get(name, MOST_OF_A_SIZE)):
-                raise ConfigurationError(
-                    f"shape {self.name!r}: {name} is {value:,}, but at most {most:,} is planned for"
-                )
+                yield f"{name} is {value!r}, but must be a whole number of at least {least}"
+            if value > most:
+                yield f"{name} is {value:,}, but at most {most:,} is planned for"
         if self.heads % self.kv_heads:
-            raise ConfigurationError(
-                f"shape {self.name!r}: {self.heads} heads do not divide into {self.kv_heads} key-value heads, each of "
-                "which serves the same number of them"
+            yield (
+                f"{self.heads} heads do not divide into {self.kv_heads} key-value heads, each of which serves the same "
+                "number of them"
             )
         if self.num_active_experts > self.num_experts:
-            raise ConfigurationError(
-                f"shape {self.name!r}: {self.num_active_experts} active experts, but there are {self.num_experts}"
-            )
+            yield f"{self.num_active_experts} active experts, but there are {self.num_experts}"
         for name, known in (("norm", get_args(Norm)), ("code", get_args(Code))):
-            if getattr(self, name) not in known:
-                value = str(getattr(self, name))
-                raise ConfigurationError(f"shape {self.name!r}: {name} {value!r}; {did_you_mean(value, known)}")
+            if (value := getattr(self, name)) not in known:
+                yield f"{name} {str(value)!r}; {did_you_mean(str(value), known)}"
         if self.code == "in-tree":
-            self._check_in_tree()
-
-    def _check_in_tree(self) -> None:
-        if self.query_width != self.hidden or self.head_dim % 2:
-            raise ConfigurationError(
-                f"shape {self.name!r}: {self.heads} heads of {self.head_dim} with hidden {self.hidden}, but the "
-                "in-tree transformer has heads of hidden / heads, an even number"
-            )
-        plain = {entry.name: entry.default for entry in fields(self) if entry.name not in _IN_TREE_HAS}
-        other = next((name for name, value in plain.items() if getattr(self, name) != value), None)
-        if other is not None:
-            raise ConfigurationError(
-                f"shape {self.name!r}: {other} is {getattr(self, other)!r}, but always {plain[other]!r} in the in-tree "
-                "transformer; say code=hf"
-            )
+            if self.query_width != self.hidden or self.head_dim % 2:
+                yield (
+                    f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}, but the in-tree transformer has "
+                    "heads of hidden / heads, an even number"
+                )
+            for entry in fields(self):
+                value = getattr(self, entry.name)
+                if entry.name not in _IN_TREE_HAS and value != entry.default:
+                    always = f"always {entry.default!r} in the in-tree transformer"
+                    yield f"{entry.name} is {value!r}, but {always}; say code=hf"
 
     @property
     def query_width(self) -> int:
@@ -169,10 +161,6 @@ class Part:
     def num_elems(self) -> int:
         return sum(prod(size) for _, size in self.params)
 
-    @property
-    def num_own_elems(self) -> int:
-        return self.num_elems - (prod(self.params[0][1]) if self.is_tied else 0)
-
 
 def _linear(
     path: str, fan_in: int, fan_out: int, bias: bool = False, is_tied: bool = False, is_conv: bool = False
@@ -202,7 +190,8 @@ class Parts:
 
     @property
     def num_elems(self) -> int:
-        outside = sum(part.num_own_elems for part in (*self.before, *self.after))
+        outside = sum(part.num_elems for part in (*self.before, *self.after))
+        outside -= sum(prod(part.params[0][1]) for part in self.after if part.is_tied)
         return outside + len(self.block_paths) * self.num_block_elems
 
 

@@ -120,12 +120,11 @@ Block = Callable[["Tape", Tensor], Tensor]
 
 
 class Tape(Meter):
-    """Records operations and their memory. `itemsize`: of the compute dtype. `is_recording`: torch's grad mode."""
+    """Records operations and their memory. `itemsize`: of the compute dtype."""
 
     def __init__(self, itemsize: int, habits: Habits = USUAL_HABITS) -> None:
         super().__init__()
         self.itemsize, self.habits = itemsize, habits
-        self.is_recording = True
         self.grads: list[Tensor] = []
         # Results that a selective checkpoint saves: its forward fills the list, its recompute empties it.
         self.kept: list[list[Tensor]] | None = None
@@ -152,8 +151,8 @@ class Tape(Meter):
         sources = [None if tensor.node is None else (tensor.node, tensor.slot) for tensor in inputs]
         return Node(self._sequence, sources, num_outputs)
 
-    def input(self, num_elems: int, itemsize: int | None = None, needs_grad: bool = True) -> Tensor:
-        tensor = self.new(num_elems, itemsize)
+    def input(self, num_elems: int, needs_grad: bool = True) -> Tensor:
+        tensor = self.new(num_elems)
         tensor.node = self.node(()) if needs_grad else None
         return tensor
 
@@ -175,7 +174,7 @@ class Tape(Meter):
         gradient, too.
         """
         product, attention_flops, is_kept = arithmetic.product, arithmetic.attention_flops, arithmetic.is_kept
-        needs_grad = self.is_recording and (any(x.node for x in inputs) or any(w.trainable for w in weights))
+        needs_grad = any(x.node for x in inputs) or any(w.trainable for w in weights)
         node = self.node(inputs) if needs_grad else None
         saved = [tensor.alias() for tensor in saves] if node else []
         num_saved = len(saved)
@@ -231,7 +230,7 @@ class Tape(Meter):
 
     def split_at(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         parts = [x.alias(size) for size in sizes]
-        if self.is_recording and x.node:
+        if x.node:
             node = self.node((x,), len(sizes))
             num_elems, itemsize = x.num_elems, x.itemsize
             node.backward = lambda grads: [self.new(num_elems, itemsize)]
@@ -243,7 +242,7 @@ class Tape(Meter):
         """Return a view of all or the first elements. `is_copied_back`: its gradient has another memory layout than the
         input's, and is copied; the gradient of a part always gets new memory."""
         out = x.alias(num_elems)
-        if self.is_recording and x.node:
+        if x.node:
             node = out.node = self.node((x,))
             size = (x.num_elems, x.itemsize) if is_copied_back or num_elems is not None else None
             node.backward = lambda grads: [grads.pop() if size is None else self.new(*size)]
@@ -343,13 +342,12 @@ def measure(
     habits: Habits = USUAL_HABITS,
     *,
     checkpointing: Literal["none", "selective", "full"] = "none",
-    input_itemsize: int | None = None,
     needs_input_grad: bool = True,
     kind: Literal["activations", "loss"] = "activations",
 ) -> Work:
     """Return the work of a block with an input of `num_elems`."""
     tape = Tape(itemsize, habits)
-    x = tape.input(num_elems, input_itemsize, needs_input_grad)
+    x = tape.input(num_elems, needs_input_grad)
     before = tape.live
     out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
     del x
