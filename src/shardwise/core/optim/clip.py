@@ -16,7 +16,7 @@ from ...base.errors import ConfigurationError
 from ..unit.carrier import Channels
 from ..unit.gradient import sum_of_squares
 from ..unit.state import FlatState
-from ..wire.collectives import Channel, finish, start_all_gather, start_all_reduce
+from ..wire.collectives import finish, start_all_gather, start_all_reduce
 
 Axes = tuple[str, ...]
 
@@ -30,16 +30,14 @@ def global_norm(
         gradient = state.gradient
         if gradient.stage != "final":
             continue
-        if norm_type == 2.0 and gradient.square is not None:
-            part = gradient.square
-        else:
-            part = _power_of(gradient.final_at_hand, norm_type)
+        is_known = norm_type == 2.0 and gradient.square is not None
+        part = gradient.square if is_known else _power_of(gradient.final_at_hand, norm_type)
+        assert part is not None
         part, axes = part.to(device), _split_over(state)
         parts[axes] = _joined(parts[axes], part, norm_type) if axes in parts else part
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes in sorted(parts):
-        part = _over_ranks(parts[axes].reshape(1), axes, channels, norm_type)
-        total = _joined(total, part[0], norm_type)
+        total = _joined(total, _over_ranks(parts[axes].reshape(1), axes, channels, norm_type)[0], norm_type)
     return _root_of(total, norm_type).float()
 
 
@@ -47,22 +45,18 @@ def norms_by_param(
     states: Iterable[FlatState], channels: Channels, device: torch.device, norm_type: float
 ) -> dict[str, float]:
     """The norm of each parameter's final gradient, by name. Parameters without a gradient on any rank are left out."""
-    names: dict[Axes, list[tuple[str, bool]]] = {}
-    parts: dict[Axes, list[Tensor]] = {}
+    parts: dict[Axes, list[tuple[str, bool, Tensor]]] = {}
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    for state in states:
-        gradient, axes = state.gradient, _split_over(state)
-        if gradient.stage != "final":
-            continue
+    for state in (state for state in states if state.gradient.stage == "final"):
+        gradient, own = state.gradient, parts.setdefault(_split_over(state), [])
         for index, (spec, used) in enumerate(zip(state.flat.params, gradient.used, strict=True)):
             held = gradient.final_at_hand[state.held.get(index, slice(0, 0))]
-            names.setdefault(axes, []).append((spec.name, used))
-            parts.setdefault(axes, []).append(_power_of(held, norm_type).to(device) if held.numel() else nothing)
+            own.append((spec.name, used, _power_of(held, norm_type).to(device) if held.numel() else nothing))
     found: dict[str, float] = {}
     for axes in sorted(parts):
-        row = _over_ranks(torch.stack(parts[axes]), axes, channels, norm_type)
+        row = _over_ranks(torch.stack([power for _, _, power in parts[axes]]), axes, channels, norm_type)
         norms = _root_of(row, norm_type).float().tolist()
-        found |= {name: norm for (name, used), norm in zip(names[axes], norms, strict=True) if used}
+        found |= {name: norm for (name, used, _), norm in zip(parts[axes], norms, strict=True) if used}
     return found
 
 
@@ -106,20 +100,16 @@ def _root_of(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _over_ranks(row: Tensor, axes: Axes, channels: Channels, norm_type: float) -> Tensor:
-    for axis in axes:
+    for channel in (channels[axis] for axis in axes):
         if norm_type == math.inf:
-            row = _largest(row, channels[axis])
+            # Gathered: a communicator's own maximum may lose a NaN.
+            rows = row.new_zeros(channel.num_ranks, row.numel())
+            rows[channel.index] = row
+            finish(start_all_gather(channel, rows.view(-1), "the gradients' norm"))
+            row = rows.amax(0)
         else:
-            finish(start_all_reduce(channels[axis], row, "the gradients' norm", sums=True))
+            finish(start_all_reduce(channel, row, "the gradients' norm", sums=True))
     return row
-
-
-def _largest(row: Tensor, channel: Channel) -> Tensor:
-    """The largest of every rank's row, element by element. A communicator's own maximum may lose a NaN."""
-    rows = row.new_zeros(channel.num_ranks, row.numel())
-    rows[channel.index] = row
-    finish(start_all_gather(channel, rows.view(-1), "the gradients' norm"))
-    return rows.amax(0)
 
 
 class LossScaler:

@@ -48,17 +48,13 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
     return found
 
 
-def as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
 def names_of_joining(
-    optimizer: torch.optim.Optimizer, params: Tensor | Iterable[Tensor], own: list[FlatState], others: list[FlatState]
+    optimizer: torch.optim.Optimizer, params: list[Tensor], own: list[FlatState], others: list[FlatState]
 ) -> tuple[list[str], str]:
     """Names of the user's parameters that are to join the groups, and the reason why they cannot, or an empty one."""
     held = {param for known in optimizer.param_groups for param in known["params"]}
     names: list[str] = []
-    for number, param in enumerate(as_list(params)):
+    for number, param in enumerate(params):
         place = place_of(param)
         if place is None or place.state not in others:
             return names, (
@@ -169,12 +165,13 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def plain(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group that are plain numbers. A tensor is left out: the update reads it."""
+    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
+
+
 def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of every group that are plain numbers. A tensor is left out: the update reads it."""
-    return [
-        {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
-        for group in optimizer.param_groups
-    ]
+    return [plain(group) for group in optimizer.param_groups]
 
 
 def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
@@ -201,9 +198,8 @@ def cut_into_parts(optimizer: torch.optim.Optimizer, units: Iterable[list[FlatSt
         if not at_once and sum(state.master.numel() for state in parts[-1]) >= PART_ELEMS:
             parts.append([])
         parts[-1] += [state for state in states if at_once or not state.flat.host_updates]
-    return [Part(states, _groups_of(optimizer, states)) for states in parts if states]
-
-
-def _groups_of(optimizer: torch.optim.Optimizer, states: list[FlatState]) -> list[list[Tensor]]:
-    held = {param for state in states for param in state.resting_params}
-    return [[shard for shard in shards if shard in held] for shards in shard_groups(optimizer)]
+    groups, found = shard_groups(optimizer), []
+    for states in filter(None, parts):
+        held = {param for state in states for param in state.resting_params}
+        found.append(Part(states, [[shard for shard in shards if shard in held] for shards in groups]))
+    return found

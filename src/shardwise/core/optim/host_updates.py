@@ -1,8 +1,8 @@
 """Updates on the host of master weights on the host or on disk, flat by flat.
 
-There are three ways to update. AdamW and Adam take one pass over memory (`native/adamw.py`), and so do torchao's with
-8-bit moments. Every other optimizer of torch runs its own code, on views of the rows. The optimizer's `state` has its
-usual entries: views of rows on the host, and stand-ins (`OnDisk`) for rows on disk.
+AdamW and Adam, also torchao's with 8-bit moments, take one pass over memory (`native/adamw.py`). Every other optimizer
+of torch runs its own code, on views of the rows. The optimizer's `state` has its usual entries: views of rows on the
+host, and stand-ins (`OnDisk`) for rows on disk.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,13 @@ from ...base.errors import ConfigurationError
 from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..offload.host_memory import MASTER, Moves, Rows
-from ..schedule.flat import Flat
 from ..unit.stand_ins import OnDisk
 from ..unit.state import FlatState
 from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Kept = dict[str, Any]  # the state of one parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,6 @@ class HostUpdates:
         self._row_names = row_names
         self._cores = cores
 
-    def _way_to_update(self, flat: Flat) -> Callable[[FlatState, list[UpdatedPart]], ChunkUpdate]:
-        optimizer = self._optimizer
-        if is_eight_bit(optimizer):
-            return self._eight_bit
-        is_plain = type(optimizer) in ADAMS and not any(
-            group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups
-        )
-        return self._one_pass if is_plain and flat.master == FP32 else self._its_own
-
     def refuse_other_rows(self) -> None:
         """Refuse settings with which the optimizer keeps more than it did when the model was sharded."""
         more = [name for name in state_tensor_names(self._optimizer) if self._row_names and name not in self._row_names]
@@ -80,7 +72,7 @@ class HostUpdates:
     def take_over(self, states: Iterable[FlatState]) -> None:
         """Move state that was set from outside into the rows; missing state becomes zero."""
         for state in states:
-            rows = _rows_of(state)
+            rows = rows_of(state)
             for index, held in state.held.items():
                 kept = self._optimizer.state.get(state.resting_params[index], {})
                 for key in self._row_names:
@@ -90,25 +82,8 @@ class HostUpdates:
                     if value is None:
                         value = torch.zeros(held.stop - held.start)
                     else:
-                        kept[key] = self._shown(state, index, key)
+                        kept[key] = _shown(state, index, key)
                     rows.set_part(key, held, value.reshape(-1))
-
-    def read(self, state: FlatState, index: int, key: str) -> Tensor:
-        """Read a parameter's state under a name, as a row, also from disk."""
-        return _rows_of(state).part(key, state.held[index])
-
-    def show(self, state: FlatState, index: int) -> dict[str, Any]:
-        kept: dict[str, Any] = self._optimizer.state[state.resting_params[index]]
-        return kept
-
-    def _shown(self, state: FlatState, index: int, key: str) -> Tensor:
-        """The tensor that the optimizer's state shows for a part of a row."""
-        assert state.away is not None
-        assert state.away.rows is not None
-        resting, rows = state.resting_params[index], state.away.rows
-        if rows.on_disk:
-            return OnDisk.like(resting.shape, rows.dtype)
-        return rows.tensors[key][state.held[index]].view(resting.shape)
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
         """Make the update of a flat with its current gradients and settings."""
@@ -118,69 +93,50 @@ class HostUpdates:
             if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
         ]
         assert state.away is not None
-        update = self._way_to_update(state.flat)(state, held) if held else None
+        is_plain = type(self._optimizer) in ADAMS and not any(
+            group.get("amsgrad") or group.get("differentiable") for group in self._optimizer.param_groups
+        )
+        is_adam = is_eight_bit(self._optimizer) or (is_plain and state.flat.master == FP32)
+        update = (self._one_pass if is_adam else self._its_own)(state, held) if held else None
         return FlatUpdate(state, update, len(held) < len(state.held), state.away.memory.moves)
 
-    # AdamW and Adam in one pass.
-
     def _one_pass(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
-        runs = _joined([(each, self._adam_settings(state, each)) for each in held])
-
-        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
-            for where, settings in runs:
-                cut = _inside(where, start, grad.numel())
-                if cut is not None:
-                    master, mean, square = (rows[key][cut] for key in (MASTER, "exp_avg", "exp_avg_sq"))
-                    part = None if out is None else out[cut]
-                    adamw(AdamUpdate(master, mean, square, grad[cut], part, settings, factor), self._cores)
-
-        return update
-
-    def _adam_settings(self, state: FlatState, held: UpdatedPart) -> AdamSettings:
-        """Count the step, and return its settings."""
-        kept = self.show(state, held.index)
-        if "step" not in kept:
-            kept["step"] = torch.tensor(0.0)
-            kept |= {key: self._shown(state, held.index, key) for key in self._row_names}
-        kept["step"] += 1
-        return _adam_settings(held.group, int(kept["step"]), isinstance(self._optimizer, torch.optim.AdamW))
-
-    # The same with moments of 8 bits, which are in the state of torchao's optimizers.
-
-    def _eight_bit(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
+        """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
         optimizer: Any = self._optimizer
-        todo: list[tuple[Interval, dict[str, Any], AdamSettings]] = []
+        in_rows, decoupled = not is_eight_bit(optimizer), type(optimizer).__name__.startswith("AdamW")
+        todo: list[tuple[UpdatedPart, AdamSettings, Kept]] = []
         for each in held:
-            kept = self.show(state, each.index)
+            kept = optimizer.state[each.resting]
             if "step" not in kept:
                 kept["step"] = torch.tensor(0.0)
-                kept["exp_avg"] = optimizer._new_buffer(each.resting, True)
-                kept["exp_avg_sq"] = optimizer._new_buffer(each.resting, False)
+                if in_rows:
+                    kept |= {key: _shown(state, each.index, key) for key in self._row_names}
+                else:
+                    kept |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
             kept["step"] += 1
-            decoupled = type(optimizer).__name__.startswith("AdamW")
-            todo.append((each.where, kept, _adam_settings(each.group, int(kept["step"]), decoupled)))
+            todo.append((each, _adam_settings(each.group, int(kept["step"]), decoupled), kept))
+        runs = _joined(todo) if in_rows else [(each.where, settings, kept) for each, settings, kept in todo]
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
-            for where, kept, settings in todo:
-                cut = slice(where.start, where.stop)
-                mean, square = (_moment(kept[key]) for key in ("exp_avg", "exp_avg_sq"))
-                part = None if out is None else out[cut]
-                adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
+            for where, settings, kept in runs:
+                cut = _inside(where, start, grad.numel())
+                if cut is not None:
+                    mean, square = (rows[key][cut] if in_rows else _moment(kept[key]) for key in MOMENTS)
+                    part = None if out is None else out[cut]
+                    adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
 
         return update
 
-    # Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as its parameters.
-
     def _its_own(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
-        before = {each.index: self._beside_rows(self.show(state, each.index)) for each in held}
+        """Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as parameters."""
         # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
-        known = {each.index: self._row_names_in(self.show(state, each.index)) for each in held}
-        is_whole = state.flat.depth_of_master == 0 and state.away is not None and not _rows_of(state).on_disk
+        before = {each.resting: dict(self._optimizer.state[each.resting]) for each in held}
+        is_whole = state.flat.depth_of_master == 0 and not rows_of(state).on_disk
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
-            groups: list[dict[str, Any]] = []
-            each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             shadow = shadow_of(self._optimizer)
+            shadow.param_groups = []
+            each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             for each in held:
                 cut = _inside(each.where, start, grad.numel())
                 if cut is None:
@@ -188,11 +144,12 @@ class HostUpdates:
                 shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
                 param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
-                shadow.state[param] = deepcopy(before[each.index])
-                shadow.state[param] |= {key: rows[key][cut].view(shape) for key in known[each.index]}
-                groups.append({**each.group, "params": [param]})
+                shadow.state[param] = {
+                    key: rows[key][cut].view(shape) if key in self._row_names else deepcopy(value)
+                    for key, value in before[each.resting].items()
+                }
+                shadow.param_groups.append({**each.group, "params": [param]})
                 each_of[param] = (each, cut)
-            shadow.param_groups = groups
             type(self._optimizer).step(shadow)
             for param, (each, cut) in each_of.items():
                 self._keep(state, each, rows, cut, shadow.state.get(param, {}))
@@ -201,24 +158,15 @@ class HostUpdates:
 
         return update
 
-    def _row_names_in(self, kept: dict[str, Any]) -> list[str]:
-        return [name for name in self._row_names if name in kept]
-
-    def _beside_rows(self, kept: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in kept.items() if key not in self._row_names}
-
-    def _keep(
-        self, state: FlatState, held: UpdatedPart, rows: dict[str, Tensor], cut: slice, found: dict[str, Any]
-    ) -> None:
+    def _keep(self, state: FlatState, held: UpdatedPart, rows: dict[str, Tensor], cut: slice, found: Kept) -> None:
         """Store the state that an update left, in the rows and in the optimizer's own state."""
-        kept = self.show(state, held.index) if found else {}
+        kept = self._optimizer.state[held.resting] if found else {}
         for key, value in found.items():
+            kept[key] = value
             if key in self._row_names and isinstance(value, Tensor):
                 if value.data_ptr() != rows[key][cut].data_ptr():
                     rows[key][cut].copy_(value.reshape(-1))
-                kept[key] = self._shown(state, held.index, key)
-            else:
-                kept[key] = value
+                kept[key] = _shown(state, held.index, key)
 
 
 @dataclass(slots=True)
@@ -233,15 +181,11 @@ class FlatUpdate:
     def ask(self) -> None:
         """Read the first chunks ahead."""
         for number in range(2 if self.update is not None else 0):
-            self._rows.ask(number)
-
-    @property
-    def _rows(self) -> Rows:
-        return _rows_of(self.state)
+            rows_of(self.state).ask(number)
 
     def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
         """Update all chunks. When it returns, writes to disk may still run; a later read of them waits."""
-        away, rows, update = self.state.away, self._rows, self.update
+        away, rows, update = self.state.away, rows_of(self.state), self.update
         if update is None:
             return
         assert away is not None
@@ -272,19 +216,25 @@ class FlatUpdate:
                 windows.give_back(window, writing)
 
 
-def _rows_of(state: FlatState) -> Rows:
+def rows_of(state: FlatState) -> Rows:
     assert state.away is not None
     assert state.away.rows is not None
     return state.away.rows
 
 
+def _shown(state: FlatState, index: int, key: str) -> Tensor:
+    """The tensor that the optimizer's state shows for a part of a row."""
+    resting, rows = state.resting_params[index], rows_of(state)
+    if rows.on_disk:
+        return OnDisk.like(resting.shape, rows.dtype)
+    return rows.tensors[key][state.held[index]].view(resting.shape)
+
+
 def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
     """True if it is a view of the row already."""
-    return value is not None and not rows.on_disk and _storage(value) == _storage(rows.tensors[key])
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    if value is None or rows.on_disk:
+        return False
+    return value.untyped_storage().data_ptr() == rows.tensors[key].untyped_storage().data_ptr()
 
 
 def _moment(kept: Any) -> Tensor | Moment8:
@@ -293,35 +243,29 @@ def _moment(kept: Any) -> Tensor | Moment8:
 
 
 def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=decoupled,
-        maximize=bool(group.get("maximize")),
-        fused=bool(group.get("fused")),
-        step=step,
-    )
+    values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    lr, beta1, beta2, eps, decay = (float(value) for value in values)
+    maximize, fused = bool(group.get("maximize")), bool(group.get("fused"))
+    return AdamSettings(lr, beta1, beta2, eps, decay, decoupled, maximize, fused, step)
 
 
-def _joined(runs: list[tuple[UpdatedPart, AdamSettings]]) -> list[tuple[Interval, AdamSettings]]:
+def _joined(
+    todo: list[tuple[UpdatedPart, AdamSettings, Kept]],
+) -> list[tuple[Interval, AdamSettings, Kept]]:
     """Join neighbouring parameters with equal settings into one interval; the padding between them stays zero. They are
     not joined if a parameter between them is not updated, or if torch's fused update has a remainder after the first,
     which it rounds differently."""
-    found: list[tuple[Interval, AdamSettings]] = []
+    runs: list[tuple[Interval, AdamSettings, Kept]] = []
     last: UpdatedPart | None = None
-    for held, settings in runs:
+    for held, settings, kept in todo:
         is_next = last is not None and held.index == last.index + 1
         has_remainder = settings.fused and last is not None and last.where.num_elems % FUSED_LANES
-        if is_next and found[-1][1] == settings and not has_remainder:
-            found[-1] = (Interval(found[-1][0].start, held.where.stop), settings)
+        if is_next and runs[-1][1] == settings and not has_remainder:
+            runs[-1] = (Interval(runs[-1][0].start, held.where.stop), settings, kept)
         else:
-            found.append((held.where, settings))
+            runs.append((held.where, settings, kept))
         last = held
-    return found
+    return runs
 
 
 def _inside(where: Interval, start: int, num_elems: int) -> slice | None:

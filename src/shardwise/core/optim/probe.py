@@ -7,7 +7,7 @@ do not, nor do optimizers that clip inside their step or learn a step size from 
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from typing import Any
 
@@ -40,15 +40,14 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
     weights, grads = matrices(), [matrices(scale) for scale in _GRAD_SCALES]
     try:
         with torch.random.fork_rng(devices=[]):
-            whole = _train(optimizer, groups, weights, grads, lambda matrix: matrix)
-            halves = [_train(optimizer, groups, weights, grads, lambda m, i=i: _half(m, i)) for i in range(2)]  # type: ignore[misc]
+            whole, *halves = [_train(optimizer, groups, weights, grads, half) for half in (None, 0, 1)]
     except Exception as error:
         raise _refusal(name, f"it fails on a one-dimensional shard: {error}") from error
     for param, *parts in zip(_params(whole), *map(_params, halves), strict=True):
         if not torch.allclose(param.reshape(-1), torch.cat(parts), rtol=1e-5, atol=1e-7):
             raise _refusal(name, "updating halves of two matrices apart gives another result than updating the wholes")
     for half in halves:
-        for (key, number), other in zip(_numbers(whole), [number for _, number in _numbers(half)], strict=True):
+        for (key, number), (_, other) in zip(_numbers(whole), _numbers(half), strict=True):
             if not math.isclose(number, other, rel_tol=1e-4):
                 raise _refusal(
                     name, f"it learns {key} from all gradients: {number:g} from two matrices, {other:g} from halves"
@@ -64,12 +63,8 @@ def _different_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _half(matrix: Tensor, index: int) -> Tensor:
-    return matrix.reshape(-1).chunk(2)[index]
-
-
-def _params(trial: Any) -> list[Tensor]:
-    return [param.detach() for group in trial.param_groups for param in group["params"]]
+def _params(optimizer: Any) -> list[Tensor]:
+    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
 
 
 def _numbers(trial: Any) -> Iterator[tuple[str, float]]:
@@ -85,11 +80,11 @@ def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return ()
     names: dict[str, None] = {}
+    ones = torch.ones(2, 3)
     for group in optimizer.param_groups:
         try:
             with torch.random.fork_rng(devices=[]):
-                trial = _trial(optimizer, [group], [[nn.Parameter(torch.ones(2, 3))]])
-                _take_step(optimizer, trial, [torch.ones(2, 3)])
+                trial = _train(optimizer, [group], [[ones]], [[[ones]]])
         except Exception as error:
             name = type(optimizer).__name__
             raise ConfigurationError(
@@ -97,7 +92,9 @@ def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
                 "optimizer on the device, or use an elementwise one such as AdamW"
             ) from error
         for state in trial.state.values():
-            names |= {key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+            names |= {
+                key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == ones.shape
+            }
     return tuple(names)
 
 
@@ -137,17 +134,24 @@ def _train(
     groups: list[dict[str, Any]],
     weights: list[list[Tensor]],
     grads: list[list[list[Tensor]]],
-    part: Callable[[Tensor], Tensor],
+    half: int | None = None,
 ) -> Any:
-    """Steps of a copy of the optimizer with the hyper-parameters of these groups, on parts of other tensors."""
-    trial = _trial(optimizer, groups, [[nn.Parameter(part(each).clone()) for each in row] for row in weights])
+    """Steps of a copy of the optimizer with the hyper-parameters of these groups, on other tensors or one half of each.
+    Nothing changes in the original."""
+
+    def part(matrix: Tensor) -> Tensor:
+        return (matrix if half is None else matrix.reshape(-1).chunk(2)[half]).clone()
+
+    trial = _trial(optimizer, groups, [[nn.Parameter(part(each)) for each in row] for row in weights])
+    params = [param for group in trial.param_groups for param in group["params"]]
     for step_grads in grads:
-        _take_step(optimizer, trial, [part(each) for row in step_grads for each in row])
+        for param, grad in zip(params, [each for row in step_grads for each in row], strict=True):
+            param.grad = part(grad)
+        type(optimizer).step(trial)
     return trial
 
 
 def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
-    """A copy of the optimizer on other parameters, whose step changes nothing in the original."""
     trial = shadow_of(optimizer)
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.param_groups = [
@@ -179,21 +183,11 @@ def _attribute(value: Any, optimizer: torch.optim.Optimizer, trial: Any, known: 
             inside.state = trial.state
         return inside
     if isinstance(value, (list, tuple, set)) and value and all(isinstance(each, Tensor) for each in value):
-        return (
-            type(value)(param for group in trial.param_groups for param in group["params"])
-            if known >= {*value}
-            else value
-        )
+        params = [param for group in trial.param_groups for param in group["params"]]
+        return type(value)(params) if known >= {*value} else value
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() == 1 else value
     return copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _take_step(optimizer: torch.optim.Optimizer, trial: Any, grads: list[Tensor]) -> None:
-    params = [param for group in trial.param_groups for param in group["params"]]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
-    type(optimizer).step(trial)
 
 
 def shadow_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -6,7 +6,6 @@ parameters; during an update they hold this rank's parts instead: views of the m
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
@@ -21,14 +20,14 @@ from .clip import LossScaler, global_norm, require_limit, require_norm_type
 from .groups import (
     Part,
     UserState,
-    as_list,
     cut_into_parts,
     has_hooks,
     names_of_joining,
+    plain,
     plain_settings,
     shard_groups,
-)
-from .host_updates import FlatUpdate, HostUpdates, can_be_cut
+)  # fmt: skip
+from .host_updates import FlatUpdate, HostUpdates, can_be_cut, rows_of
 from .probe import refuse_unless_elementwise
 
 
@@ -54,6 +53,13 @@ class Stepper(Protocol):
     def close_step(self, updated: bool, units: Sequence[int]) -> None: ...
 
 
+def _refusing(message: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StateError(message)
+
+    return refuse
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """The optimizer that `sw.shard` returns: use it like the original. It also clips and scales sharded gradients."""
 
@@ -68,10 +74,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: HostUpdates,
         skip_nonfinite: bool,
     ) -> None:
-        # Not super().__init__: groups and state are the inner optimizer's.
-        self._inner = inner
+        # Not super().__init__: groups and state are the inner optimizer's, the user's own. Its state belongs to this
+        # rank's parts of the parameters.
+        self.inner = inner
         for name in ("state_dict", "load_state_dict", "add_param_group"):
-            inner.__dict__[name] = partial(_refuse_old, name)
+            inner.__dict__[name] = _refusing(
+                f"optimizer.{name}() of the optimizer that was given to sw.shard: use the one that sw.shard returned, "
+                "and sw.save and sw.load for its state"
+            )
         self._stepper = stepper
         # The flats that this optimizer updates. Its steps invalidate only forwards through their units: after a step of
         # a discriminator, a forward of the generator may still lead to a backward.
@@ -79,11 +89,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._own = frozenset(states)
         self._units = stepper.units_changed_by(states)
         self._channels = channels
-        self._scaler = scaler
+        self.scaler = scaler
         self._host = host
         self._skips = skip_nonfinite or scaler is not None
         self._num_skipped = 0
         self._places: dict[Tensor, tuple[FlatState, int]] = {}
+        for state in states:
+            self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
         # With early updates: the flats that have arrived in this step, and the parts that are updated already.
@@ -96,41 +108,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        return getattr(self.__dict__["inner"], name)
 
     def __repr__(self) -> str:
-        return f"Sharded{self._inner!r}"
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The user's optimizer, whose state belongs to this rank's parts of the parameters."""
-        return self._inner
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        return self._scaler
+        return f"Sharded{self.inner!r}"
 
     def kept(self, resting: Tensor, key: str) -> Any:
         """Return the optimizer's state of a parameter under a key; read it if it is on disk."""
-        value = self._inner.state[resting][key]
+        value = self.inner.state[resting][key]
         if isinstance(value, OnDisk):
-            state, index = self._place_of(resting)
-            return self._host.read(state, index, key).view(resting.shape)
+            state, index = self._places[resting]
+            return rows_of(state).part(key, state.held[index]).view(resting.shape)
         return value
 
     def was_restored(self, resting: Tensor) -> None:
         """Copy the state of a parameter that was set from outside to where the host's updates read it."""
-        state, _ = self._place_of(resting)
+        state, _ = self._places[resting]
         if state.flat.host_updates:
             self._host.take_over([state])
 
     @property  # type: ignore[override]
     def state(self) -> UserState:
         """The state of this rank's part of each of the user's parameters."""
-        for state in self._states:
-            if state.flat.host_updates:
-                self._stepper.await_host_of(state)  # its last update may still run there
-        return UserState(self._inner, self.was_restored)
+        self._await_host(self._states)  # the last updates may still run there
+        return UserState(self.inner, self.was_restored)
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
@@ -138,33 +139,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shown.clear()
         shown.update(value)
 
-    def _place_of(self, resting: Tensor) -> tuple[FlatState, int]:
-        if not self._places:
-            for state in self._states:
-                self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
-        return self._places[resting]
-
     def belongs_to(self, engine: object) -> bool:
         return self._stepper is engine
 
     @property
     def loss_scale(self) -> float:
         """The current factor of the loss in fp16; 1 in every other precision."""
-        return 1.0 if self._scaler is None else float(self._scaler.scale)
+        return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     @property
     def num_skipped_steps(self) -> int:
         """Number of steps that were skipped because a gradient was not finite, such as an overflow in fp16."""
-        return self._num_skipped if self._scaler is None else self._scaler.num_skipped
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """Read by `torch.amp.GradScaler.step`, if the scaler is enabled."""
-        raise StateError(
-            "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
-            "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
-            "enabled=False"
-        )
+        return self._num_skipped if self.scaler is None else self.scaler.num_skipped
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients down so that their norm is at most `max_norm` (above 0); returns the norm before.
@@ -190,9 +176,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         limit = self._agreed("clip_grad_value", clip_value)
         require_limit("clip_value", limit)
         self._stepper.await_gradients()
+        self._await_host(final)
         for state in final:
-            if state.flat.host_updates:
-                self._stepper.await_host_of(state)
             state.gradient.final_at_hand.clamp_(-limit, limit)
             state.gradient.square = None
 
@@ -254,14 +239,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_skipped += overflowed
         if not overflowed:
             self._update()
-        if self._scaler is not None:
-            self._scaler.after_step(overflowed)
+        if self.scaler is not None:
+            self.scaler.after_step(overflowed)
         self._stepper.close_step(not overflowed, self._units)
         return None
 
     def _update(self) -> None:
         """Update parts in the order in which their gradients arrive, then start the updates on the host."""
-        if (self._updated or self._given) and self._settings_when_early != plain_settings(self._inner):
+        if (self._updated or self._given) and self._settings_when_early != plain_settings(self.inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
                 "early_update=True weights were updated before: change them after step()"
@@ -273,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         left = [] if self._is_at_once else [state for state in self._states if state not in self._given]
         self._update_on_host(left)
         # Schedulers that were built on the inner optimizer check this, and its own `step` may not have been called.
-        vars(self._inner)["_opt_called"] = True
+        vars(self.inner)["_opt_called"] = True
         self._arrived.clear()
         self._updated.clear()
         self._given.clear()
@@ -283,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not ready:
             return
         settings: dict[Tensor, dict[str, Any]] = {}
-        for group, shards in zip(self._inner.param_groups, shard_groups(self._inner), strict=True):
+        for group, shards in zip(self.inner.param_groups, shard_groups(self.inner), strict=True):
             # A scheduler may change a tensor in place before the update runs.
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
@@ -297,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _is_at_once(self) -> bool:
         """True if the optimizer must see all parameters at once, also those on the host."""
-        return not can_be_cut(self._inner) or has_hooks(self._inner)
+        return not can_be_cut(self.inner) or has_hooks(self.inner)
 
     def update_early(self, states: list[FlatState]) -> None:
         """Called during the backward when the gradients of `states` are final; updates every part that is complete."""
@@ -307,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "backwards before the last one inside `with sw.accumulate(model):`"
             )
         if not self._updated and not self._given:
-            self._settings_when_early = plain_settings(self._inner)
+            self._settings_when_early = plain_settings(self.inner)
         self._arrived.update(states)
         for number, part in enumerate(self._current_parts()):
             # A parameter that this rank did not use waits until the ranks agree, at the end of the backward.
@@ -320,20 +305,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_on_host([state for state in states if all(state.gradient.used)])
 
     def _current_parts(self) -> list[Part]:
-        made_for = (self._stepper.update_order, has_hooks(self._inner))
+        made_for = (self._stepper.update_order, has_hooks(self.inner))
         if self._parts_are_for[0] is not made_for[0] or self._parts_are_for[1] != made_for[1]:
             own = [[state for state in states if state in self._own] for states in made_for[0]]
-            self._parts = cut_into_parts(self._inner, own, self._is_at_once)
+            self._parts = cut_into_parts(self.inner, own, self._is_at_once)
             self._parts_are_for = made_for
         return self._parts
 
     def _update_part(self, part: Part, early: bool) -> None:
-        self._await_host(part.states)
+        self._take_from_host(part.states)
         with self._stepper.updating(part.states, early):
             self._hand_over_gradients(part.states)
             try:
                 with self._holding(part.groups):
-                    self._inner.step()
+                    self.inner.step()
             finally:
                 for state in part.states:
                     state.hide_gradients()
@@ -342,7 +327,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _holding(self, shards: list[list[Tensor]]) -> Iterator[None]:
         """Let the groups hold these tensors for a while. The lists stay the same objects: some optimizers keep them."""
-        lists = [group["params"] for group in self._inner.param_groups]
+        lists = [group["params"] for group in self.inner.param_groups]
         users = [list(params) for params in lists]
         for params, held in zip(lists, shards, strict=True):
             params[:] = held
@@ -353,17 +338,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 params[:] = own
 
     def _await_host(self, states: list[FlatState]) -> None:
+        for state in states:
+            if state.flat.host_updates:
+                self._stepper.await_host_of(state)
+
+    def _take_from_host(self, states: list[FlatState]) -> None:
         """Wait until the optimizer itself may update parameters on the host; refuse parameters on disk."""
         on_disk = [state for state in states if state.flat.master_on == "disk"]
         if on_disk:
             raise StateError(
-                f"unit {on_disk[0].unit_name!r} rests on disk, and {type(self._inner).__name__} must see all "
+                f"unit {on_disk[0].unit_name!r} rests on disk, and {type(self.inner).__name__} must see all "
                 "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
                 "on the host"
             )
-        for state in states:
-            if state.flat.host_updates:
-                self._stepper.await_host_of(state)
+        self._await_host(states)
 
     def _publish(self, states: list[FlatState]) -> None:
         """Update the copies of parameters on the host that the optimizer itself has updated."""
@@ -374,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """Let the inner optimizer evaluate the loss itself, perhaps several times with weights changed in between."""
-        if self._scaler is not None:
+        if self.scaler is not None:
             raise StateError(
                 "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
             )
@@ -389,12 +377,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             self._stepper.finish_gradients(self._own)
             self._stepper.await_gradients()
-            self._await_host(self._states)
+            self._take_from_host(self._states)
             self._hand_over_gradients(self._states)
             return loss
 
-        with self._holding(shard_groups(self._inner)):
-            loss: float = self._inner.step(evaluate)
+        with self._holding(shard_groups(self.inner)):
+            loss: float = self.inner.step(evaluate)
         self._take_back_gradients()
         self._publish(self._states)
         self._stepper.close_step(True, self._units)
@@ -413,50 +401,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add trained parameters of the model that are in no group yet; every rank must call it."""
         world, own = self._channels["world"], self._states
-        names, complaint = names_of_joining(self._inner, param_group["params"], own, self._stepper.all_states)
-        plain = {key: value for key, value in param_group.items() if isinstance(value, (bool, int, float, tuple))}
-        told = exchange(world, (complaint, names, repr(plain)))
-        complaint = next((each[0] for each in told if each[0]), "")
-        if not complaint and any(each != told[0] for each in told):
-            complaint = f"the ranks gave other groups: {told}"
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        names, complaint = names_of_joining(self.inner, params, own, self._stepper.all_states)
+        answers = exchange(world, (complaint, names, repr(plain(param_group))))
+        complaint = next((each[0] for each in answers if each[0]), "")
+        if not complaint and any(each != answers[0] for each in answers):
+            complaint = f"the ranks gave other groups: {answers}"
         if complaint:
             raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
-        type(self._inner).add_param_group(self._inner, {**param_group, "params": as_list(param_group["params"])})
+        type(self.inner).add_param_group(self.inner, {**param_group, "params": params})
         try:
             if any(state.flat.depth_of_master for state in own):
-                refuse_unless_elementwise(self._inner, self._stepper.device)
+                refuse_unless_elementwise(self.inner, self._stepper.device)
             self._host.refuse_other_rows()
         except ConfigurationError as error:
             complaint = str(error)
         complaint = next((each for each in exchange(world, complaint) if each), "")
         if complaint:
-            self._inner.param_groups.pop()
+            self.inner.param_groups.pop()
             raise ConfigurationError(complaint)
         self._parts_are_for = (None, False)
 
-    def state_dict(self) -> NoReturn:
-        raise StateError(
-            "optimizer.state_dict() holds this rank's shards, without saying which: call "
-            "sw.save(path, model, optimizer) on every rank"
+    state_dict = _refusing(
+        "optimizer.state_dict() holds this rank's shards, without saying which: call sw.save(path, model, optimizer) "
+        "on every rank"
+    )
+    load_state_dict = _refusing(
+        "optimizer.load_state_dict() does not know about shards: call sw.load(path, model, optimizer) on every rank, "
+        "or load a state dict before sw.shard is called"
+    )
+    __deepcopy__ = _refusing("a sharded optimizer cannot be copied: copy it before sw.shard")
+    __reduce_ex__ = _refusing("a sharded optimizer cannot be pickled: it holds this rank's shards only")
+    # Read by `torch.amp.GradScaler.step`, if the scaler is enabled.
+    _step_supports_amp_scaling = property(
+        _refusing(
+            "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
+            "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
+            "enabled=False"
         )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        raise StateError(
-            "optimizer.load_state_dict() does not know about shards: call sw.load(path, model, optimizer) on every "
-            "rank, or load a state dict before sw.shard is called"
-        )
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise StateError("a sharded optimizer cannot be copied: copy it before sw.shard")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError("a sharded optimizer cannot be pickled: it holds this rank's shards only")
+    )
 
     def _norm(self, norm_type: float = 2.0) -> Tensor:
         self._stepper.await_gradients()
-        for state in self._states if norm_type != 2.0 else ():
-            if state.flat.host_updates:
-                self._stepper.await_host_of(state)
+        if norm_type != 2.0:
+            self._await_host(self._states)
         return global_norm(self._states, self._channels, self._stepper.device, norm_type)
 
     @staticmethod
@@ -471,10 +460,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_back_gradients(self) -> None:
         for state in self._states:
             state.hide_gradients()
-
-
-def _refuse_old(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise StateError(
-        f"optimizer.{name}() of the optimizer that was given to sw.shard: use the one that sw.shard returned, and "
-        "sw.save and sw.load for its state"
-    )
