@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.container_limits import cgroup_values, cpu_limit, memory_limit
-from shardwise.doctor import Finding, disk, machine, network, size, software
-from shardwise.doctor.network import Interface
+from shardwise.doctor import Finding, disk, machine, size, software
+from shardwise.doctor.machine import Interface
 
 TOPICS = ("software", "devices", "limits", "network", "disk")
 
@@ -75,20 +75,20 @@ def test_the_interface_that_each_backend_takes() -> None:
         Interface("eth0", "10.0.0.5", 25000),
         Interface("ib0", "10.1.0.5", 200000),
     ]
-    assert network.nccl_takes(found) == "ib0"
-    assert network.nccl_takes(found[:3]) == "eth0"
-    assert network.nccl_takes(found[:2]) == "docker0"
-    assert network.nccl_takes([]) is None
-    assert network.gloo_takes(found, "10.0.0.5") == "eth0"
-    assert network.gloo_takes(found, None) == "lo"
-    assert network.lookup("localhost") == "127.0.0.1"
-    assert network.lookup("no.such.host.invalid") is None
+    assert machine.nccl_takes(found) == "ib0"
+    assert machine.nccl_takes(found[:3]) == "eth0"
+    assert machine.nccl_takes(found[:2]) == "docker0"
+    assert machine.nccl_takes([]) is None
+    assert machine.gloo_takes(found, "10.0.0.5") == "eth0"
+    assert machine.gloo_takes(found, None) == "lo"
+    assert machine.lookup("localhost") == "127.0.0.1"
+    assert machine.lookup("no.such.host.invalid") is None
 
 
 def test_a_backend_is_told_what_to_take() -> None:
-    told = network._taken("gloo", "GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME": "eth1"}, "lo")
+    told = machine._taken("gloo", "GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME": "eth1"}, "lo")
     assert (told.value, told.grade) == ("eth1", "ok")
-    assert network._taken("gloo", "GLOO_SOCKET_IFNAME", {}, None).grade == "broken"
+    assert machine._taken("gloo", "GLOO_SOCKET_IFNAME", {}, None).grade == "broken"
 
 
 def test_versions_that_are_too_old() -> None:

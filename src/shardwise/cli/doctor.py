@@ -5,7 +5,6 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,9 @@ def doctor(
 
     findings = list(software.look())
     if all(software.installed(package) for package in ("torch", "psutil")):
-        findings += _with_torch()
+        from ..doctor import machine
+
+        findings += machine.look(os.environ)
     from ..doctor import disk
 
     findings += disk.look(folder)
@@ -141,17 +142,6 @@ def _require_writable(file: Path) -> None:
             file.unlink()
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(f"--measure: {str(file)!r} cannot be written: {error}") from None
-
-
-def _with_torch() -> "Iterable[Finding]":
-    import torch
-
-    from ..doctor import machine, network
-
-    num_gpus = torch.cuda.device_count()
-    yield from machine.look_at_gpus()
-    yield from machine.look_at_limits(num_gpus)
-    yield from network.look(os.environ, num_gpus)
 
 
 def _text(findings: "list[Finding]") -> str:

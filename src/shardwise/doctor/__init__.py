@@ -19,6 +19,11 @@ class Finding:
     fix: str = ""  # unless the grade is ok
 
 
+def judged(topic: str, name: str, value: str, meaning: str, fix: str, grade: Grade = "worse") -> Finding:
+    """A finding that is ok if there is nothing to fix."""
+    return Finding(topic, name, value, meaning, grade if fix else "ok", fix)
+
+
 def size(num_bytes: float) -> str:
     """Bytes in the largest unit that leaves a number above 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..base.direct_io import ALIGNMENT, go_direct, is_direct, write_at
-from . import Finding, size
+from . import Finding, judged, size
 
 TOPIC = "disk"
 CHUNK = 16 << 20
@@ -28,10 +28,8 @@ def look(folder: Path) -> Iterator[Finding]:
         f"for runs in {place.resolve()}; a checkpoint has {CHECKPOINT_BYTES} bytes for each trained parameter, and so "
         "has an optimizer on disk"
     )
-    if free < LEAST_FREE:
-        yield Finding(TOPIC, "free", size(free), meaning, "worse", "make room, or give --output-dir elsewhere")
-    else:
-        yield Finding(TOPIC, "free", size(free), meaning)
+    fix = "make room, or give --output-dir elsewhere" if free < LEAST_FREE else ""
+    yield judged(TOPIC, "free", size(free), meaning, fix)
     try:
         written, read = speeds(place)
     except OSError as error:
@@ -40,18 +38,12 @@ def look(folder: Path) -> Iterator[Finding]:
         return
     seconds = 1e9 * CHECKPOINT_BYTES / written
     meaning = f"flushed to the disk; a checkpoint of 1B parameters takes {seconds:.0f} s from one machine"
-    if written < SLOW:
-        fix = "a local NVMe disk or a parallel file system; or save less often (--save-steps)"
-        yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning, "worse", fix)
-    else:
-        yield Finding(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning)
+    fix = "a local NVMe disk or a parallel file system; or save less often (--save-steps)" if written < SLOW else ""
+    yield judged(TOPIC, "write", f"{written / 1e6:.0f} MB/s", meaning, fix)
     yield Finding(TOPIC, "read", f"{read / 1e6:.0f} MB/s", "resuming and loading weights; memory may have helped")
     meaning = "O_DIRECT: state on disk (--offload optimizer=disk:FOLDER) and checkpoints go around the cache"
-    if goes_direct(place):
-        yield Finding(TOPIC, "around the cache", "yes", meaning)
-    else:
-        fix = "for --offload, a folder on a local disk with ext4 or xfs"
-        yield Finding(TOPIC, "around the cache", "no", meaning, "worse", fix)
+    fix = "" if goes_direct(place) else "for --offload, a folder on a local disk with ext4 or xfs"
+    yield judged(TOPIC, "around the cache", "no" if fix else "yes", meaning, fix)
 
 
 def speeds(folder: Path) -> tuple[float, float]:

@@ -1,21 +1,26 @@
-"""GPUs as torch sees them, and memory, cores and limits of this process, which a container may lower."""
+"""GPUs as torch sees them; memory, cores and limits of this process, which a container may lower; and the interfaces by
+which ranks communicate."""
 
 import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from ..base.container_limits import cgroup_values, cpu_limit, memory_limit
 from ..core.native.library import COMPILERS, cache_folder
-from . import Finding, size
+from . import Finding, judged, size
 
-DEVICES, LIMITS = "devices", "limits"
+DEVICES, LIMITS, NETWORK = "devices", "limits", "network"
 DRIVER = Path("/proc/driver/nvidia/version")
 CROWDED = 0.1  # fraction of the memory that other processes hold
 TOOL_S = 5.0
@@ -23,19 +28,27 @@ SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 FEW_FILES = 4096
 SMALL_SHM = 1 << 30
+LOOKUP_S = 2.0
+# NCCL takes the first interface of these, then any other one, then the first of those, in this order.
+NCCL_FIRST, NCCL_LAST = ("ib",), ("docker", "virbr", "lo")
 NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
 
 
-def look_at_gpus() -> Iterator[Finding]:
+def look(variables: Mapping[str, str]) -> Iterator[Finding]:
+    num_gpus = torch.cuda.device_count()
+    yield from _look_at_gpus(num_gpus)
+    yield from (_memory(), _cores(), _host_updates(cache_folder()), _pinned(), _shm(num_gpus), _files())
+    yield from _look_at_network(variables, num_gpus)
+
+
+def _look_at_gpus(num_gpus: int) -> Iterator[Finding]:
     driver = driver_version(DRIVER)
     if not torch.cuda.is_available():
         yield _without_gpus(driver)
         return
     if driver is not None:
         yield Finding(DEVICES, "driver", driver, "NVIDIA's, for all GPUs")
-    num_gpus = torch.cuda.device_count()
-    for index in range(num_gpus):
-        yield _gpu(index)
+    yield from map(_gpu, range(num_gpus))
     if num_gpus > 1:
         yield _peers(num_gpus)
 
@@ -72,10 +85,9 @@ def _gpu(index: int) -> Finding:
         )
     value = f"{about.name}, {size(total)}, {size(free)} free, compute capability {about.major}.{about.minor}"
     bf16 = "bf16 runs at full speed" if about.major >= 8 else "no fast bf16 before 8.0: use --precision fp16"
-    if free < (1 - CROWDED) * total:
-        fix = "nvidia-smi shows who holds the rest; a plan for this device counts on all of it"
-        return Finding(DEVICES, name, value, bf16, "worse", fix)
-    return Finding(DEVICES, name, value, bf16)
+    is_crowded = free < (1 - CROWDED) * total
+    fix = "nvidia-smi shows who holds the rest; a plan for this device counts on all of it" if is_crowded else ""
+    return judged(DEVICES, name, value, bf16, fix)
 
 
 def _peers(num_gpus: int) -> Finding:
@@ -100,23 +112,14 @@ def _links() -> str:
     return f"NVLink ({', '.join(found)})" if found else "no NVLink"
 
 
-def look_at_limits(num_gpus: int) -> Iterator[Finding]:
-    yield _memory()
-    yield _cores()
-    yield _host_updates(cache_folder())
-    yield _pinned()
-    yield _shm(num_gpus)
-    yield _files()
-
-
 def _memory() -> Finding:
     seen = psutil.virtual_memory()
     limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), seen.total)
     value = f"{size(seen.total)}, {size(seen.available)} available" + (f", limited to {size(limit)}" if limit else "")
     meaning = "weights are read and checkpoints gathered through it; beyond the limit the kernel kills a rank (SIGKILL)"
-    if min(seen.available, limit or seen.available) < 2 << 30:
-        return Finding(LIMITS, "memory", value, meaning, "worse", "end what else runs, or raise the container's limit")
-    return Finding(LIMITS, "memory", value, meaning)
+    is_low = min(seen.available, limit or seen.available) < 2 << 30
+    fix = "end what else runs, or raise the container's limit" if is_low else ""
+    return judged(LIMITS, "memory", value, meaning, fix)
 
 
 def _cores() -> Finding:
@@ -124,10 +127,10 @@ def _cores() -> Finding:
     limit = cpu_limit(cgroup_values("cpu.max", None))
     value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
     meaning = "ranks share them: OMP_NUM_THREADS, also for updates on the host, is cores / ranks unless you set it"
+    fix = ""
     if limit is not None and limit < usable:
         fix = f"set OMP_NUM_THREADS to {max(1, int(limit))} / ranks: more threads than time make each other wait"
-        return Finding(LIMITS, "cores", value, meaning, "worse", fix)
-    return Finding(LIMITS, "cores", value, meaning)
+    return judged(LIMITS, "cores", value, meaning, fix)
 
 
 def _host_updates(folder: Path) -> Finding:
@@ -148,10 +151,9 @@ def _pinned() -> Finding:
         "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way. Offloaded state is "
         "pinned by CUDA, which rarely needs it; a run reports if that failed"
     )
-    if soft != resource.RLIM_INFINITY and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
-        fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
-        return Finding(LIMITS, "locked memory", value, meaning, "worse", fix)
-    return Finding(LIMITS, "locked memory", value, meaning)
+    fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+    is_short = soft != resource.RLIM_INFINITY and bool(adapters())
+    return judged(LIMITS, "locked memory", value, meaning, fix if is_short else "")
 
 
 def _shm(num_gpus: int) -> Finding:
@@ -162,16 +164,109 @@ def _shm(num_gpus: int) -> Finding:
     value = f"{size(seen.total)}, {size(seen.free)} free"
     meaning = "NCCL passes data between the GPUs of a machine in it, where they have no direct way"
     fix = "Docker: --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
-    if seen.free < SMALL_SHM:
-        is_broken = num_gpus > 1 and seen.free < NO_SHM
-        return Finding(LIMITS, str(SHM), value, meaning, "broken" if is_broken else "worse", fix)
-    return Finding(LIMITS, str(SHM), value, meaning)
+    is_broken = num_gpus > 1 and seen.free < NO_SHM
+    is_small = seen.free < SMALL_SHM
+    return judged(LIMITS, str(SHM), value, meaning, fix if is_small else "", "broken" if is_broken else "worse")
 
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     meaning = "of a process; a rank keeps sockets to its partners and maps of weights and data open"
-    value = f"{soft} (at most {hard})"
-    if soft < FEW_FILES:
-        return Finding(LIMITS, "open files", value, meaning, "worse", f"ulimit -n {min(hard, 65536)}")
-    return Finding(LIMITS, "open files", value, meaning)
+    fix = f"ulimit -n {min(hard, 65536)}" if soft < FEW_FILES else ""
+    return judged(LIMITS, "open files", f"{soft} (at most {hard})", meaning, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    name: str
+    address: str
+    speed_mbit: int  # 0: unknown
+
+
+def _look_at_network(variables: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
+    is_there = dist.is_available()
+    yield _backend("gloo", "CPU", "available" if is_there and dist.is_gloo_available() else None)
+    if num_gpus:
+        number = ".".join(map(str, torch.cuda.nccl.version())) if is_there and dist.is_nccl_available() else None
+        yield _backend("NCCL", "GPU", number)
+    found = interfaces()
+    for interface in found:
+        speed = f", {interface.speed_mbit / 1000:g} Gbit/s" if interface.speed_mbit else ""
+        yield Finding(NETWORK, interface.name, f"{interface.address}{speed}", "an interface that is up")
+    host = socket.gethostname()
+    address = lookup(host)
+    yield _name(host, address)
+    yield _taken("gloo", "GLOO_SOCKET_IFNAME", variables, gloo_takes(found, address))
+    if num_gpus:
+        yield _taken("NCCL", "NCCL_SOCKET_IFNAME", variables, nccl_takes(found))
+        meaning = "NCCL's way between machines" if adapters() else "between machines NCCL uses the interface above"
+        yield Finding(NETWORK, "InfiniBand", ", ".join(adapters()) or "none", meaning)
+
+
+def adapters() -> list[str]:
+    return sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+
+
+def interfaces() -> list[Interface]:
+    stats = psutil.net_if_stats()
+    return [
+        Interface(name, address.address, stats[name].speed)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name in stats and stats[name].isup
+    ]
+
+
+def lookup(host: str) -> str | None:
+    """The IPv4 address of a host; None if there is none, or if the name service takes too long."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append(socket.gethostbyname(host))
+        except OSError:
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(LOOKUP_S)
+    return answers[0] if answers else None
+
+
+def gloo_takes(found: Sequence[Interface], address: str | None) -> str | None:
+    """The interface of this machine's name, else the loopback."""
+    named = next((interface.name for interface in found if interface.address == address), None)
+    return named or next((interface.name for interface in found if interface.address.startswith("127.")), None)
+
+
+def nccl_takes(found: Sequence[Interface]) -> str | None:
+    def place(interface: Interface) -> int:
+        if interface.name.startswith(NCCL_FIRST):
+            return 0
+        left = [index for index, prefix in enumerate(NCCL_LAST) if interface.name.startswith(prefix)]
+        return 2 + left[0] if left else 1
+
+    return min(found, key=place).name if found else None
+
+
+def _backend(name: str, kind: str, version: str | None) -> Finding:
+    if version is not None:
+        return Finding(NETWORK, name, version, f"collectives of {kind} ranks")
+    fix = f"install a torch with {name}"
+    return Finding(NETWORK, name, "missing", f"{kind} ranks cannot communicate", "broken", fix)
+
+
+def _name(host: str, address: str | None) -> Finding:
+    is_local = address is None or address.startswith("127.")
+    fix = "for more than one machine: give it its address in /etc/hosts or DNS; one machine does without"
+    meaning = "other machines get this name at the rendezvous"
+    return judged(NETWORK, "host name", f"{host}, {address or 'not found'}", meaning, fix if is_local else "")
+
+
+def _taken(backend: str, variable: str, variables: Mapping[str, str], guess: str | None) -> Finding:
+    name = f"{backend} takes"
+    if variable in variables:
+        return Finding(NETWORK, name, variables[variable], f"{variable} is set")
+    if guess is None:
+        return Finding(NETWORK, name, "nothing", "no interface is up", "broken", "bring one up, if only the loopback")
+    return Finding(NETWORK, name, guess, f"set {variable} to have it take another")

@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from ..base.container_limits import cgroup_values, memory_limit
@@ -49,7 +48,9 @@ def measure(folder: Path) -> Measured:
     place = existing(folder)
     written, read = speeds(place)
     host_bytes = _host_bytes()
-    flops, fp32_flops, copied = _products(device, _half(device)), _products(device, torch.float32), _copies(device)
+    has_bf16 = not is_gpu or torch.cuda.get_device_capability(device) >= (8, 0)
+    flops = _products(device, torch.bfloat16 if has_bf16 else torch.float16)
+    fp32_flops, copied = _products(device, torch.float32), _copies(device)
     return Measured(
         device=torch.cuda.get_device_name(device) if is_gpu else _processor(),
         kind="cuda" if is_gpu else "cpu",
@@ -61,9 +62,7 @@ def measure(folder: Path) -> Measured:
         memory_bytes_per_s=copied,
         to_host_bytes_per_s=_transfers(device, to_host=True) if is_gpu else None,
         from_host_bytes_per_s=_transfers(device, to_host=False) if is_gpu else None,
-        gather_bytes_per_s=rings.gather_bytes_per_s,
-        all_reduce_bytes_per_s=rings.all_reduce_bytes_per_s,
-        collective_latency_us=rings.latency_us,
+        **asdict(rings),
         host_memory_bytes=host_bytes,
         host_adam_elems_per_s=_updates(),
         disk_bytes=shutil.disk_usage(place).free,
@@ -93,11 +92,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _half(device: torch.device) -> torch.dtype:
-    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if has_bf16 else torch.float16
-
-
 def _products(device: torch.device, dtype: torch.dtype) -> float:
     size = MATRIX if device.type == "cuda" else 1024
     one, other = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
@@ -107,24 +101,20 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
 
 def _copies(device: torch.device) -> float:
     """Bytes read and written per second."""
-    source = _filled(1 << 30 if device.type == "cuda" else 1 << 27, device)
+    source = torch.ones(1 << 28 if device.type == "cuda" else 1 << 25, device=device)
     target = torch.empty_like(source)
     return rate(lambda: target.copy_(source), 2.0 * source.nbytes, device)
 
 
 def _transfers(device: torch.device, *, to_host: bool) -> float:
-    there, here = _filled(1 << 28, device), _filled(1 << 28, torch.device("cpu")).pin_memory()
+    there, here = torch.ones(1 << 26, device=device), torch.ones(1 << 26).pin_memory()
     target, source = (here, there) if to_host else (there, here)
     return rate(lambda: target.copy_(source, non_blocking=True), float(source.nbytes), device)
 
 
-def _filled(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.ones(num_bytes // 4, device=device)
-
-
 def _updates() -> float:
     """Parameters per second that AdamW updates on the host's cores."""
-    param = torch.nn.Parameter(_filled(1 << 25, torch.device("cpu")))
+    param = torch.nn.Parameter(torch.ones(1 << 23))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], fused=True)
     return rate(optimizer.step, float(param.numel()), torch.device("cpu"))
@@ -159,7 +149,7 @@ class Rings:
 
     gather_bytes_per_s: float | None = None
     all_reduce_bytes_per_s: float | None = None
-    latency_us: float | None = None
+    collective_latency_us: float | None = None
 
 
 def measure_rings(backend: str, num_ranks: int) -> Rings:
@@ -196,13 +186,8 @@ def _rank(backend: str, rank: int, num_ranks: int, store: str) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        store=FileStore(store, num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
+    limit, file = timedelta(seconds=LIMIT_S), FileStore(store, num_ranks)
+    dist.init_process_group(backend, store=file, rank=rank, world_size=num_ranks, timeout=limit)
     num_elems = WHOLE_BYTES[backend] // 4 // num_ranks * num_ranks
     whole = torch.ones(num_elems, device=device)
     part = torch.ones(num_elems // num_ranks, device=device)
@@ -223,8 +208,7 @@ def _call_seconds(work: Callable[[], object], device: torch.device) -> float:
         began_s = time.perf_counter()
         for _ in range(num_calls):
             work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
         return (time.perf_counter() - began_s) / num_calls
 
     run(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from ..version import VERSION
-from . import Finding
+from . import Finding, judged
 
 TOPIC = "software"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
@@ -28,9 +28,15 @@ EXTRAS = {
 def look() -> Iterator[Finding]:
     yield Finding(TOPIC, "shardwise", VERSION, "this package")
     yield _at_least("python", platform.python_version(), OLDEST_PYTHON, sys.executable)
-    yield _torch()
-    for package in NEEDED:
-        yield _needed(package)
+    if installed("torch") is None:
+        yield Finding(TOPIC, "torch", "not installed", "everything computes with it", "broken", "pip install torch")
+    else:
+        import torch
+
+        kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        built_for = next((f"{kind} {number}" for kind, number in kinds.items() if number is not None), "CPUs only")
+        yield _at_least("torch", torch.__version__, OLDEST_TORCH, f"built for {built_for}")
+    yield from map(_needed, NEEDED)
     for package, (use, extra) in EXTRAS.items():
         found = installed(package)
         fix = f"pip install 'shardwise[{extra}]' if you want it" if found is None else ""
@@ -44,33 +50,13 @@ def installed(package: str) -> str | None:
         return None
 
 
-def _torch() -> Finding:
-    found = installed("torch")
-    if found is None:
-        return Finding(TOPIC, "torch", "not installed", "everything computes with it", "broken", "pip install torch")
-    import torch
-
-    return _at_least("torch", torch.__version__, OLDEST_TORCH, f"built for {_built_for()}")
-
-
-def _built_for() -> str:
-    import torch
-
-    if torch.version.cuda is not None:
-        return f"CUDA {torch.version.cuda}"
-    return f"ROCm {torch.version.hip}" if torch.version.hip is not None else "CPUs only"
-
-
 def _at_least(name: str, found: str, oldest: tuple[int, int], meaning: str) -> Finding:
-    numbers = [int(number) for number in re.findall(r"\d+", found)[:2]]
-    if tuple(numbers) >= oldest:
-        return Finding(TOPIC, name, found, meaning)
-    wanted = ".".join(str(number) for number in oldest)
-    return Finding(TOPIC, name, found, meaning, "broken", f"install {name} {wanted} or newer")
+    is_old = tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < oldest
+    fix = f"install {name} {oldest[0]}.{oldest[1]} or newer" if is_old else ""
+    return judged(TOPIC, name, found, meaning, fix, "broken")
 
 
 def _needed(package: str) -> Finding:
     found = installed(package)
-    if found is None:
-        return Finding(TOPIC, package, "not installed", "the command line needs it", "broken", f"pip install {package}")
-    return Finding(TOPIC, package, found, "needed by the command line")
+    fix = f"pip install {package}" if found is None else ""
+    return judged(TOPIC, package, found or "not installed", "needed by the command line", fix, "broken")
