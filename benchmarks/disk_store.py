@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.base.direct_io import is_direct, read_at, write_at
+from shardwise.base.files import is_direct, read_at, write_at
 from shardwise.bench.pages import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.documents import MOST_BYTES, json_tree, read_text, yaml_tree
+from shardwise.base.documents import MOST_BYTES, json_tree, read_object, read_text, yaml_tree
 from shardwise.base.errors import ConfigurationError
-from shardwise.base.json_file import read_object
 
 
 def test_json_may_have_comments_and_a_comma_behind_the_last() -> None:

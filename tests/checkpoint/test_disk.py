@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.base.direct_io import ALIGNMENT, open_direct, read_at
+from shardwise.base.files import ALIGNMENT, go_direct, read_at
 from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import Check
 from shardwise.checkpoint.tensor_files import BLOCK_BYTES, Stream, check_bytes, write_pieces
@@ -59,14 +59,14 @@ ROWS = [
 
 
 def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+    real = fcntl.fcntl
 
-    def refusing(path: Any, flags: int, *rest: Any) -> int:
-        if flags & os.O_DIRECT:
+    def refusing(file: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return real(path, flags, *rest)
+        return real(file, command, value)
 
-    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
 
 
 def refuse_at_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,8 @@ def test_files_are_read_around_the_cache_or_through_it(
     content = os.urandom(10_000)
     (tmp_path / "file").write_bytes(content)
     refuse(monkeypatch)
-    file = open_direct(tmp_path / "file", os.O_RDONLY)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    go_direct(file)
     try:
         memory = mmap.mmap(-1, 4 * ALIGNMENT)
         with memoryview(memory) as view:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import ALIGNMENT
 from shardwise.base.intervals import Interval
 from shardwise.checkpoint import reader, tensor_files
 from shardwise.checkpoint.index import Check, File, Piece, Stored

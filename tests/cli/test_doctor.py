@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.container_limits import cgroup_values, cpu_limit, memory_limit
+from shardwise.base.processes import cpu_limit, memory_limit
 from shardwise.doctor import Finding, disk, machine, size, software
 from shardwise.doctor.machine import Interface
 
@@ -50,12 +50,12 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     (group / "cpu.max").write_text("150000 100000\n")
     membership = tmp_path / "membership"
     membership.write_text("0::/pods/mine\n")
-    memory = cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
-    assert memory_limit(memory, total_bytes=1 << 40) == 8 << 30
-    assert memory_limit(memory, total_bytes=1 << 30) is None, "more than there is limits nothing"
-    assert cpu_limit(cgroup_values("cpu.max", None, tmp_path, membership)) == 1.5
-    assert cpu_limit(["max 100000"]) is None
-    assert cgroup_values("memory.max", None, tmp_path, tmp_path / "nothing") == []
+    assert memory_limit(1 << 40, tmp_path, membership) == 8 << 30
+    assert memory_limit(1 << 30, tmp_path, membership) is None, "more than there is limits nothing"
+    assert cpu_limit(tmp_path, membership) == 1.5
+    (group / "cpu.max").write_text("max 100000\n")
+    assert cpu_limit(tmp_path, membership) is None
+    assert memory_limit(1 << 40, tmp_path, tmp_path / "nothing") is None
 
 
 def test_limits_of_an_old_container(tmp_path: Path) -> None:
@@ -64,8 +64,7 @@ def test_limits_of_an_old_container(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
     membership = tmp_path / "membership"
     membership.write_text("9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
-    memory = cgroup_values("memory.max", "memory.limit_in_bytes", tmp_path, membership)
-    assert memory_limit(memory, 1 << 40) == 1 << 30
+    assert memory_limit(1 << 40, tmp_path, membership) == 1 << 30
 
 
 def test_the_interface_that_each_backend_takes() -> None:

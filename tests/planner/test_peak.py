@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.direct_io import ALIGNMENT
+from shardwise.base.files import ALIGNMENT
 from shardwise.core.layout import OFFLOADS, PRESETS
 from shardwise.core.schedule.state_bytes import kept_losses, resting_grads, state_bytes
 from shardwise.core.schedule.step_schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, aligned

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
-from ..base.container_limits import cgroup_values, memory_limit
 from ..base.dtypes import DTypeLike
 from ..base.errors import ConfigurationError
+from ..base.processes import memory_limit
 from ..core.engine.casts import install_casts
 from ..core.engine.direct_gradients import install_direct_gradients
 from ..core.engine.guards import engine_of, guard
@@ -245,5 +245,5 @@ def free_bytes_here() -> int:
         return torch.cuda.mem_get_info(where)[0]
     page = os.sysconf("SC_PAGE_SIZE")
     free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total)
+    limit = memory_limit(total)
     return min(free, total if limit is None else limit) // num_local_ranks()

@@ -1,8 +1,8 @@
-"""YAML and JSON documents as trees of texts, exactly as they were written.
+"""Files from users: JSON objects, and YAML and JSON documents as trees of texts, exactly as they were written.
 
-A scalar is a text or None: YAML 1.1's numbers, dates and base-60 integers are never made, so 1e-4 and "1e-4" are the
-same. Duplicate keys and tags are refused: nothing in a document is constructed or executed. JSON may have comments
-(`//`, `#`, `/* */`) and a trailing comma, as DeepSpeed's files do. yaml is imported in this file only, at first use.
+In a tree a scalar is a text or None: YAML 1.1's numbers, dates and base-60 integers are never made, so 1e-4 and "1e-4"
+are the same. Duplicate keys and tags are refused: nothing in a document is constructed or executed. JSON may have
+comments (`//`, `#`, `/* */`) and a trailing comma, as DeepSpeed's files do. yaml is imported here only, at first use.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigurationError
-from .regular_file import read_regular
+from .files import read_regular
 
 if TYPE_CHECKING:
     import yaml
@@ -22,6 +22,10 @@ Tree = Any
 
 MOST_BYTES = 4_000_000
 MOST_NODES = 100_000
+MOST_JSON_BYTES = 64 * 10**6
+# An empty list is two characters, and takes thirty times as many bytes in memory. Ordinary files have few of them: a
+# file may have this many lists and objects, and one more for every eight of its bytes.
+MANY_BRACKETS = 1_000_000
 YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
 # Matches strings and comments; and, once comments are removed, strings and commas before a closing bracket. A string
 # without an end is matched, too, and without backtracking, so that no character is read again and again.
@@ -142,3 +146,37 @@ def texts_of(value: Any) -> Tree:
     if value is None:
         return None
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def find(path: str | Path) -> Path | None:
+    """Expand ~ and return the file or folder; None where it does not exist or cannot have this name."""
+    try:
+        found = Path(path).expanduser()
+        return found if found.exists() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def parse(text: str | bytes) -> Any:
+    """Parse a value, in memory of about ten times the text. Raises ValueError."""
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    num_brackets = content.count(b"[") + content.count(b"{")
+    if num_brackets > MANY_BRACKETS + len(content) // 8:
+        raise ValueError(f"it has {num_brackets:,} lists and objects in {len(content):,} bytes, too many to be read")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object; `what` names it in errors."""
+    try:
+        value = parse(read_regular(path, MOST_JSON_BYTES))
+    except OSError as error:
+        raise ConfigurationError(f"{what} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{what} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{what} holds a {type(value).__name__}, not an object")
+    return value

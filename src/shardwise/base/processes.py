@@ -1,5 +1,6 @@
-"""Cleaning up after processes that were killed: children end with their parent, and abandoned folders are removed.
+"""Processes: a container's limits on this one, children that end with their parent, folders of killed ones.
 
+The machine's own numbers do not show the limits on memory and processors that a container (cgroups) has set.
 A child that is started as a command gets `as_child` as its environment and calls `end_with_parent` first.
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 
 PARENT = "SHARDWISE_PARENT_PID"
 PR_SET_PDEATHSIG = 1
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def as_child(environment: Mapping[str, str]) -> dict[str, str]:
@@ -86,3 +89,38 @@ def _remove_if_abandoned(folder: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _cgroup_values(name: str, old_name: str | None, root: Path, membership: Path) -> list[str]:
+    """Read the values of a limit, from this process's group up to the root. `old_name` is its file in cgroups v1."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base, file = (root, name) if not controllers else (root / controllers, old_name)
+        if file is None:
+            continue
+        group = base / path.strip("/")
+        # In a container the path is that of the host, and the container's own group is the root.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if (folder / file).is_file():
+                found.append((folder / file).read_text().strip())
+    return found
+
+
+def memory_limit(total_bytes: int, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """The lowest limit of a container in bytes; None where none is below all memory of the machine."""
+    values = _cgroup_values("memory.max", "memory.limit_in_bytes", root, membership)
+    limits = [int(value) for value in values if value.isdecimal()]
+    return min((limit for limit in limits if limit < total_bytes), default=None)  # v1 says "none" with a huge number
+
+
+def cpu_limit(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """The lowest limit of a container in cores, from values such as "200000 100000" (v2: quota and period)."""
+    pairs = [value.split() for value in _cgroup_values("cpu.max", None, root, membership)]
+    return min((int(quota) / int(period) for quota, period in pairs if quota != "max"), default=None)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import CheckpointError, DamageError, SaveError
-from ..base.regular_file import read_regular
+from ..base.files import read_regular
 
 INDEX, MARKER = "index.json", "complete"
 CHECKPOINTS = "checkpoints"  # their folder in a run folder

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..base.documents import parse
 from ..base.errors import CheckpointError, DamageError
 from ..base.intervals import Interval
-from ..base.json_file import parse
 
 # The dtypes that files can hold, and their names in safetensors.
 NAMES: dict[torch.dtype, str] = {

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..base.direct_io import ALIGNMENT, go_direct, read_at
+from ..base.files import ALIGNMENT, go_direct, read_at
 from ..base.errors import DamageError
 from ..base.intervals import Interval, round_up
-from ..base.regular_file import num_bytes_of, open_regular
+from ..base.files import num_bytes_of, open_regular
 from .folder import os_errors_as
 from .index import Check, File, Stored, cut
 from .tensor_files import BLOCK_BYTES

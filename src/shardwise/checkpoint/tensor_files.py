@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.direct_io import ALIGNMENT, open_direct, write_at
+from ..base.files import ALIGNMENT, go_direct, write_at
 from ..base.errors import CheckpointError, SaveError
-from ..base.regular_file import open_regular
+from ..base.files import open_regular
 from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, Check, File, Piece, Stored, counts, in_words, shape_from
 
@@ -51,7 +51,8 @@ class Stream:
 
     def __init__(self, path: Path, check_bytes: int | None) -> None:
         self._check_bytes = check_bytes
-        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        go_direct(self._file)
         # The first is being filled, the second is the oldest.
         self._blocks = deque(_Block() for _ in range(_NUM_BLOCKS))
         self._filled = 0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..base.direct_io import ALIGNMENT, go_direct, is_direct, write_at
+from ..base.files import ALIGNMENT, go_direct, is_direct, write_at
 from . import Finding, judged, size
 
 TOPIC = "disk"

@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ..base.container_limits import cgroup_values, cpu_limit, memory_limit
+from ..base.processes import cpu_limit, memory_limit
 from ..core.native.library import COMPILERS, cache_folder
 from . import Finding, judged, size
 
@@ -114,7 +114,7 @@ def _links() -> str:
 
 def _memory() -> Finding:
     seen = psutil.virtual_memory()
-    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), seen.total)
+    limit = memory_limit(seen.total)
     value = f"{size(seen.total)}, {size(seen.available)} available" + (f", limited to {size(limit)}" if limit else "")
     meaning = "weights are read and checkpoints gathered through it; beyond the limit the kernel kills a rank (SIGKILL)"
     is_low = min(seen.available, limit or seen.available) < 2 << 30
@@ -124,7 +124,7 @@ def _memory() -> Finding:
 
 def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0))
-    limit = cpu_limit(cgroup_values("cpu.max", None))
+    limit = cpu_limit()
     value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
     meaning = "ranks share them: OMP_NUM_THREADS, also for updates on the host, is cores / ranks unless you set it"
     fix = ""

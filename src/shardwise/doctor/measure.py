@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ..base.container_limits import cgroup_values, memory_limit
-from ..base.processes import as_child, end_with_parent, temporary_folder
+from ..base.processes import as_child, end_with_parent, memory_limit, temporary_folder
 from ..planner.hardware.cluster import CPU_RANKS, MATRIX, Measured
 from ..trainer.loopback import interfaces
 from .disk import existing, speeds
@@ -131,7 +130,7 @@ def _context_bytes(device: torch.device) -> int:
 
 def _host_bytes() -> int:
     total: int = psutil.virtual_memory().total
-    return memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), total) or total
+    return memory_limit(total) or total
 
 
 def _processor() -> str:

@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import nn
 
-from ..base.container_limits import cgroup_values, memory_limit
 from ..base.errors import MemoryExceededError, PlaceError
+from ..base.processes import memory_limit
 from ..core.layout import AUTO, Layout
 from ..core.mesh import Axes, device, num_local_ranks
 from ..core.schedule.model import UnitSpec
@@ -151,7 +151,7 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
 def host_bytes_here() -> int:
     """Free memory of this machine; a container may have less than the machine."""
     memory = psutil.virtual_memory()
-    limit = memory_limit(cgroup_values("memory.max", "memory.limit_in_bytes"), memory.total)
+    limit = memory_limit(memory.total)
     return min(memory.available, memory.total if limit is None else limit)
 
 

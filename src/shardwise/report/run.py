@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..base.documents import MOST_JSON_BYTES, parse
 from ..base.errors import ConfigurationError
-from ..base.json_file import MOST_BYTES, parse
-from ..base.regular_file import read_regular
+from ..base.files import read_regular
 from ..base.text import plural, size
 from .charts import Curve, Point
 from .descriptions import cluster_words
@@ -179,7 +179,7 @@ def _require_run(folder: Path) -> None:
 
 def _json_in(file: Path, notes: list[str]) -> object:
     try:
-        return parse(read_regular(file, MOST_BYTES))
+        return parse(read_regular(file, MOST_JSON_BYTES))
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}.")
         return None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ..base.container_limits import cgroup_values, cpu_limit
 from ..base.errors import ConfigurationError, MemoryExceededError, did_you_mean, printable_lines
+from ..base.processes import cpu_limit
 from . import cluster, signals
 from .run_folder import LOGS, choose, oom_reports, run_folder
 from .settings import Settings, num_nodes
@@ -185,6 +185,6 @@ def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
 
 def _set_threads(num_ranks: int) -> None:
     """Share the cores of the machine among its ranks. Torch reads this variable when it is imported."""
-    limit = cpu_limit(cgroup_values("cpu.max", None))
+    limit = cpu_limit()
     cores = min(len(os.sched_getaffinity(0)), limit or float("inf"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores // num_ranks))))

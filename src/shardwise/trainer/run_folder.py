@@ -20,7 +20,7 @@ from typing import Any
 
 from ..base.documents import read_text
 from ..base.errors import CheckpointError, ConfigurationError, SaveError
-from ..base.json_file import parse, read_object
+from ..base.documents import parse, read_object
 from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
 from .settings import Settings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.direct_io import ALIGNMENT
+from shardwise.base.files import ALIGNMENT
 from shardwise.core.native import checked_io
 from shardwise.core.native import library as compiler
 from shardwise.core.offload import disk

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import NoRoomError, StoreError
+from shardwise.base.files import ALIGNMENT
 from shardwise.core.offload import arena as arena_file
 from shardwise.core.offload.arena import Arena
 from shardwise.core.schedule.offload import padded_bytes

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.base.direct_io import ALIGNMENT
 from shardwise.base.errors import StoreError
+from shardwise.base.files import ALIGNMENT
 from shardwise.core.native.checked_io import CHECK_BYTES
 from shardwise.core.offload import disk as disk_file
 from shardwise.core.offload.arena import Arena

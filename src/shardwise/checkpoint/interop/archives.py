@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
-from ...base.regular_file import open_regular
+from ...base.files import open_regular
 from ..folder import os_errors_as
 from ..index import File, Stored, text
 from . import pickles

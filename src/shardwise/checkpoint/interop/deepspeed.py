@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.errors import CheckpointError
 from ...base.intervals import Interval
-from ...base.regular_file import read_regular
+from ...base.files import read_regular
 from ..index import Index, Piece, Plain, Stored, counts, cut, shape_from, text
 from . import archives
 from .described import Described, add_model, describing, index_of, item_of, settings_of, version_text

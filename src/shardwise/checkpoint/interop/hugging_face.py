@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ...base.json_file import parse
+from ...base.documents import parse
 from ..index import Index, Stored, text
 from ..tensor_files import read_header
 from . import archives

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.direct_io import ALIGNMENT, read_at, write_at
 from ...base.errors import StoreError
+from ...base.files import ALIGNMENT, read_at, write_at
 from ...base.intervals import round_up
 from .library import struct_fields
 

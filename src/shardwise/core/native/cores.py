@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...base.container_limits import cgroup_values, cpu_limit
+from ...base.processes import cpu_limit
 
 SYSTEM = Path("/sys/devices/system")
 
@@ -21,7 +21,7 @@ def cores_for(local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
     call `cores_for(0, 1)`.
     """
     ordered = near_each_other(os.sched_getaffinity(0), SYSTEM)
-    return share(ordered, cpu_limit(cgroup_values("cpu.max", None)), local_rank, num_local_ranks)
+    return share(ordered, cpu_limit(), local_rank, num_local_ranks)
 
 
 def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ...base.direct_io import ALIGNMENT
 from ...base.errors import NoRoomError, StoreError
+from ...base.files import ALIGNMENT
 from ...base.intervals import round_up
 
 logger = logging.getLogger("shardwise")

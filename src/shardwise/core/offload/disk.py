@@ -21,8 +21,8 @@ from tempfile import mkstemp
 
 from torch import Tensor
 
-from ...base.direct_io import ALIGNMENT, go_direct, is_direct
 from ...base.errors import NoRoomError, PlaceError, StoreError
+from ...base.files import ALIGNMENT, go_direct, is_direct
 from ...base.intervals import round_up
 from ..native.checked_io import CHECK_BYTES, checked_io
 

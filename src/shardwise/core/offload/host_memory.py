@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...base.direct_io import ALIGNMENT
 from ...base.errors import ConfigurationError
+from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.library import library
 from ..schedule.flat import Flat

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.direct_io import ALIGNMENT
 from ...base.dtypes import FP32
 from ...base.errors import ConfigurationError
+from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..offload.host_memory import MASTER, Moves, Rows

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...base.direct_io import ALIGNMENT
 from ...base.dtypes import DType
+from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from .flat import Flat
 

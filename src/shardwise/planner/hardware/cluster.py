@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...base.errors import ConfigurationError, did_you_mean
-from ...base.json_file import find, read_object
+from ...base.documents import find, read_object
 from .gpus import (
     DATA,
     HOST_LATENCY_US,

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.documents import find, read_object
 from ...base.dtypes import FP32, DType, dtype_of
 from ...base.errors import ConfigurationError
-from ...base.json_file import find, read_object
 from .shape import ModelShape
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...base.documents import find
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
-from ...base.json_file import find
 from .hf_config import shape_of_config
 from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
 

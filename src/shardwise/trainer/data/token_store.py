@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, Literal, Self
 import torch
 from torch import Tensor
 
+from ...base.documents import read_object
 from ...base.errors import ConfigurationError, StoreError
-from ...base.json_file import read_object
-from ...base.regular_file import open_regular
+from ...base.files import open_regular
 
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}

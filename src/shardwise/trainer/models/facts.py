@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...base.documents import read_object
 from ...base.errors import ConfigurationError, did_you_mean
-from ...base.json_file import read_object
 from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape

@@ -1,0 +1,96 @@
+"""Files by their descriptors: regular files that a user named, and reads and writes around the page cache (O_DIRECT).
+
+Other files than regular ones are refused with an OSError that says why: a FIFO would wait for a writer, a device need
+not end, and a sparse file can be terabytes long. Around the page cache, where the file system allows it, the disk
+reaches its full speed, the processor has less to copy, and the contents of the cache stay; lengths, offsets and
+addresses must be multiples of `ALIGNMENT`.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+# O_DIRECT's alignment of lengths, offsets and addresses, on all common disks.
+ALIGNMENT = 4096
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFDIR: "a folder"}
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _require_regular(os.fstat(file), path)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def num_bytes_of(path: Path) -> int:
+    """The length of a regular file, without opening it."""
+    status = path.stat()
+    _require_regular(status, path)
+    return status.st_size
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a whole file of at most `most_bytes`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {num_bytes:,} bytes, and at most {most_bytes:,} are read", str(path))
+        return file.read(num_bytes)
+
+
+def _require_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise OSError(code, f"it is {kind}, and only regular files are read", str(path))
+
+
+def go_direct(file: int) -> None:
+    """Switch an open descriptor to O_DIRECT, where the file system has it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def read_at(file: int, view: memoryview, offset: int) -> int:
+    """Fill the view from a place in a file, both aligned; returns the bytes read before the file ended."""
+    done = 0
+    while done < len(view):
+        num = _run(file, partial(os.preadv, file, [view[done:]], offset + done))
+        if num == 0:
+            break
+        done += num
+    return done
+
+
+def write_at(file: int, view: memoryview, offset: int) -> None:
+    """Write all of the view to a place in a file, both aligned."""
+    done = 0
+    while done < len(view):
+        done += _run(file, partial(os.pwrite, file, view[done:], offset + done))
+
+
+def _run(file: int, do: Callable[[], int]) -> int:
+    """Run a read or write; switch O_DIRECT off for file systems that accept it when opening and refuse it here."""
+    try:
+        return do()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # Another thread may have switched it off in the meantime, so the flags are not checked.
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return do()
