@@ -187,7 +187,6 @@ def is_told_from_now_on(disk: Disk, region: Region, start: Callable[[], Any], sa
     assert caught.value.exit_code == 1
     other = disk.region(1000, "something else")
     for again in (
-        disk.flush,
         lambda: disk.put(other, row(1000)),
         lambda: disk.put(region, row(1000)),
         lambda: disk.fetch(region, row(1000)),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import mkstemp
+from tempfile import TemporaryFile
 
 from torch import Tensor
 
@@ -35,8 +35,6 @@ _FIXES = {
 }
 _FIX = "replace the disk, or name a folder on another one"
 Jobs = SimpleQueue[Callable[[], None] | None]
-# Errors of file systems without unnamed files; the last one is that of old kernels.
-_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 
 
 class Pending:
@@ -119,13 +117,10 @@ class Region:
                 f"bytes {start} to {stop} of {self.what} were not all written: put them there before they are fetched"
             )
 
-    def under_way(self) -> list[Pending]:
-        self._under_way = [pending for pending in self._under_way if not pending.is_done]
-        return self._under_way
-
     def add(self, pending: Pending) -> list[Pending]:
         """Register a request; returns the earlier ones that it has to wait for."""
-        earlier = [each for each in self.under_way() if pending.must_follow(each)]
+        self._under_way = [each for each in self._under_way if not each.is_done]
+        earlier = [each for each in self._under_way if pending.must_follow(each)]
         self._under_way.append(pending)
         return earlier
 
@@ -158,9 +153,6 @@ class Disk:
     def __init__(self, folder: Path, num_bytes: int, library: ctypes.CDLL | None = None) -> None:
         self.folder = folder
         self.reserved_bytes = round_up(num_bytes, ALIGNMENT)
-        self.read_bytes = 0  # as requested, without alignment; so are `written_bytes`
-        self.written_bytes = 0
-        self._regions: list[Region] = []
         self._taken_bytes = 0
         # Held while a request enters its region's list and the queue, so that both have the same order: no thread waits
         # for a request that is behind it in the queue.
@@ -196,11 +188,8 @@ class Disk:
                 f"{what} needs {num_bytes} bytes, and {left} of the {self.reserved_bytes} reserved in {self.folder} "
                 f"are left: size it with padded_bytes over all its regions"
             )
-        region = Region(what, self._taken_bytes, num_bytes)
         self._taken_bytes += round_up(num_bytes, ALIGNMENT)
-        with self._lock:
-            self._regions.append(region)
-        return region
+        return Region(what, self._taken_bytes - round_up(num_bytes, ALIGNMENT), num_bytes)
 
     def put(self, region: Region, source: Tensor, at: int = 0) -> Pending:
         """Start to write a tensor to a region, from byte `at` on. The tensor must not change before that is done."""
@@ -209,14 +198,6 @@ class Disk:
     def fetch(self, region: Region, into: Tensor, at: int = 0) -> Pending:
         """Start to read a region, from byte `at` on, into a tensor."""
         return self._start(region, into, at, is_put=False)
-
-    def flush(self) -> None:
-        """Wait for every request in flight."""
-        with self._lock:
-            under_way = [pending for region in self._regions for pending in region.under_way()]
-        for pending in under_way:
-            pending.settle()
-        _raise(self._failures)
 
     def close(self) -> None:
         """Release the space. Parts that a thread has begun are finished, the rest is dropped."""
@@ -238,12 +219,7 @@ class Disk:
         memory = memory_of(tensor)
         with self._lock:
             _raise(self._failures)
-            if is_put:
-                region.note_written(at, stop)
-                self.written_bytes += tensor.nbytes
-            else:
-                region.require_written(at, stop)
-                self.read_bytes += tensor.nbytes
+            (region.note_written if is_put else region.require_written)(at, stop)
             earlier = region.add(pending)
             jobs = self._to_write if is_put else self._to_read
             for part in parts:
@@ -361,7 +337,8 @@ def reserve(folder: Path, num_bytes: int) -> int:
     if num_bytes > free and seen.f_blocks:  # checked first, as trying would fill the disk; 0: unknown
         raise _no_room(folder, num_bytes, free)
     try:
-        file = _open_unnamed(folder)
+        with TemporaryFile(dir=folder, buffering=0) as opened:
+            file = os.dup(opened.fileno())
     except OSError as error:
         raise PlaceError(
             f"{folder}: no file can be made there, and state should rest there on disk ({error.strerror}): "
@@ -379,17 +356,6 @@ def reserve(folder: Path, num_bytes: int) -> int:
         raise PlaceError(
             f"{folder}: {num_bytes} bytes could not be reserved there ({error.strerror}): name another folder"
         ) from error
-    return file
-
-
-def _open_unnamed(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_UNNAMED_FILES:
-            raise
-    file, path = mkstemp(prefix=".shardwise-", dir=folder)
-    Path(path).unlink()
     return file
 
 
