@@ -1,7 +1,7 @@
 """The groups of the user's optimizer: checks against the model, and this rank's parts of their parameters and state."""
 
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,6 @@ from ..unit.state import FlatState
 from ..unit.user_parameter import place_of
 
 
-def require_own_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Refuse an optimizer that has parameters which are not the model's."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if param not in params:
-                raise ConfigurationError(
-                    f"parameter {index} of the optimizer's group {group_index} (shape {tuple(param.shape)}) is not a "
-                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
-                    "after it was moved or changed for the last time"
-                )
-
-
 def shard_of(param: Tensor) -> Tensor | None:
     """This rank's part of one of the user's parameters, if it has one that is trained."""
     place = place_of(param)
@@ -35,11 +23,18 @@ def shard_of(param: Tensor) -> Tensor | None:
 
 
 def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:
-    """The number of the optimizer that has a parameter, by its name."""
+    """The number of the optimizer that has a parameter, by its name. Refuses parameters that are not the model's."""
     found: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
-        require_own_parameters(optimizer, names)
-        for name in [names[param] for group in optimizer.param_groups for param in group["params"]]:
+        groups = [group["params"] for group in optimizer.param_groups]
+        for at, index, param in [(at, *each) for at, params in enumerate(groups) for each in enumerate(params)]:
+            if param not in names:
+                raise ConfigurationError(
+                    f"parameter {index} of the optimizer's group {at} (shape {tuple(param.shape)}) is not a "
+                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
+                    "after it was moved or changed for the last time"
+                )
+            name = names[param]
             if found.setdefault(name, number) != number:
                 raise ConfigurationError(
                     f"parameter {name!r} is in two optimizers, {found[name]} and {number} of the list "

@@ -98,12 +98,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
-        # With early updates: the flats that have arrived in this step, and the parts that are updated already.
         self._is_early = early_update
+        # Of this step: flats whose gradient has arrived, with early updates, and flats that are updated, or that the
+        # host has been given to update.
         self._arrived: set[FlatState] = set()
-        self._updated: set[int] = set()
-        # Flats that the host has been given to update in this step.
-        self._given: set[FlatState] = set()
+        self._updated: set[FlatState] = set()
         self._settings_when_early: list[dict[str, Any]] = []
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
@@ -246,22 +245,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Update parts in the order in which their gradients arrive, then start the updates on the host."""
-        if (self._updated or self._given) and self._settings_when_early != plain_settings(self.inner):
+        if self._updated and self._settings_when_early != plain_settings(self.inner):
             raise StateError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
                 "early_update=True weights were updated before: change them after step()"
             )
-        parts = self._current_parts()
-        for number, part in enumerate(parts):
-            if number not in self._updated:
+        for part in self._current_parts():
+            if not self._updated.issuperset(part.states):
                 self._update_part(part, early=False)
-        left = [] if self._is_at_once else [state for state in self._states if state not in self._given]
-        self._update_on_host(left)
+        if not self._is_at_once:
+            self._update_on_host([state for state in self._states if state not in self._updated])
         # Schedulers that were built on the inner optimizer check this, and its own `step` may not have been called.
         vars(self.inner)["_opt_called"] = True
         self._arrived.clear()
         self._updated.clear()
-        self._given.clear()
 
     def _update_on_host(self, states: Iterable[FlatState]) -> None:
         ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
@@ -277,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # The last step's update may still run, if nothing has read its weights since.
             self._stepper.await_update_of(state)
         self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
-        self._given.update(ready)
+        self._updated.update(ready)
 
     @property
     def _is_at_once(self) -> bool:
@@ -291,16 +288,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
                 "backwards before the last one inside `with sw.accumulate(model):`"
             )
-        if not self._updated and not self._given:
+        if not self._updated:
             self._settings_when_early = plain_settings(self.inner)
         self._arrived.update(states)
-        for number, part in enumerate(self._current_parts()):
+        for part in self._current_parts():
             # A parameter that this rank did not use waits until the ranks agree, at the end of the backward.
-            if number not in self._updated and all(
-                state in self._arrived and all(state.gradient.used) for state in part.states
-            ):
+            is_complete = all(state in self._arrived and all(state.gradient.used) for state in part.states)
+            if is_complete and not self._updated.issuperset(part.states):
                 self._update_part(part, early=True)
-                self._updated.add(number)
+                self._updated.update(part.states)
         if not self._is_at_once:
             self._update_on_host([state for state in states if all(state.gradient.used)])
 
@@ -389,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._updated or self._given:
+        if self._updated:
             raise StateError(
                 "optimizer.zero_grad() before optimizer.step() with early_update=True: weights were updated already "
                 "during the backward, and cannot go back; call optimizer.step() first"
