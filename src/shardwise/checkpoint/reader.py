@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..base.files import ALIGNMENT, go_direct, read_at
 from ..base.errors import DamageError
+from ..base.files import ALIGNMENT, go_direct, num_bytes_of, open_regular, read_at
 from ..base.intervals import Interval, round_up
-from ..base.files import num_bytes_of, open_regular
 from .folder import os_errors_as
 from .index import Check, File, Stored, cut
 from .tensor_files import BLOCK_BYTES

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.files import ALIGNMENT, go_direct, write_at
 from ..base.errors import CheckpointError, SaveError
-from ..base.files import open_regular
+from ..base.files import ALIGNMENT, go_direct, open_regular, write_at
 from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, Check, File, Piece, Stored, counts, in_words, shape_from
 

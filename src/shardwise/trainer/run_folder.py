@@ -18,9 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..base.documents import read_text
+from ..base.documents import parse, read_object, read_text
 from ..base.errors import CheckpointError, ConfigurationError, SaveError
-from ..base.documents import parse, read_object
 from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
 from .settings import Settings
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ...base.intervals import Interval
 from ...base.files import read_regular
+from ...base.intervals import Interval
 from ..index import Index, Piece, Plain, Stored, counts, cut, shape_from, text
 from . import archives
 from .described import Described, add_model, describing, index_of, item_of, settings_of, version_text

@@ -7,8 +7,8 @@ on one rank as well, with the optimizer next to it.
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import CheckpointError
 from ...base.documents import parse
+from ...base.errors import CheckpointError
 from ..index import Index, Stored, text
 from ..tensor_files import read_header
 from . import archives

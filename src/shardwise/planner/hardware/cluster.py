@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from ...base.errors import ConfigurationError, did_you_mean
 from ...base.documents import find, read_object
+from ...base.errors import ConfigurationError, did_you_mean
 from .gpus import (
     DATA,
     HOST_LATENCY_US,
