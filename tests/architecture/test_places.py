@@ -82,7 +82,7 @@ def test_preset_names_are_known_to_layout_the_command_line_and_the_table_of_othe
     presets = {*PRESETS, *ALIASES}
     # A peer may have a preset's name.
     peers = ("bench/case.py", "bench/contenders.py")
-    allowed = ("core/layout.py", "cli/", "migrate/strategies.py", *peers)
+    allowed = ("core/layout.py", "cli/", *peers)
     found = [
         f"src/shardwise/{path}:{node.lineno} says {node.value!r}"
         for path, tree in trees().items()

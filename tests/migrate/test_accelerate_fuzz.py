@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import shardwise.migrate.api as api
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
-from shardwise.migrate.account import Account
-from shardwise.migrate.environment import read_environment
+from shardwise.migrate.accelerate import read_environment
+from shardwise.migrate.account import Block
 from shardwise.migrate.fsdp import known_keys
 from shardwise.migrate.migrated import Migrated, yaml_of
 from shardwise.migrate.tables import rules, table
@@ -106,11 +106,11 @@ TABLES = {*KEYS, *PROGRAMS} - {"debug", "label_smoothing_factor", "stage", "tf32
 
 def known_places(kind: Any, tree: dict[str, Any]) -> list[tuple[str, ...]]:
     """Every key that a reader asks for, in the block that it asks for it in."""
-    account = Account("")
-    api.READERS[kind](account.block("", tree), Path())
+    top = Block(tree, "")
+    api.READERS[kind](top, Path())
     return [
         (*filter(None, [path]), key)
-        for path, found in account._blocks.items()
+        for path, found in top._blocks.items()
         for key in sorted(found._known - TABLES)
         if "." not in path
     ]

@@ -51,14 +51,14 @@ def test_fsdp() -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
 
-    from shardwise.migrate.fsdp import POLICIES, STATE_DICTS
-    from shardwise.migrate.strategies import SHARDING_STRATEGIES
+    from shardwise.migrate.fsdp import POLICIES, strategies
+    from shardwise.migrate.tables import table
 
-    assert list(SHARDING_STRATEGIES) == FSDP_SHARDING_STRATEGY
+    assert list(strategies()) == FSDP_SHARDING_STRATEGY
     assert list(POLICIES) == FSDP_AUTO_WRAP_POLICY
     from accelerate.utils.constants import FSDP_STATE_DICT_TYPE
 
-    assert set(STATE_DICTS) == set(FSDP_STATE_DICT_TYPE)
+    assert set(table("accelerate")["state_dicts"]) == set(FSDP_STATE_DICT_TYPE)
     keys = fields_of(FullyShardedDataParallelPlugin) - {"fsdp_version"}
     for prefix in ("", "fsdp_"):
         block = {prefix + key: "x" for key in keys} | {"fsdp_version": 2}
@@ -103,10 +103,10 @@ def test_training_arguments() -> None:
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    from shardwise.migrate.hugging_face_training import OTHER_SCHEDULES, SCHEDULES
+    from shardwise.migrate.tables import table
 
     assert not unknown(dict.fromkeys(fields_of(TrainingArguments), "x"), "hugging-face")
-    assert {kind.value for kind in SchedulerType} <= {*SCHEDULES, *OTHER_SCHEDULES}
+    assert {kind.value for kind in SchedulerType} <= set(table("hugging_face")["schedules"])
     for name in OptimizerNames:
         migrated = api.read({"optim": name.value}, "hugging-face")
         assert bool(migrated.refused) == ("optimizer" not in migrated.settings), name
@@ -147,7 +147,7 @@ def test_a_trainer_understands_fsdp_as_we_do(keys: dict[str, Any], tmp_path: Pat
 def test_what_a_trainer_does_unsaid() -> None:
     from transformers import TrainingArguments
 
-    from shardwise.migrate.hugging_face_training import DEFAULTS, EPOCHS
+    from shardwise.migrate.hugging_face import DEFAULTS, EPOCHS
 
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     assert defaults["num_train_epochs"] == EPOCHS

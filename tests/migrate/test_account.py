@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.migrate.account import Account, Block
+from shardwise.migrate.account import Block
 
 
 def block(**values: Any) -> Block:
-    return Account("it").block("", values)
+    return Block(values, "it")
 
 
 def fates(top: Block) -> dict[str, tuple[str, str]]:
-    return {entry.key: (entry.fate, entry.text) for entry in top.account.entries}
+    return {entry.key: (entry.fate, entry.text) for entry in top.entries()}
 
 
 def test_rows_come_in_the_order_of_the_document() -> None:

@@ -15,7 +15,6 @@ from shardwise.base.documents import texts_of
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
 from shardwise.migrate.api import from_deepspeed, read
-from shardwise.migrate.strategies import STAGES
 from shardwise.migrate.tables import table
 from tests.migrate.support import require_all_told, require_sound, rows
 
@@ -181,7 +180,7 @@ def _require_stage(strategy: str, tree: dict[str, Any], told: dict[str, Any]) ->
     entry = told.get("zero_optimization.stage")
     if stage is None or entry is None or entry.fate == "refused":
         return
-    asked, given_ = layout_of(STAGES[int(float(stage))]), layout_of(strategy)
+    asked, given_ = layout_of(table("deepspeed")["stages"][int(float(stage))]), layout_of(strategy)
     # In groups, what is split is split in them; it is the same things that are.
     split = [
         (layout.params != "whole", layout.grads != "whole", layout.optimizer != "whole") for layout in (asked, given_)

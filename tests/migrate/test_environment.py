@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
-from shardwise.migrate.environment import read_environment
+from shardwise.migrate.accelerate import read_environment
 
 FIXTURES = Path(__file__).parent / "fixtures" / "accelerate"
 

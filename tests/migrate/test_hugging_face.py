@@ -7,7 +7,7 @@ import pytest
 
 import shardwise.migrate.api as api
 from shardwise.core.layout import layout_of
-from shardwise.migrate.files import tree_of
+from shardwise.migrate.account import mapping_in
 from shardwise.migrate.migrated import Migrated
 from shardwise.trainer.config import resolve
 from tests.migrate.told import assert_all_told
@@ -101,7 +101,7 @@ def test_examples(name: str) -> None:
     assert layout_of(migrated.strategy) == layout_of(strategy)
     assert {key: migrated.settings[key] for key in settings} == settings
     assert migrated.settings.get("units", ()) == units
-    assert_all_told(tree_of(FIXTURES / name), migrated)
+    assert_all_told(mapping_in(FIXTURES / name), migrated)
     if not keys:
         resolve([], {}, {}, others={name: migrated.settings})
 

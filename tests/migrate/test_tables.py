@@ -8,7 +8,7 @@ ROWS = {
     (library, block): rows
     for library in ("deepspeed", "accelerate", "hugging_face")
     for block, rows in table(library).items()
-    if isinstance(rows, list) and block != "switches"
+    if isinstance(rows, list) and isinstance(rows[0], dict) and block != "switches"
 }
 
 

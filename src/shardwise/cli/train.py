@@ -143,7 +143,7 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
         return {f"file {file}": read(file).settings for read, file in found if file is not None}
     if not any(name.startswith("ACCELERATE_") for name in os.environ):
         return {}
-    from ..migrate.environment import read_environment
+    from ..migrate.accelerate import read_environment
 
     launched = read_environment(os.environ)
     if launched is None:

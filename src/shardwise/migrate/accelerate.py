@@ -2,34 +2,28 @@
 
 Blocks of other kinds are ignored, as Accelerate ignores them. `deepspeed_config` names DeepSpeed's own file, or has a
 few of its keys under other names; both are read by DeepSpeed's reader.
+
+The environment variables that `accelerate launch` sets for its ranks are its configuration once more. They are turned
+back into the file that they came from, which is read like any other; entries have the variables' names. The launcher
+also sets its defaults: a default that contradicts what only a user can have set is ignored.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base.documents import Tree
 from ..base.errors import ConfigurationError
-from .account import AUTO, Account, Block, Entry
+from ..core.layout import AUTO as AUTO_STRATEGY
+from .account import AUTO, FALSE, TRUE, Block, Entry, shown
 from .deepspeed import read_deepspeed
-from .files import named_file
-from .fsdp import read_fsdp, read_parallelism, sharded
-from .migrated import Original
-from .strategies import REPLICATED, Change
-from .tables import apply_rules, rules, table, with_prefix
+from .fsdp import FULL, REPLICATED, Read, known_keys, read_fsdp, read_groups, sharded, strategy_name
+from .migrated import Change, Migrated
+from .tables import apply_rules, table
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
 REPLICATES = ("NO", "MULTI_CPU", "MULTI_GPU")
-NO_TPU = "there are no TPUs here, only CUDA GPUs and CPUs"
-# Other kinds that Accelerate knows, and why they are refused.
-REFUSED = {
-    "MEGATRON_LM": "Megatron-LM splits layers and sequences, and only training state is sharded here",
-    "XLA": NO_TPU,
-    "TPU": NO_TPU,
-    **{
-        f"MULTI_{device}": f"there are no {device} devices here, only CUDA GPUs and CPUs"
-        for device in ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
-    },
-}
 MIN_PARAMS = 100_000_000  # SIZE_BASED_WRAP's default in `accelerate launch`
 DEFAULT_PORT = 29500
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
@@ -41,7 +35,10 @@ DEEPSPEED_FILE = "deepspeed_config_file"
 DEFAULT_STAGE = "2"
 # DeepSpeed's blocks that enable 16 bits.
 HALVES = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-Read = tuple[dict[str, Any], Original]
+ENVIRONMENT = "the environment of accelerate launch"
+# Variables that turn a kind of sharding on.
+SWITCHES = {f"ACCELERATE_USE_{kind}": kind for kind in (DEEPSPEED, FSDP, "MEGATRON_LM")}
+RESHARD, STRATEGY, PRECISION = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY", "ACCELERATE_MIXED_PRECISION"
 
 
 def read_accelerate(top: Block, folder: Path) -> Read:
@@ -50,16 +47,17 @@ def read_accelerate(top: Block, folder: Path) -> Read:
     settings = _launch(top, kind == "NO")
     if kind == "MULTI_CPU":
         settings["device"] = "cpu"
-    apply_rules(top, rules("accelerate", "top"))
-    apply_rules(top.inner("mpirun_config"), rules("accelerate", "mpirun_config"))
+    apply_rules(top, "accelerate", "top")
+    apply_rules(top.inner("mpirun_config"), "accelerate", "mpirun_config")
     settings |= _compile(top)
     blocks = {FSDP: top.inner("fsdp_config"), DEEPSPEED: top.inner("deepspeed_config")}
     for other, block in blocks.items():
         if other != kind:
-            block.ignored_whole(f"distributed_type {kind} does not read it")
+            block.settle_rest("ignored", f"distributed_type {kind} does not read it")
+    groups, fp8 = top.inner("parallelism_config"), _fp8(top)
     if kind == DEEPSPEED:
-        read_parallelism(top.inner("parallelism_config"), None, None)
-        for change in _fp8(top):
+        read_groups(groups, None, None)
+        for change in fp8:
             change.block.refused(change.key, "it goes with distributed_type FSDP")
         if top.flag("fp16"):
             top.refused("fp16", "DeepSpeed reads mixed_precision")
@@ -68,19 +66,19 @@ def read_accelerate(top: Block, folder: Path) -> Read:
         return settings | theirs, original
     fsdp = read_fsdp(blocks[FSDP], MIN_PARAMS) if kind == FSDP else None
     settings |= _mixed_precision(top, fsdp is not None)
-    ranks, machines = settings.get("nproc_per_node"), int(settings.get("nnodes", "1"))
-    name, group = read_parallelism(top.inner("parallelism_config"), fsdp, ranks and ranks * machines)
-    return sharded(settings, fsdp, name, group, _fp8(top))
+    ranks = settings.get("nproc_per_node")
+    return sharded(settings, fsdp, groups, ranks and ranks * int(settings.get("nnodes", "1")), fp8)
 
 
 def _kind(top: Block) -> str:
     if not top.has("distributed_type"):
         raise ConfigurationError(
-            f"{top.account.source}: distributed_type is missing; write NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+            f"{top.source}: distributed_type is missing; write NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         )
-    kind = top.word("distributed_type", (*REPLICATES, FSDP, DEEPSPEED, *REFUSED), "NO")
-    if kind in REFUSED:
-        top.refused("distributed_type", REFUSED[kind])
+    refused = table("accelerate")["refused_kinds"]
+    kind = top.word("distributed_type", (*REPLICATES, FSDP, DEEPSPEED, *refused), "NO")
+    if kind in refused:
+        top.refused("distributed_type", refused[kind])
     elif kind in REPLICATES:
         top.used("distributed_type", f"strategy {REPLICATED}" + (" on CPUs" if kind == "MULTI_CPU" else ""))
     else:
@@ -90,12 +88,11 @@ def _kind(top: Block) -> str:
 
 def _fp8(top: Block) -> list[Change]:
     """Matrices are not multiplied in fp8, but parameters may be sent in fp8."""
-    block = top.inner("fp8_config")
-    apply_rules(block, with_prefix(rules("accelerate", "fp8_config"), "fp8_"))
+    block = apply_rules(top.inner("fp8_config"), "accelerate", "fp8_config", "fp8_")
     changes = []
     for key in ("enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather"):
         if block.flag(key):
-            changes.append(Change(block, key, ("params_as=e4m3",), "parameters are sent as e4m3 (params_as)"))
+            changes.append(Change(block, key, "params_as=e4m3", "parameters are sent as e4m3 (params_as)"))
         else:
             block.used(key, "parameters are sent as they are")
     return changes
@@ -103,8 +100,7 @@ def _fp8(top: Block) -> list[Change]:
 
 def _compile(top: Block) -> dict[str, Any]:
     """`dynamo_config`, or the one key that older files have for it."""
-    block = top.inner("dynamo_config")
-    apply_rules(block, with_prefix(rules("accelerate", "dynamo_config"), "dynamo_"))
+    block = apply_rules(top.inner("dynamo_config"), "accelerate", "dynamo_config", "dynamo_")
     settings: dict[str, Any] = {}
     for holder, key in ((top, "dynamo_backend"), (block, "dynamo_backend"), (block, "backend")):
         word = holder.text(key).upper()
@@ -122,22 +118,15 @@ def _launch(top: Block, is_single: bool) -> dict[str, Any]:
     if top.flag("use_cpu"):
         settings["device"] = "cpu"
     top.used("use_cpu", f"device {'cpu' if 'device' in settings else 'cuda, where there is one'}")
-    settings |= _ranks(top, is_single)
-    settings |= _devices(top, settings)
-    return settings | _rendezvous(top, settings.get("nnodes", "1") != "1")
-
-
-def _ranks(top: Block, is_single: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
     machines = top.whole("num_machines", 1, least=1)
     if top.has("num_machines"):
         settings["nnodes"] = str(machines)
     top.used("num_machines", f"nnodes {machines}")
     ranks = top.whole("num_processes", -1, least=-1)
     if is_single:
+        settings["nproc_per_node"] = 1
         top.used("num_processes", "nproc_per_node 1: distributed_type NO is one process, whatever is written here")
-        return settings | {"nproc_per_node": 1}
-    if ranks == 0:
+    elif ranks == 0:
         top.refused("num_processes", "it must be at least 1")
     elif ranks < 0:
         top.ignored("num_processes", "the number of ranks is given where they are started")
@@ -146,24 +135,23 @@ def _ranks(top: Block, is_single: bool) -> dict[str, Any]:
     else:
         settings["nproc_per_node"] = ranks // machines
         top.used("num_processes", f"nproc_per_node {ranks // machines} ({ranks} in all)")
-    return settings
+    _devices(top, settings)
+    return settings | _rendezvous(top, machines > 1)
 
 
-def _devices(top: Block, settings: dict[str, Any]) -> dict[str, Any]:
+def _devices(top: Block, settings: dict[str, Any]) -> None:
     """`gpu_ids`, whose number is the number of ranks where nothing else says it."""
     ids = [word.strip() for word in top.text("gpu_ids", "all").split(",")]
     in_order = "ranks take the visible devices in order"
+    top.ignored("gpu_ids", in_order)
     if ids[0].lower() in ("all", "none", ""):
-        top.ignored("gpu_ids", in_order)
-        return {}
+        return
     if ids != [str(number) for number in range(len(ids))]:
         fix = f"set CUDA_VISIBLE_DEVICES={','.join(ids)} where ranks are started, and leave it out"
         top.refused("gpu_ids", f"{in_order}: {fix}")
     elif "nproc_per_node" not in settings:
         top.used("gpu_ids", f"nproc_per_node {len(ids)}: {in_order}")
-        return {"nproc_per_node": len(ids)}
-    top.ignored("gpu_ids", in_order)
-    return {}
+        settings["nproc_per_node"] = len(ids)
 
 
 def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
@@ -171,20 +159,19 @@ def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
     rank = top.whole("machine_rank", 0, least=0)
     backend = top.word("rdzv_backend", BACKENDS, BACKENDS[0])
     host, port = top.text("main_process_ip"), top.whole("main_process_port", DEFAULT_PORT, least=0, most=65535)
+    endpoint = f"rdzv_endpoint {host or 'HOST, which has to be given'}:{port}"
+    for key, becomes in {
+        "machine_rank": f"node_rank {rank}",
+        "rdzv_backend": f"rdzv_backend {backend}",
+        "main_process_ip": endpoint,
+        "main_process_port": endpoint,
+    }.items():
+        top.settle(key, "used" if has_many else "ignored", becomes if has_many else "there is only one machine")
     if not has_many:
-        for key in ("machine_rank", "rdzv_backend", "main_process_ip", "main_process_port"):
-            top.ignored(key, "there is only one machine")
         return {}
     settings: dict[str, Any] = {"rdzv_backend": backend}
-    if top.has("machine_rank"):
-        settings["node_rank"] = rank
-    top.used("machine_rank", f"node_rank {rank}")
-    top.used("rdzv_backend", f"rdzv_backend {backend}")
-    if host:
-        settings["rdzv_endpoint"] = f"{host}:{port}"
-    for key in ("main_process_ip", "main_process_port"):
-        top.used(key, f"rdzv_endpoint {host or 'HOST, which has to be given'}:{port}")
-    return settings
+    settings |= {"node_rank": rank} if top.has("machine_rank") else {}
+    return settings | ({"rdzv_endpoint": f"{host}:{port}"} if host else {})
 
 
 def precision_settings(word: str, is_fsdp: bool) -> dict[str, Any]:
@@ -194,9 +181,7 @@ def precision_settings(word: str, is_fsdp: bool) -> dict[str, Any]:
     so it sums in 16 bits: there `reduce_dtype` is bf16. Masters are fp32 in all of them.
     """
     settings: dict[str, Any] = {"precision": PRECISIONS[word]}
-    if is_fsdp and word == "bf16":
-        settings["reduce_dtype"] = "bf16"
-    return settings
+    return settings | ({"reduce_dtype": "bf16"} if is_fsdp and word == "bf16" else {})
 
 
 def precision_text(word: str, is_fsdp: bool) -> str:
@@ -213,24 +198,23 @@ def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
     """`mixed_precision`, or `fp16: true` in older files."""
     is_half = top.flag("fp16")
     word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "fp16" if is_half else "no")
-    if top.has("mixed_precision"):
-        top.ignored("fp16", "mixed_precision decides it")
-    else:
-        top.used("fp16", precision_text(word, is_fsdp))
     if word == "fp8":
         top.refused("mixed_precision", NO_FP8)
         word = "bf16"
-    top.used("mixed_precision", precision_text(word, is_fsdp))
+    becomes = precision_text(word, is_fsdp)
+    top.used("mixed_precision", becomes)
+    is_old = not top.has("mixed_precision")
+    top.settle("fp16", "used" if is_old else "ignored", becomes if is_old else "mixed_precision decides it")
     return precision_settings(word, is_fsdp)
 
 
 def _deepspeed_block(top: Block, block: Block, folder: Path) -> Read:
-    apply_rules(block, rules("accelerate", "deepspeed_config"))
+    apply_rules(block, "accelerate", "deepspeed_config")
     word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "")
     if block.has(DEEPSPEED_FILE) and block.text(DEEPSPEED_FILE).lower() != "none":
         for key in table("accelerate")["deepspeed_keys"]:
             block.refused(key, f"{DEEPSPEED_FILE} decides it; write it there")
-        settings, original = read_completed(named_file(block, DEEPSPEED_FILE, folder), word or "no")
+        settings, original = read_completed(block.inner_file(DEEPSPEED_FILE, folder), word or "no")
         if word in PRECISIONS and settings["precision"] != PRECISIONS[word]:
             top.refused("mixed_precision", f"DeepSpeed's file has {settings['precision']}; leave it to the file")
     else:
@@ -254,16 +238,12 @@ def _from_keys(top: Block, block: Block, word: str) -> Read:
             block.ignored(key, "nothing is stored on a disk")
             continue
         names[path] = key
-        *parents, name = path.split(".")
-        inner = tree
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = block.values[key]
+        _put(tree, path, block.values[key])
     if word in ("fp16", "bf16"):
         tree[word] = {"enabled": "true"}
-    account = Account(top.account.source)
-    settings, original = read_deepspeed(account.block("", tree))
-    for entry in account.entries:
+    made = Block(tree, top.source)
+    settings, original = read_deepspeed(made)
+    for entry in made.entries():
         # An entry may be about a whole block.
         for path, key in names.items():
             if path == entry.key or path.startswith(f"{entry.key}."):
@@ -273,15 +253,22 @@ def _from_keys(top: Block, block: Block, word: str) -> Read:
     return settings, original
 
 
+def _put(tree: dict[str, Tree], path: str, value: Tree) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = value
+
+
 def read_completed(block: Block, word: str) -> Read:
     """Read DeepSpeed's keys as Accelerate and the Trainer complete them from mixed precision (no, fp16 or bf16)."""
-    account = Account(block.account.source)
-    settings, original = read_deepspeed(account.block("", completed(block.values, word)))
-    _copy_entries(block, block, {entry.key: entry for entry in account.entries})
+    made = Block(completed(block.values, word), block.source)
+    settings, original = read_deepspeed(made)
+    _copy_entries(block, "", {entry.key: entry for entry in made.entries()})
     return settings, original
 
 
-def completed(values: Any, word: str) -> dict[str, Tree]:
+def completed(values: Mapping[str, Tree], word: str) -> dict[str, Tree]:
     """Enable the 16 bits of `word` where the file says `auto`, or nothing."""
     tree = dict(values)
     for key, kind in HALVES.items():
@@ -294,12 +281,89 @@ def completed(values: Any, word: str) -> dict[str, Tree]:
     return tree
 
 
-def _copy_entries(root: Block, block: Block, entries: dict[str, Entry]) -> None:
-    """Take the entries of a completed copy over to the keys that were written."""
-    for key, path in block.paths.items():
-        entry = entries.get(path.removeprefix(f"{root.path}.") if root.path else path)
-        value = block.values[key]
-        if entry is not None:
-            block.account.settle(path, value, entry.fate, entry.text)
+def _copy_entries(block: Block, path: str, entries: Mapping[str, Entry]) -> None:
+    """Take the entries of a completed copy over to the keys that were written; the copy has this block at `path`."""
+    for key, value in block.values.items():
+        place = f"{path}{block.path_of(key).removeprefix(f'{block.path}.')}"
+        if place in entries:
+            block.settle(key, entries[place].fate, entries[place].text)
         elif block.has(key) and isinstance(value, dict):
-            _copy_entries(root, block.inner(key), entries)
+            _copy_entries(block.inner(key), f"{place}.", entries)
+
+
+# The environment
+
+
+def read_environment(environ: Mapping[str, str]) -> Migrated | None:
+    """Read the launcher's variables; None if they say nothing about sharding and precision.
+
+    A launch without a plugin is one of plain ranks, for which the trainer chooses the strategy.
+    """
+    switch = next((name for name in SWITCHES if environ.get(name, "").lower() in TRUE), None)
+    ignored: dict[str, str] = {}
+    if switch is not None:
+        ignored = _ignored(environ)
+        paths = {path: name for name in environ if (path := _path(name)) is not None and name not in ignored}
+        tree: dict[str, Tree] = {"distributed_type": SWITCHES[switch]}
+        names = {"distributed_type": switch, **paths}
+    elif environ.get(PRECISION, "no").lower() != "no":
+        tree = {"distributed_type": "MULTI_GPU"}
+        names = paths = {"mixed_precision": PRECISION}
+    else:
+        return None
+    for path, name in paths.items():
+        _put(tree, path, environ[name])
+    top = Block(tree, ENVIRONMENT)
+    settings, original = read_accelerate(top, Path())
+    entries = [row for entry in top.entries() for row in _renamed(entry, names, environ)]
+    entries += [Entry(name, environ[name], "ignored", why) for name, why in ignored.items()]
+    if switch is None:
+        settings["strategy"] = AUTO_STRATEGY
+    return Migrated(ENVIRONMENT, "accelerate", settings, original, tuple(entries))
+
+
+def _path(name: str) -> str | None:
+    """The key of Accelerate's file that a variable stands for; None if the variable is not the launcher's."""
+    known = table("accelerate")
+    if name in known["variables"]:
+        return str(known["variables"][name])
+    for prefix, beginning in known["variable_prefixes"].items():
+        if name.startswith(prefix):
+            path = beginning + name.removeprefix(prefix).lower()
+            block, _, key = path.partition(".")
+            return None if block == "fsdp_config" and key not in known_keys() else path
+    return None
+
+
+def _ignored(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are not read, and why."""
+    reasons: dict[str, str] = {}
+    for name, value in environ.items():
+        if name in SWITCHES:
+            reasons |= {} if value.lower() in TRUE else {name: "it is off"}
+        elif _path(name) is None:
+            reasons |= {name: "it says nothing about sharding"} if name.startswith(("ACCELERATE_", "FSDP_")) else {}
+        elif value in ("", "None"):
+            reasons[name] = "it is empty"
+    reshard, strategy = environ.get(RESHARD, "").lower(), strategy_name(environ.get(STRATEGY, ""))
+    if environ.get("FSDP_VERSION", "1") == "1" and reshard in TRUE + FALSE:
+        reasons[RESHARD] = f"version 1 reads {STRATEGY}"
+    elif strategy == FULL and reshard:
+        reasons[STRATEGY] = f"{RESHARD} decides it, and this is the launcher's default"
+    elif strategy and reshard in TRUE:
+        reasons[RESHARD] = f"{STRATEGY} decides it, and this is the launcher's default"
+    if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") and environ.get(PRECISION, "").lower() == "no":
+        reasons[PRECISION] = "DeepSpeed's file decides it, and this is the launcher's default"
+    return reasons
+
+
+def _renamed(entry: Entry, names: Mapping[str, str], environ: Mapping[str, str]) -> list[Entry]:
+    """The entry under the variable's name. An entry about a whole block belongs to all of its variables, one of a file
+    to the variable that names the file."""
+    entries = []
+    for path, name in names.items():
+        if entry.key == path or path.startswith(f"{entry.key}."):
+            entries.append(replace(entry, key=name, value=shown(environ[name])))
+        elif entry.key.startswith(f"{path}."):
+            entries.append(replace(entry, key=name + entry.key.removeprefix(path)))
+    return entries

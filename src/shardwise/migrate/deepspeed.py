@@ -3,116 +3,93 @@
 What a file leaves out is what DeepSpeed does by default, where there is one default: gradients are clipped to 1, and
 an optimizer without a learning rate has 1e-3. What it leaves to others (an optimizer, a schedule, "auto") is what the
 trainer does.
+
+In a loop of your own the optimizer is the one that you give to `sw.shard`. Adam is AdamW, as DeepSpeed runs it unless
+`adam_w_mode` is false. Defaults are those of the class that DeepSpeed takes: its own Adam has no weight decay, torch's
+AdamW 0.01. DeepSpeed's three schedules with a warm-up exist in the trainer under their own names, and give the same
+learning rate in every step.
 """
 
 from typing import Any
 
 from ..base.documents import Tree
 from .account import Block
-from .deepspeed_optimizer import read_optimizer, read_schedule
 from .deepspeed_sharding import read_precision, read_sharding
 from .migrated import Original
-from .tables import apply_rules, rules, table
+from .tables import apply_rules, read_setting, table
 
-# Blocks with fixed answers only.
-PLAIN_BLOCKS = ("activation_checkpointing", "aio", "flops_profiler", "comms_logger", "csv_monitor", "comet")
-# DeepSpeed's key, and ours.
-BATCH = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-}
 MAX_GRAD_NORM = 1.0
+LEARNING_RATE = 1e-3
+DECAYED = (
+    "DeepSpeed decays every parameter that it is given in one group; the trainer, and Hugging Face's with DeepSpeed, "
+    "leave out norms and biases"
+)
+WARMUP_STEPS = 1000
 
 
 def read_deepspeed(top: Block) -> tuple[dict[str, Any], Original]:
     """Settings of the trainer, and what DeepSpeed would run."""
+    known = table("deepspeed")
     sharding = read_sharding(top)
     precision = read_precision(top, sharding)
-    apply_rules(top, rules("deepspeed", "top"))
-    _read_plain_blocks(top)
-    _refuse_switches(top)
-    training = _read_training(top)
-    settings = {
-        "strategy": sharding.strategy,
-        **precision,
-        **({} if sharding.node_size is None else {"node_size": sharding.node_size}),
-        **({} if sharding.folder is None else {"offload": (f"disk:{sharding.folder}",)}),
-        **({"export": True} if sharding.exports else {}),
-        **training,
-    }
-    return settings, Original("deepspeed", sharding.bucket_elems)
-
-
-def _read_plain_blocks(top: Block) -> None:
-    checkpoint = top.inner("checkpoint")
-    blocks = {name: top.inner(name) for name in PLAIN_BLOCKS}
-    blocks |= {"checkpoint": checkpoint, "timers.throughput": top.inner("timers").inner("throughput")}
-    blocks |= {f"checkpoint.{name}": checkpoint.inner(name) for name in ("parallel_write", "writer")}
-    for path, block in blocks.items():
-        apply_rules(block, rules("deepspeed", path))
-
-
-def _refuse_switches(top: Block) -> None:
-    """Features that are not supported here: refused while they are on, ignored while they are off."""
-    for row in table("deepspeed")["switches"]:
+    apply_rules(top, "deepspeed", "top")
+    for path in known["plain_blocks"]:
+        block = top
+        for key in path.split("."):
+            block = block.inner(key)
+        apply_rules(block, "deepspeed", path)
+    for row in known["switches"]:
         for key in row["keys"]:
             if top.has(key):
                 _refuse_if_on(top, key, row)
+    settings = {"strategy": sharding.strategy, **precision, **sharding.settings, **_read_training(top)}
+    return settings, Original("deepspeed", sharding.bucket_elems)
 
 
 def _refuse_if_on(top: Block, key: str, row: dict[str, Tree]) -> None:
+    """A feature that is not supported here: refused while it is on, ignored while it is off."""
     if not isinstance(top.values[key], dict):
         if top.flag(key):
             top.refused(key, row["refused"])
         top.ignored(key, "it is off")
         return
-    block = top.inner(key)
-    if "size_key" in row:
-        name = row["size_key"]
-        is_on = block.whole(name, least=0) > 1
-    else:
-        name = "enabled"
-        is_on = block.flag(name, "on_by_default" in row)
-    if is_on:
+    block, name = top.inner(key), row.get("size_key", "enabled")
+    if block.whole(name, least=0) > 1 if "size_key" in row else block.flag(name, "on_by_default" in row):
         where, name = (block, name) if block.has(name) else (top, key)
         where.refused(name, row["refused"])
-        block.ignored_whole(f"belongs to {key}, which is refused")
-    block.ignored_whole("it is off")
+        block.settle_rest("ignored", f"belongs to {key}, which is refused")
+    block.settle_rest("ignored", "it is off")
 
 
 def _read_training(top: Block) -> dict[str, Any]:
-    """The batch, the optimizer and its schedule, clipping, logging and compilation."""
-    block = top.inner("optimizer")
-    params = block.inner("params")
-    optimizer = read_optimizer(block, params)
-    schedule = read_schedule(top, optimizer)
+    """The batch, clipping, the optimizer and its schedule, logging and compilation."""
+    settings = _read_batch(top)
+    if not top.auto("gradient_clipping", "--max-grad-norm of the trainer"):
+        norm = top.number("gradient_clipping", MAX_GRAD_NORM, least=0)
+        in_a_loop = f"call optimizer.clip_grad_norm({norm:g})" if norm else "there is nothing to call: clipping is off"
+        top.used("gradient_clipping", f"max_grad_norm {norm:g}; in a loop of your own, {in_a_loop}")
+        settings["max_grad_norm"] = norm
+    optimizer = _read_optimizer(top.inner("optimizer"))
+    schedule = _read_schedule(top.inner("scheduler"), optimizer.get("learning_rate"))
     rate = schedule.get("learning_rate")
     if rate is not None and rate != optimizer.get("learning_rate"):
-        params.ignored("lr", f"the schedule has a peak learning rate of its own, {rate:g}")
+        why = f"the schedule has a peak learning rate of its own, {rate:g}"
+        top.inner("optimizer").inner("params").ignored("lr", why)
     if top.word("gradient_allreduce_op", ("mean", "sum"), "mean") == "sum":
         top.refused("gradient_allreduce_op", "gradients are averaged over ranks; multiply the loss by their number")
     top.used("gradient_allreduce_op", "the mean over ranks, as here")
-    return {
-        **_read_batch(top),
-        **_read_clipping(top),
-        **optimizer,
-        **schedule,
-        **_read_logging(top),
-        **_read_compiler(top),
-    }
+    settings |= {**optimizer, **schedule, **read_setting(top, "steps_per_print", "logging_steps")}
+    reporters = tuple(name for name in ("tensorboard", "wandb") if _reports(top.inner(name), name))
+    settings |= {"report_to": reporters} if reporters else {}
+    return settings | _read_compiler(top.inner("compile"))
 
 
 def _read_batch(top: Block) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for key, setting in BATCH.items():
-        if top.auto(key, f"--{setting.replace('_', '-')} of the trainer") or not top.has(key):
-            continue
-        value = top.whole(key, least=1)
-        if value:
-            settings[setting] = value
-            top.used(key, f"{setting} {value}")
-    total, micro, num_micro = (settings.get(setting) for setting in BATCH.values())
+    for key, setting in table("deepspeed")["batch"].items():
+        settings |= read_setting(top, key, setting, auto=True)
+    total, micro = settings.get("global_batch_size"), settings.get("per_device_train_batch_size")
+    num_micro = settings.get("gradient_accumulation_steps")
     if micro and num_micro is None and total is None and not top.has("gradient_accumulation_steps"):
         settings["gradient_accumulation_steps"] = 1  # DeepSpeed's default; ours follows from the global batch
     per_rank = (micro or 1) * (num_micro or 1)
@@ -127,42 +104,124 @@ def _read_batch(top: Block) -> dict[str, Any]:
     return settings
 
 
-def _read_clipping(top: Block) -> dict[str, Any]:
-    if top.auto("gradient_clipping", "--max-grad-norm of the trainer"):
-        return {}
-    norm = top.number("gradient_clipping", MAX_GRAD_NORM, least=0)
-    in_a_loop = f"call optimizer.clip_grad_norm({norm:g})" if norm else "there is nothing to call: clipping is off"
-    top.used("gradient_clipping", f"max_grad_norm {norm:g}; in a loop of your own, {in_a_loop}")
-    return {"max_grad_norm": norm}
+def _reports(block: Block, name: str) -> bool:
+    apply_rules(block, "deepspeed", name)
+    is_on = block.flag("enabled")
+    block.settle("enabled", "used" if is_on else "ignored", f"report_to {name}" if is_on else "it is off")
+    return is_on
 
 
-def _read_logging(top: Block) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if top.has("steps_per_print"):
-        steps = top.whole("steps_per_print", least=1)
-        top.used("steps_per_print", f"logging_steps {steps}")
-        settings |= {"logging_steps": steps} if steps else {}
-    reporters = []
-    for name in ("tensorboard", "wandb"):
-        block = top.inner(name)
-        apply_rules(block, rules("deepspeed", name))
-        if block.flag("enabled"):
-            reporters.append(name)
-            block.used("enabled", f"report_to {name}")
-        else:
-            block.ignored("enabled", "it is off")
-    return settings | ({"report_to": tuple(reporters)} if reporters else {})
-
-
-def _read_compiler(top: Block) -> dict[str, Any]:
+def _read_compiler(block: Block) -> dict[str, Any]:
     """`disable` and `backend` are from the time when DeepSpeed called torch.compile; DeepCompile is refused."""
-    block = top.inner("compile")
-    apply_rules(block, rules("deepspeed", "compile"))
+    apply_rules(block, "deepspeed", "compile")
     is_on = block.has("disable") and not block.flag("disable")
     block.word("backend", ("inductor",), "inductor")
+    compiled = "compile: torch.compile, block by block (DeepSpeed has dropped the key)"
     for key in ("disable", "backend"):
-        if is_on:
-            block.used(key, "compile: torch.compile, block by block (DeepSpeed has dropped the key)")
-        else:
-            block.ignored(key, "nothing is compiled")
+        block.settle(key, "used" if is_on else "ignored", compiled if is_on else "nothing is compiled")
     return {"compile": True} if is_on else {}
+
+
+def _read_optimizer(block: Block) -> dict[str, Any]:
+    names = table("deepspeed")["optimizers"]
+    params = block.inner("params")
+    apply_rules(block, "deepspeed", "optimizer")
+    if not block.has("type"):
+        params.settle_rest("refused", "DeepSpeed makes no optimizer without a type; write optimizer.type")
+        return {}
+    chosen = block.word("type", names, "")
+    name = names.get(chosen)
+    if name is None:
+        ours = ", ".join(dict.fromkeys(filter(None, names.values())))
+        block.refused("type", f"the trainer has {ours}; leave the block out and give sw.shard your own optimizer")
+        params.settle_rest("ignored", "belongs to an optimizer that is refused")
+        return {}
+    apply_rules(params, "deepspeed", "optimizer.params")
+    settings: dict[str, Any] = {"optimizer": name, **read_setting(params, "lr", "learning_rate", LEARNING_RATE, True)}
+    decay = _read_adam(params, settings, chosen) if name == "adamw" else _read_sgd(params, settings)
+    if not params.auto("weight_decay", f"--weight-decay of the trainer; {DECAYED}"):
+        settings["weight_decay"] = params.number("weight_decay", decay, least=0)
+        note = f"; {DECAYED}" if settings["weight_decay"] else ""
+        params.used("weight_decay", f"weight_decay {settings['weight_decay']:g}{note}")
+    block.used("type", f"optimizer {name}" + (", which DeepSpeed runs for Adam as well" if chosen == "Adam" else ""))
+    return settings
+
+
+def _read_adam(params: Block, settings: dict[str, Any], chosen: str) -> float:
+    """Return the default weight decay."""
+    if not params.auto("betas", "--adam-beta1 and --adam-beta2 of the trainer"):
+        betas = params.numbers("betas", (0.9, 0.999))
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            params.refused("betas", "it must be two numbers, each at least 0 and below 1")
+        else:
+            settings |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+            params.used("betas", f"adam_beta1 {betas[0]:g} and adam_beta2 {betas[1]:g}")
+    settings |= read_setting(params, "eps", "adam_epsilon", 1e-8, True)
+    is_decoupled = params.flag("adam_w_mode", True) or chosen == "AdamW"
+    is_torch = params.flag("torch_adam")
+    params.ignored("torch_adam", "torch's fused AdamW is the optimizer here")
+    params.ignored("adam_w_mode", "weight decay is decoupled from the gradient, as in AdamW")
+    decay = 0.01 if is_torch and is_decoupled else 0.0
+    is_decayed = params.auto("weight_decay", "") or params.number("weight_decay", decay, least=0) > 0
+    if not is_decoupled and is_decayed:
+        params.refused("adam_w_mode", "decay inside the gradient is not AdamW; write true, or weight_decay 0")
+    return decay
+
+
+def _read_sgd(params: Block, settings: dict[str, Any]) -> float:
+    """Return the default weight decay."""
+    settings |= read_setting(params, "momentum", "momentum", 0.0)
+    if params.number("dampening"):
+        params.refused("dampening", "the trainer's SGD has none; write 0")
+    params.ignored("dampening", "none, as here")
+    return 0.0
+
+
+def _read_schedule(block: Block, rate: float | None) -> dict[str, Any]:
+    """`rate` is the optimizer's learning rate, the peak where the schedule names none."""
+    names, refused = table("deepspeed")["schedules"], table("deepspeed")["refused_schedules"]
+    params = block.inner("params")
+    if not block.has("type"):
+        params.settle_rest("refused", "DeepSpeed makes no schedule without a type; write scheduler.type")
+        return {}
+    chosen = block.word("type", (*names, *refused), "")
+    if chosen not in names:
+        instead = "use a scheduler of your own in your loop, or one of the trainer's (--lr-scheduler-type)"
+        block.refused("type", f"{refused.get(chosen, 'it is unknown')}; {instead}")
+        params.settle_rest("ignored", "belongs to a schedule that is refused")
+        return {}
+    same = "the same learning rate in every step; a skipped step counts here, and not in DeepSpeed"
+    block.used("type", f"lr_scheduler_type {names[chosen]}: {same}")
+    settings: dict[str, Any] = {"lr_scheduler_type": names[chosen]}
+    settings["warmup_type"] = params.word("warmup_type", ("log", "linear"), "log")
+    params.used("warmup_type", f"warmup_type {settings['warmup_type']}")
+    if not params.auto("warmup_num_steps", "--warmup-steps of the trainer"):
+        settings["warmup_steps"] = params.whole("warmup_num_steps", WARMUP_STEPS, least=1)
+        params.used("warmup_num_steps", f"warmup_steps {settings['warmup_steps']}")
+    key = "total_num_steps"
+    if chosen != "WarmupLR" and not params.auto(key, "all steps of the run") and params.has(key):
+        settings["schedule_steps"] = params.whole(key, 1, least=1)
+        params.used(key, f"schedule_steps {settings['schedule_steps']}; --max-steps is the length of the run")
+    if chosen == "WarmupCosineLR":
+        settings |= read_setting(params, "warmup_min_ratio", "warmup_min_ratio", 0.0)
+        settings |= read_setting(params, "cos_min_ratio", "min_lr_ratio", 1e-4)
+    else:
+        _read_rates(params, settings, rate if chosen == "WarmupLR" else LEARNING_RATE)
+    apply_rules(params, "deepspeed", "scheduler.params")
+    return settings
+
+
+def _read_rates(params: Block, settings: dict[str, Any], peak: float | None) -> None:
+    """Learning rates at the begin and at the end of the warm-up; the latter replaces the optimizer's."""
+    peak = read_setting(params, "warmup_max_lr", "learning_rate", peak, True).get("learning_rate")
+    if peak is not None:
+        settings["learning_rate"] = peak
+    if params.auto("warmup_min_lr", "warmup_min_ratio 0: Hugging Face begins at 0"):
+        return
+    low = params.number("warmup_min_lr", 0.0, least=0)
+    if low and (peak is None or low > peak):
+        limit = "which is not given" if peak is None else peak
+        params.refused("warmup_min_lr", f"it must be at most warmup_max_lr, {limit}")
+    elif low and peak:
+        settings["warmup_min_ratio"] = low / peak
+    params.used("warmup_min_lr", f"warmup_min_ratio {settings.get('warmup_min_ratio', 0.0):g} of the learning rate")

@@ -2,6 +2,9 @@
 
 `deepspeed` (a file or its keys) shards, else `fsdp` with `fsdp_config` (its keys, or a file of them), else nothing
 does. A file may also be such an `fsdp_config` alone.
+
+Where a file has training keys, what it leaves out is what Hugging Face's Trainer does. TRL and LLaMA-Factory have
+other defaults, which are not assumed.
 """
 
 from pathlib import Path
@@ -9,22 +12,33 @@ from typing import Any, Literal
 
 from .accelerate import PRECISIONS, precision_settings, precision_text, read_completed
 from .account import FALSE, TRUE, Block
-from .files import named_file
-from .fsdp import ON_HOST, Fsdp, known_keys, read_fsdp, read_parallelism, sharded
-from .hugging_face_training import read_intervals, read_names, read_optimizer, read_schedule
-from .migrated import Original
-from .strategies import SHARDING_STRATEGIES, Change, strategy_name
-from .tables import apply_rules, rules, table
+from .fsdp import ON_HOST, Fsdp, Read, known_keys, read_fsdp, read_groups, sharded, strategies, strategy_name
+from .migrated import Change
+from .tables import apply_rules, read_setting, rules, table
 
+# The Trainer's defaults, where ours are others.
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "min_lr_ratio": 0.0,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "seed": 42,
+    "eval_fraction": 0.0,
+}
+EPOCHS = 3.0
+# A file with one of these says how to train, and not only how to shard.
+TRAINING_KEYS = ("output_dir", "learning_rate", "max_steps", "num_train_epochs", "num_epochs")
+# The data of a model has to be named by the user: the trainer's own default would train on something else.
+YOUR_DATA = "YOUR-DATA.jsonl"
 REPORTERS = ("tensorboard", "wandb")
 DTYPES = ("torch_dtype", "dtype")
 # Axolotl's name of the model. It loads weights in bf16 where bf16 is on, and its fsdp_config needs no `fsdp: true`.
 AXOLOTL = "base_model"
 # The dtype of loaded weights: `auto` is the checkpoint's, `pure` bf16 without fp32 masters.
 Loaded = Literal["fp32", "bf16", "auto", "pure"]
-RANKS = ("lora_r", "lora_rank")
-TARGETS = ("lora_target_modules", "lora_target")
-Read = tuple[dict[str, Any], Original]
 
 
 def read_hugging_face(top: Block, folder: Path) -> Read:
@@ -33,33 +47,27 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     names = table("hugging_face")["settings"]
     others = {*fixed, *(key for keys in names.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
     if set(top.values) & known_keys() and not set(top.values) & others:
-        alone = read_fsdp(top, 0)
-        return sharded({}, alone, alone.name, None)
-    settings = read_names(top)
-    read_schedule(top, settings)
-    read_optimizer(top, settings)
-    read_intervals(top, settings)
-    _checkpointing(top, settings)
-    _compilation(top, settings)
-    _adapters(top, settings)
-    _rest(top, settings)
+        return sharded({}, read_fsdp(top, 0))
+    settings = _names(top)
+    for read in (_schedule, _optimizer, _intervals, _checkpointing, _compilation, _adapters, _rest):
+        read(top, settings)
     word, loaded = _dtypes(top)
-    apply_rules(top, fixed)
+    for section in ("trainer", "programs"):
+        apply_rules(top, "hugging_face", section)
     if _is_on(top, "deepspeed"):
         return _deepspeed(top, folder, settings, word, loaded)
     top.ignored("deepspeed", "no file is named")
     fsdp = _fsdp(top, folder)
     if word != "no":
         top.used(word, precision_text(word, fsdp is not None))
-    precision = _precision(top, word, loaded, fsdp is not None, "lora" in settings)
-    settings["precision"] = precision
-    if precision == PRECISIONS[word]:
+    settings["precision"] = _precision(top, word, loaded, fsdp is not None, "lora" in settings)
+    if settings["precision"] == PRECISIONS[word]:
         settings |= precision_settings(word, fsdp is not None)
-    return sharded(settings, fsdp, *_groups(top, fsdp))
+    return sharded(settings, fsdp, _groups(top))
 
 
 def _is_on(top: Block, key: str) -> bool:
-    return top.has(key) and str(top.values[key]).lower() not in (*FALSE, "", "none", "[]", "{}")
+    return _lower(top, key) not in (*FALSE, "", "none", "[]", "{}")
 
 
 def _lower(top: Block, key: str) -> str:
@@ -76,8 +84,8 @@ def _fsdp(top: Block, folder: Path) -> Fsdp | None:
     is_on = bool(words) or (not top.has("fsdp") and top.has(AXOLOTL) and bool(block.values))
     if not is_on:
         if block.values and not top.has("fsdp"):
-            block.refused_whole("it is only read with fsdp: true")
-        block.ignored_whole("fsdp is off")
+            block.settle_rest("refused", "it is only read with fsdp: true")
+        block.settle_rest("ignored", "fsdp is off")
         for key in ("fsdp", "fsdp_version"):
             top.ignored(key, "nothing is sharded")
         return None
@@ -88,10 +96,10 @@ def _fsdp(top: Block, folder: Path) -> Fsdp | None:
         top.refused("fsdp", f"{names[0]} and {names[1]} are two strategies; leave one")
     for word in words:
         if (word.isdigit() or not strategy_name(word)) and word not in ("auto_wrap", "offload", *TRUE):
-            known = ", ".join(["true", "auto_wrap", "offload", *map(str.lower, SHARDING_STRATEGIES)])
+            known = ", ".join(["true", "auto_wrap", "offload", *map(str.lower, strategies())])
             top.refused("fsdp", f"{word} is none of {known}")
     fsdp = read_fsdp(block, 0, names[0] if names else "")
-    becomes = f"strategy {SHARDING_STRATEGIES[fsdp.name]}"
+    becomes = f"strategy {strategies()[fsdp.name]}"
     top.used("fsdp", becomes)
     changes = fsdp.changes
     if "offload" in words and all(change.words != ON_HOST for change in changes):
@@ -111,26 +119,25 @@ def _words(top: Block) -> list[str]:
 
 def _fsdp_block(top: Block, folder: Path) -> Block:
     if isinstance(top.values.get("fsdp_config"), str):
-        return named_file(top, "fsdp_config", folder)
+        return top.inner_file("fsdp_config", folder)
     return top.inner("fsdp_config")
 
 
-def _groups(top: Block, fsdp: Fsdp | None) -> tuple[str | None, int | None]:
-    """FSDP's name of the strategy, and the ranks of a group, which are at the top in Axolotl's files."""
-    if any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")):
-        return read_parallelism(top, fsdp, None)
-    return None if fsdp is None else fsdp.name, None
+def _groups(top: Block) -> Block | None:
+    """The block with groups of ranks, which are at the top in Axolotl's files; None without them."""
+    return top if any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")) else None
 
 
 def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, loaded: Loaded) -> Read:
     is_inside = isinstance(top.values["deepspeed"], dict)
-    block = top.inner("deepspeed") if is_inside else named_file(top, "deepspeed", folder)
+    block = top.inner("deepspeed") if is_inside else top.inner_file("deepspeed", folder)
     if _is_on(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "it is off")
-    _fsdp_block(top, folder).ignored_whole("deepspeed shards")
+    _fsdp_block(top, folder).settle_rest("ignored", "deepspeed shards")
     top.ignored("fsdp_version", "deepspeed shards")
-    _groups(top, None)
+    if _groups(top) is not None:
+        read_groups(top, None, None)
     theirs, original = read_completed(block, word)
     _refuse_contradictions(top, block, settings, theirs, word)
     for key in (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES:
@@ -222,7 +229,7 @@ def _checkpointing(top: Block, settings: dict[str, Any]) -> None:
         settings[key] = "full"
     top.used(key, f"gradient_checkpointing {settings.get(key, 'none')}")
     name = "gradient_checkpointing_kwargs"
-    apply_rules(top.inner(name), rules("hugging_face", name))
+    apply_rules(top.inner(name), "hugging_face", name)
 
 
 def _compilation(top: Block, settings: dict[str, Any]) -> None:
@@ -237,8 +244,8 @@ def _compilation(top: Block, settings: dict[str, Any]) -> None:
 def _adapters(top: Block, settings: dict[str, Any]) -> None:
     """PEFT's arguments, under the names of three programs."""
     is_lora = _wants_lora(top)
-    rank_key = next((key for key in RANKS if top.has(key)), RANKS[0])
-    targets_key = next((key for key in TARGETS if top.has(key)), TARGETS[0])
+    rank_key = top.first_of("lora_r", "lora_rank")
+    targets_key = top.first_of("lora_target_modules", "lora_target")
     rank = top.whole(rank_key, 16, least=1, most=2**31)
     alpha = top.number("lora_alpha", 2.0 * rank, least=0)
     dropout = top.number("lora_dropout", 0.0, least=0, most=0.999)
@@ -249,18 +256,14 @@ def _adapters(top: Block, settings: dict[str, Any]) -> None:
         targets = ()
     if is_lora and top.has("lora_alpha") and alpha == 0:
         top.refused("lora_alpha", "it must be above 0")
-    becomes = {
+    for key, text in {
         rank_key: f"lora r {rank}",
         "lora_alpha": f"lora alpha {alpha:g}",
         "lora_dropout": f"lora dropout {dropout:g}",
         targets_key: f"lora targets {', '.join(targets)}",
         "lora_target_linear": "modules are named one by one",
-    }
-    for key, text in becomes.items():
+    }.items():
         top.settle(key, "used" if is_lora else "ignored", text if is_lora else "no adapters are asked for")
-    for key in (*RANKS, *TARGETS):
-        if key not in becomes and top.has(key):
-            top.refused(key, f"{rank_key if key in RANKS else targets_key} is written, too; leave one of them")
     if is_lora:
         settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
 
@@ -284,10 +287,10 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
         settings["report_to"] = ("tensorboard",)
     top.used("use_tensorboard", f"report_to {'tensorboard' if 'report_to' in settings else 'decides it'}")
     if top.has("report_to"):
-        asked = [word.lower() for word in top.texts("report_to") if word.lower() != "none"]
-        known = (*settings.get("report_to", ()), *(word for word in asked if word in REPORTERS))
+        words = [word.lower() for word in top.texts("report_to") if word.lower() != "none"]
+        known = (*settings.get("report_to", ()), *(word for word in words if word in REPORTERS))
         settings["report_to"] = tuple(dict.fromkeys(known))
-        for word in asked:
+        for word in words:
             if word not in REPORTERS:
                 top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
         top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}")
@@ -310,3 +313,165 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
         if top.flag(key):
             settings["device"] = "cpu"
         top.used(key, f"device {settings.get('device', 'cuda, where there is one')}")
+
+
+# The training: settings with a key of their own, the schedule, the optimizer, and intervals
+
+
+def _names(top: Block) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, keys in table("hugging_face")["settings"].items():
+        settings |= read_setting(top, top.first_of(*keys), name)
+    if "model" in settings and "dataset" not in settings:
+        settings["train_file"] = (YOUR_DATA,)
+    settings |= _length(top)
+    return DEFAULTS | settings if any(top.has(key) for key in TRAINING_KEYS) else settings
+
+
+def _length(top: Block) -> dict[str, Any]:
+    """The length of the training: steps if they are above 0, else epochs."""
+    steps = top.whole("max_steps", -1, least=-1)
+    key = top.first_of("num_train_epochs", "num_epochs")
+    epochs = top.number(key, EPOCHS, least=0)
+    if steps > 0:
+        top.used("max_steps", f"max_steps {steps}")
+        top.ignored(key, "max_steps decides when to stop")
+        return {"max_steps": steps}
+    top.ignored("max_steps", "epochs decide when to stop")
+    if epochs == 0:
+        top.refused(key, "it trains on nothing; it must be above 0")
+    top.used(key, f"num_train_epochs {epochs:g}")
+    return {"num_train_epochs": epochs} if epochs and any(top.has(name) for name in TRAINING_KEYS) else {}
+
+
+def _schedule(top: Block, settings: dict[str, Any]) -> None:
+    key = "lr_scheduler" if top.has("lr_scheduler") and not top.has("lr_scheduler_type") else "lr_scheduler_type"
+    if key == "lr_scheduler_type":
+        top.ignored("lr_scheduler", "lr_scheduler_type decides it")
+    names = table("hugging_face")["schedules"]
+    word = top.word(key, names, "linear")
+    if names[word] is None:
+        known = ", ".join(name for name, ours in names.items() if ours is not None)
+        top.refused(key, f"there is no such schedule here; take one of {known}")
+        word = "linear"
+    if top.has(key):
+        settings |= {"lr_scheduler_type": names[word], "min_lr_ratio": 0.0}
+    end = "" if word.startswith("constant") or "min_lr" in word else ", down to 0"
+    top.used(key, f"lr_scheduler_type {names[word]}{end}")
+    least = top.number("cosine_min_lr_ratio", 0.0, least=0, most=1)
+    if top.has("cosine_min_lr_ratio"):
+        settings["min_lr_ratio"] = least
+    top.used("cosine_min_lr_ratio", f"min_lr_ratio {least:g}")
+    block = top.inner("lr_scheduler_kwargs")
+    if word == "cosine_with_min_lr":
+        ratio = block.number("min_lr_rate", 0.0, least=0, most=1)
+        if block.has("min_lr"):
+            rate = settings.get("learning_rate") or 0.0
+            ratio = block.number("min_lr", 0.0, least=0, most=max(rate, 0.0)) / rate if rate else 0.0
+        settings["min_lr_ratio"] = min(ratio, 1.0)
+        for name in ("min_lr", "min_lr_rate"):
+            block.used(name, f"min_lr_ratio {ratio:g}")
+    elif word == "warmup_stable_decay":
+        _stable_arguments(top, block, settings)
+    _warmup(top, word, settings)
+
+
+def _stable_arguments(top: Block, block: Block, settings: dict[str, Any]) -> None:
+    """Warm-up, constant, then decay, which is linear here."""
+    settings |= read_setting(block, "num_decay_steps", "decay_steps")
+    settings |= read_setting(block, "min_lr_ratio", "min_lr_ratio", 0.0)
+    if block.word("decay_type", ("linear", "cosine", "1-sqrt"), "cosine") != "linear":
+        block.refused("decay_type", "the decay is linear here; write linear")
+        if not block.has("decay_type"):
+            fix = "write lr_scheduler_kwargs: decay_type: linear"
+            top.refused("lr_scheduler_type", f"the decay is linear here; {fix}")
+    block.word("warmup_type", ("linear",), "linear")
+    for key in ("decay_type", "warmup_type"):
+        block.used(key, "linear")
+
+
+def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
+    """A number of steps; below 1 it is a fraction of all steps."""
+    for key, most in (("warmup_ratio", 1.0), ("warmup_steps", 2.0**53)):
+        asked = top.number(key, 0.0, least=0, most=most)
+        if not top.has(key):
+            continue
+        is_fraction = 0 < asked < 1 or (key == "warmup_ratio" and asked > 0)
+        if word == "constant":
+            top.ignored(key, "constant has no warm-up; constant_with_warmup has one")
+        elif is_fraction and asked == 1:
+            top.refused(key, "nothing is left after a warm-up of all steps; write a fraction below 1")
+        elif not is_fraction and asked != int(asked):
+            top.refused(key, "it is not a whole number of steps")
+        elif key == "warmup_ratio" and settings.get("warmup_steps"):
+            top.ignored(key, "warmup_steps decides it")
+        else:
+            settings["warmup_steps"] = asked or settings.get("warmup_steps", 0)
+            top.used(key, f"warmup_steps {asked:g}{' of all steps' if is_fraction else ''}")
+
+
+def _optimizer(top: Block, settings: dict[str, Any]) -> None:
+    key = "optimizer" if top.has("optimizer") and not top.has("optim") else "optim"
+    if key == "optim":
+        top.ignored("optimizer", "optim decides it")
+    word, names = top.text(key).lower(), table("hugging_face")["optimizers"]
+    if not word:
+        top.ignored(key, "it is empty")
+    elif word not in names:
+        top.refused(key, f"there is no such optimizer here; take one of {', '.join(names)}")
+    else:
+        settings["optimizer"], note = names[word]
+        if settings["optimizer"] == "sgd":
+            settings["momentum"] = 0.0
+        top.used(key, f"optimizer {settings['optimizer']}{note}")
+
+
+def _intervals(top: Block, settings: dict[str, Any]) -> None:
+    """Add when to evaluate and when to save."""
+    strategy = top.first_of("evaluation_strategy", "eval_strategy", default="eval_strategy")
+    _interval(top, settings, strategy, "eval_steps", "evals_per_epoch")
+    is_evaluated = top.text(strategy, "no").lower() != "no" or top.has("eval_steps")
+    if is_evaluated and not any(top.has(key) for key in ("val_size", "val_set_size")):
+        settings.pop("eval_fraction", None)  # the trainer's own default keeps some of the data for it
+    _interval(top, settings, "save_strategy", "save_steps", "saves_per_epoch")
+
+
+def _interval(top: Block, settings: dict[str, Any], strategy: str, key: str, per_epoch: str) -> None:
+    """Steps, a fraction of all steps, or N times per epoch (Axolotl's key), which is a fraction of all steps."""
+    default = "steps" if key == "save_steps" or top.has(key) else "no"
+    when = top.word(strategy, ("no", "steps", "epoch", "best"), default)
+    if when == "best":
+        top.refused(strategy, "no checkpoint is better than another here; write steps, epoch or no")
+    elif when == "epoch":
+        _times_per_epoch(top, settings, strategy, key, 1.0)
+    else:
+        top.used(strategy, f"every {key} steps" if when == "steps" else "at the end only")
+    if top.has(per_epoch):
+        for other in (strategy, key) if when != "steps" else (key,):
+            top.refused(other, f"{per_epoch} is written, too; leave one of them")
+        _times_per_epoch(top, settings, per_epoch, key, top.number(per_epoch, 0.0, least=0))
+        return
+    if not top.has(key):
+        return
+    steps = top.number(key, 0.0, least=0, most=2.0**53)
+    is_fraction = 0 < steps < 1
+    if when != "steps":
+        top.ignored(key, f"{strategy} {when} does not read it")
+    elif not is_fraction and steps != int(steps):
+        top.refused(key, "it is not a whole number of steps")
+    else:
+        settings[key] = steps if is_fraction else int(steps)
+        top.used(key, f"{key} {steps:g}{' of all steps' if is_fraction else ''}")
+
+
+def _times_per_epoch(top: Block, settings: dict[str, Any], written: str, key: str, times: float) -> None:
+    """With the number of epochs, N times per epoch is a fraction of all steps."""
+    num_times = times * settings.get("num_train_epochs", 0.0)
+    if "num_train_epochs" not in settings and times:
+        why = "the steps of an epoch are unknown without a number of epochs (max_steps replaces it)"
+        top.refused(written, f"{why}; write {key}, in steps")
+    elif num_times <= 1:
+        top.used(written, "at the end only")
+    else:
+        settings[key] = 1 / num_times
+        top.used(written, f"{key} {settings[key]:g} of all steps, {times:g} times in each epoch")

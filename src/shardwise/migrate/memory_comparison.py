@@ -7,14 +7,12 @@ gradients in addition to the moments, and 16-bit copies while they compute; DDP 
 buckets. Peaks are the planner's, which plans for us and for torch's FSDP.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError
-from ..core.layout import FSDP2_HAS, Layout, Split, layout_of
-from ..core.precision import Precision
+from ..core.layout import FSDP2_HAS, Split, layout_of
 from ..core.schedule.flat import flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.offload import off_device
@@ -31,10 +29,6 @@ NUM_TENSORS = 100
 DEFAULT_GPU = "H100-80GB"
 NUM_RANKS = 8
 
-# Bytes of a trained parameter, of its gradient, and of the optimizer's state without moments. torch's are multiples of
-# the master's size.
-TORCH = {"fsdp": (1, 1, 0), "ddp": (1, 2, 0)}
-DEEPSPEED, DEEPSPEED_3, DEEPSPEED_FP32 = (2, 2, 8), (2, 0, 8), (4, 4, 0)
 # Bytes per parameter of a gathered layer, with its gradient.
 GATHERED_BYTES = 4
 SOURCES = {
@@ -71,6 +65,7 @@ def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, node
     """Plan both needs, for a billion parameters if no model is named."""
     cluster = _cluster(migrated, gpus, nodes)
     settings = migrated.settings
+    lora = settings.get("lora")
     training = Training(
         precision=migrated.precision,
         reduce=settings.get("reduce_dtype"),
@@ -79,7 +74,7 @@ def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, node
         checkpointing=settings.get("gradient_checkpointing", "none"),
         optimizer=settings.get("optimizer", "adamw"),
         moments=0.0 if settings.get("optimizer") == "sgd" and settings.get("momentum") == 0 else None,
-        lora=_lora(settings.get("lora")),
+        lora=None if lora is None else Lora(lora.get("r", 16), tuple(lora.get("targets", ()))),
         **({"seq": settings["seq_length"]} if settings.get("seq_length") else {}),
     )
     units, name, peaks = _units(model, training, cluster, migrated)
@@ -95,57 +90,41 @@ def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, node
         peaks[0],
         "states to the byte" if model else "states; --model M --gpus G plans the peak",
     )
-    params = [param for unit in units for param in unit.params]
-    counts = {is_trained: sum(p.num_elems for p in params if p.trainable == is_trained) for is_trained in (True, False)}
-    sizes = [sum(param.num_elems for param in unit.params) for unit in units]
-    largest = max(sizes) if model else 0
-    theirs = _original(migrated, layout, cluster, training, counts, largest)
-    return MemoryComparison(name, str(cluster), (ours, replace(theirs, peak=peaks[1])))
+    theirs = _original(migrated, cluster, training, units, peaks[1])
+    return MemoryComparison(name, str(cluster), (ours, theirs))
 
 
 def _original(
-    migrated: Migrated, layout: Layout, cluster: Cluster, training: Training, counts: Mapping[bool, int], largest: int
+    migrated: Migrated, cluster: Cluster, training: Training, units: Sequence[UnitSpec], peak: float | None
 ) -> Need:
-    """`counts` are the numbers of trained and of frozen parameters; frozen ones are held in the compute dtype."""
-    engine = migrated.original.engine
-    half = training.formats.compute.itemsize
+    """The need of the other library. It holds frozen parameters in the compute dtype."""
+    engine, layout, formats = migrated.original.engine, layout_of(migrated.strategy), training.formats
+    params = [param for unit in units for param in unit.params]
+    trained = sum(param.num_elems for param in params if param.trainable)
+    frozen = sum(param.num_elems for param in params) - trained
+    half, master = formats.compute.itemsize, formats.master.itemsize
+    # Bytes of a trained parameter, of its gradient, and of the optimizer's state without moments.
+    sizes = (master, master * (2 if engine == "ddp" else 1), 0)
+    if engine == "deepspeed":
+        sizes = (4, 4, 0) if formats.compute == FP32 else (2, 2, 8) if layout.params == "whole" else (2, 0, 8)
+    moments = (FP32.itemsize if engine == "deepspeed" else master) * training.num_moments
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
-    params, grads, optimizer = _bytes(engine, training.formats, layout)
-    moment = FP32.itemsize if engine == "deepspeed" else training.formats.master.itemsize
-    device, offloaded = 0.0, {"host": 0.0, "disk": 0.0}
-    for num_bytes, place, kept in (
-        ((params * counts[True] + half * counts[False]) / share[layout.params], layout.params_on, 0.0),
-        (grads * counts[True] / share[layout.grads], layout.grads_on, 0.0),
-        (
-            (optimizer + moment * training.num_moments) * counts[True] / share[layout.optimizer],
-            layout.optimizer_on,
-            layout.kept,
-        ),
+    on = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    for num_bytes, split, place, kept in (
+        (sizes[0] * trained + half * frozen, layout.params, layout.params_on, 0.0),
+        (sizes[1] * trained, layout.grads, layout.grads_on, 0.0),
+        ((sizes[2] + moments) * trained, layout.optimizer, layout.optimizer_on, layout.kept),
     ):
-        device += num_bytes if place == "device" else kept * num_bytes
-        if place != "device":
-            offloaded[place] += (1 - kept) * num_bytes * cluster.node_size
-    source = SOURCES[engine].format(master=training.formats.master.name)
+        kept = 1.0 if place == "device" else kept
+        on["device"] += kept * (num_bytes / share[split])
+        on[place] += (1 - kept) * (num_bytes / share[split]) * cluster.node_size
     extra = half * migrated.original.bucket_elems
-    if layout.gathered_until == "forward":
-        extra += GATHERED_BYTES * largest
+    if layout.gathered_until == "forward" and len(units) > 1:
+        extra += GATHERED_BYTES * max(sum(param.num_elems for param in unit.params) for unit in units)
     elif layout.gathered_until == "backward":
-        extra += half * sum(counts.values())
-    return Need(TITLES[migrated.kind], device, extra, offloaded["host"], offloaded["disk"], None, source)
-
-
-def _lora(keys: Mapping[str, Any] | None) -> Lora | None:
-    return None if keys is None else Lora(keys.get("r", 16), tuple(keys.get("targets", ())))
-
-
-def _bytes(engine: str, formats: Precision, layout: Layout) -> tuple[int, int, int]:
-    if engine != "deepspeed":
-        params, grads, optimizer = TORCH[engine]
-        size = formats.master.itemsize
-        return params * size, grads * size, optimizer * size
-    if formats.compute == FP32:
-        return DEEPSPEED_FP32
-    return DEEPSPEED if layout.params == "whole" else DEEPSPEED_3
+        extra += half * (trained + frozen)
+    source = SOURCES[engine].format(master=formats.master.name)
+    return Need(TITLES[migrated.kind], on["device"], extra, on["host"], on["disk"], peak, source)
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:

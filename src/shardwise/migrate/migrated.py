@@ -1,15 +1,19 @@
-"""The result of reading another library's configuration: settings, keywords of `sw.shard`, and every key's entry."""
+"""The result of reading another library's configuration: settings, keywords of `sw.shard`, and every key's entry.
+
+A strategy is one of the tables, and changes that are added to it.
+"""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..base.errors import ConfigurationError, printable
+from ..core.layout import layout_of
 from ..trainer.config import as_yaml
 from ..trainer.offload import offload_of
 from ..trainer.settings import units_asked
-from .account import Entry
+from .account import Block, Entry
 
 Kind = Literal["deepspeed", "accelerate", "hugging-face"]
 TITLES: dict[Kind, str] = {
@@ -30,6 +34,34 @@ class Original:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Something that is offloaded or quantised, and the key that asks for it.
+
+    `words` are added to a strategy, as in `zero3+params=host`. `fix` is added to the reason if they are refused.
+    """
+
+    block: Block
+    key: str
+    words: str
+    becomes: str
+    fix: str = ""
+
+
+def with_changes(strategy: str, changes: Iterable[Change]) -> str:
+    """Add every change that the layout allows; refuse the keys of the others with the layout's reason."""
+    for change in changes:
+        candidate = f"{strategy}+{change.words}"
+        try:
+            layout_of(candidate)
+        except ConfigurationError as error:
+            change.block.refused(change.key, str(error).removeprefix("layout: ") + change.fix)
+        else:
+            strategy = candidate
+            change.block.used(change.key, change.becomes)
+    return strategy
+
+
+@dataclass(frozen=True, slots=True)
 class Migrated:
     """`settings` are the trainer's, by name; `words` are keywords of `sw.shard`."""
 
@@ -43,11 +75,12 @@ class Migrated:
     def refused(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.fate == "refused")
 
-    def require_accepted(self) -> None:
-        """Raise one error that names every refused key."""
+    def require_accepted(self) -> "Migrated":
+        """Return this, or raise one error that names every refused key."""
         if self.refused:
             reasons = "; ".join(f"{entry.key} {entry.value}: {entry.text}" for entry in self.refused)
             raise ConfigurationError(f"{self.source}: {reasons}")
+        return self
 
     @property
     def strategy(self) -> str:

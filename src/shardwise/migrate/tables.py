@@ -1,19 +1,23 @@
-"""Keys with a fixed answer. Each library has a table of them in a YAML file next to this one (`deepspeed.yaml`).
+"""The tables of a library: `deepspeed.yaml`, `accelerate.yaml` and `hugging_face.yaml`, next to this file.
 
-A table is read when a file of its library is. A rule has the type of a key, and why the key is ignored or refused.
+Most of a table are keys with a fixed answer. A rule has the type of a key, and why the key is ignored or refused.
+A table is read when a file of its library is.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib import resources
+from typing import Any
 
 from ..base.documents import Tree, yaml_tree
+from ..trainer.settings import Settings
 from .account import Block
 
 MAX_DEPTH = 4
 # Values with which a key asks for nothing.
 OFF = ("false", "none", "no", "", "0", "[]", "{}")
+FIELDS = {entry.name: entry for entry in fields(Settings)}
 # Reads a value as its type; refuses the key if the value has another type.
 Check = Callable[[Block, str], object]
 
@@ -65,21 +69,21 @@ def table(library: str) -> dict[str, Tree]:
 
 
 @cache
-def rules(library: str, block: str) -> Mapping[str, Rule]:
-    """The rules for the keys of one block."""
-    found: dict[str, Rule] = {}
-    for row in table(library)[block]:
+def rules(library: str, section: str, prefix: str = "") -> Mapping[str, Rule]:
+    """The rules for the keys of one block. Keys may begin with the prefix."""
+    known: dict[str, Rule] = {}
+    for row in table(library)[section]:
         keys = row["keys"] if isinstance(row["keys"], dict) else dict.fromkeys(row["keys"], "any")
         unless = None
         if "refused" in row:
             unless = tuple(word for part in row.get("unless", ["off"]) for word in (OFF if part == "off" else [part]))
-        found |= {key: Rule(_check(kind), row.get("refused", row.get("ignored")), unless) for key, kind in keys.items()}
-    return found
+        known |= {key: Rule(_check(kind), row.get("refused", row.get("ignored")), unless) for key, kind in keys.items()}
+    return known | {f"{prefix}{key}": rule for key, rule in known.items()}
 
 
-def apply_rules(block: Block, known: Mapping[str, Rule]) -> None:
+def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> Block:
     """Settle every key of the block that has a rule."""
-    for key, rule in known.items():
+    for key, rule in rules(library, section, prefix).items():
         if not block.has(key):
             continue
         value = rule.check(block, key)
@@ -89,11 +93,7 @@ def apply_rules(block: Block, known: Mapping[str, Rule]) -> None:
             block.ignored(key, "this value changes nothing")
         else:
             block.refused(key, rule.reason)
-
-
-def with_prefix(known: Mapping[str, Rule], prefix: str) -> dict[str, Rule]:
-    """The rules for keys that may begin with a prefix."""
-    return {**known, **{f"{prefix}{key}": rule for key, rule in known.items()}}
+    return block
 
 
 def _check(kind: str) -> Check:
@@ -110,3 +110,35 @@ def _normalised(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return ",".join(map(str, value)).lower() if isinstance(value, list) else str(value).lower()
+
+
+def read_setting(block: Block, key: str, name: str, default: float | None = None, auto: bool = False) -> dict[str, Any]:
+    """The setting `name` of the trainer from a key, with its type and limits; empty if it has no value.
+
+    `auto` says whether the key may be "auto", which leaves the setting to the trainer.
+    """
+    if auto and block.auto(key, f"--{name.replace('_', '-')} of the trainer"):
+        return {}
+    value = _value(block, key, name) if block.has(key) else None
+    value = default if value is None else value
+    if value is None:
+        block.ignored(key, "it is empty")
+        return {}
+    block.used(key, f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+    return {name: value}
+
+
+def _value(block: Block, key: str, name: str) -> Any:
+    """The value of a key; None, and refused, if it is not inside the limits of the setting."""
+    kind, limits = str(FIELDS[name].type), FIELDS[name].metadata
+    bounds = {bound: limits[bound] for bound in ("least", "most") if limits[bound] is not None}
+    if "int" in kind and "str" not in kind:
+        count = block.whole(key, -1, **bounds)
+        return None if count == -1 else count
+    if "float" in kind:
+        number = block.number(key, -1.0, **bounds)
+        if limits["below"] is not None and number >= limits["below"]:
+            block.refused(key, f"it must be below {limits['below']:g}")
+        return None if number < 0 else number
+    text = block.text(key)
+    return None if text.lower() in ("", "none", "null") else text
