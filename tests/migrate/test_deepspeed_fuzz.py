@@ -53,9 +53,10 @@ USED = {
 }
 KEYS = {path: set(keys.split()) for path, keys in USED.items()}
 for section, table_rows in table("deepspeed").items():
-    KEYS.setdefault("" if section in ("top", "switches") else section, set()).update(
-        key for row in table_rows for key in row["keys"]
-    )
+    if isinstance(table_rows, list) and isinstance(table_rows[0], dict):
+        KEYS.setdefault("" if section in ("top", "switches") else section, set()).update(
+            key for row in table_rows for key in row["keys"]
+        )
 ALL_KEYS = sorted({key for keys in KEYS.values() for key in keys})
 
 WORDS = [

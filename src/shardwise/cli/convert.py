@@ -96,7 +96,7 @@ def export(
     from ..checkpoint.folder import newest_in
     from ..checkpoint.writer import require_free
     from ..trainer.models.export import write_export
-    from ..trainer.models.from_checkpoint import ExportOptions, content_of
+    from ..trainer.models.restore import ExportOptions, content_of
 
     place = newest_in(path)
     require_free(out, overwrite, place)

@@ -18,8 +18,8 @@ from .data.tokenizer import Tokenizer, tokenizer_for
 from .metrics import check_reporters
 from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
-from .models.forms import names_of
 from .models.restore import is_model
+from .models.weights import names_of
 from .offload import check_strategy, offload_of
 from .optimizers import check_optimizer
 from .run_folder import AUTO as AUTO_RESUME

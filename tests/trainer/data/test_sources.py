@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.trainer.data.sources import Bad, Chat, Pair, Piece, load_dataset, read_dataset, read_rows, read_text
+from shardwise.trainer.data.sources import Document, load_dataset, read_dataset, read_rows, read_text
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -22,18 +22,18 @@ def test_the_pieces_of_a_text_are_the_text(tmp_path: Path, text: str, piece_byte
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     pieces = list(read_text(path, piece_bytes))
-    assert "".join(piece.text for piece in pieces) == text
+    assert "".join(piece.texts[0][0] for piece in pieces) == text
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
 
 
 def test_pieces_end_between_words(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("One line of words\nand  another one.\n\n  Third\n" * 200)
-    pieces = [piece.text for piece in read_text(path, 512)]
+    pieces = [piece.texts[0][0] for piece in read_text(path, 512)]
     assert len(pieces) > 10
     assert all(piece.endswith("\n") and not after[0].isspace() for piece, after in pairwise(pieces))
     path.write_text("word " * 2000)
-    pieces = [piece.text for piece in read_text(path, 512)]
+    pieces = [piece.texts[0][0] for piece in read_text(path, 512)]
     assert all(piece.startswith(" word") for piece in pieces[1:])
 
 
@@ -51,25 +51,25 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path) -> None
 def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfhello")
-    assert list(read_text(path)) == [Piece("hello", is_last=True)]
+    assert list(read_text(path)) == [Document(str(path), (("hello", True),))]
     path.write_bytes(b'\xef\xbb\xbf{"text": "hello"}')
-    assert list(read_rows(path)) == [Piece("hello", is_last=True)]
+    assert list(read_rows(path)) == [Document(f"{path}:1", (("hello", True),))]
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
+    ("row", "texts", "messages"),
     [
-        ({"text": "a", "id": 3}, Piece("a", is_last=True)),
-        ({"prompt": "p", "completion": "c", "text": "t"}, Pair("p", "c")),
-        ({"prompt": "", "completion": "c"}, Pair("", "c")),
-        ({"prompt": "p", "messages": [USER, ANSWER]}, Chat("rows.jsonl:1", [USER, ANSWER])),
-        ({"text": "a", "messages": None, "prompt": None}, Piece("a", is_last=True)),
+        ({"text": "a", "id": 3}, (("a", True),), ()),
+        ({"prompt": "p", "completion": "c", "text": "t"}, (("p", False), ("c", True)), ()),
+        ({"prompt": "", "completion": "c"}, (("", False), ("c", True)), ()),
+        ({"prompt": "p", "messages": [USER, ANSWER]}, (), [USER, ANSWER]),
+        ({"text": "a", "messages": None, "prompt": None}, (("a", True),), ()),
     ],
 )
-def test_rows(row: Any, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows(row: Any, texts: Any, messages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(row))
-    assert list(read_rows(Path("rows.jsonl"))) == [found]
+    assert list(read_rows(Path("rows.jsonl"))) == [Document("rows.jsonl:1", texts, messages)]
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,16 @@ def test_bad_rows_are_named_and_the_next_one_is_read(row: str, reason: str, writ
     path = write_rows({"text": "before"}, "", row, {"text": "after"})
     limit = 10_000 if "longer" in reason else 2**20
     before, bad, after = read_rows(Path(path), limit)
-    assert isinstance(bad, Bad)
     assert bad.where == f"{path}:3"
-    assert bad.reason.startswith(reason)
-    assert (before, after) == (Piece("before", is_last=True), Piece("after", is_last=True))
+    assert bad.problem.startswith(reason)
+    assert (before.texts, after.texts) == ((("before", True),), (("after", True),))
 
 
 def test_a_row_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n')
     (bad,) = read_rows(path)
-    assert isinstance(bad, Bad)
-    assert bad.reason == "not UTF-8 (invalid continuation byte at byte 13 of the line)"
+    assert bad.problem == "not UTF-8 (invalid continuation byte at byte 13 of the line)"
 
 
 def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -121,8 +119,8 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     for name in ("one", "two"):
         found = list(read_dataset(load_dataset(str(tmp_path / name), "train"), name))
         assert found == [
-            Chat(f"{name}:1", [USER, ANSWER]),
-            Bad(f"{name}:2", "no message of the assistant, so there is nothing to train on"),
+            Document(f"{name}:1", messages=[USER, ANSWER]),
+            Document(f"{name}:2", problem="no message of the assistant, so there is nothing to train on"),
         ]
     with pytest.raises(ConfigurationError, match="no split 'valid'; it has train, test"):
         load_dataset(str(tmp_path / "two"), "valid")

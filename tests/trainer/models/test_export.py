@@ -16,9 +16,9 @@ from shardwise.checkpoint.opened import open_checkpoint
 from shardwise.trainer.models.build import build
 from shardwise.trainer.models.export import export as of_run
 from shardwise.trainer.models.export import write_export
-from shardwise.trainer.models.from_checkpoint import ExportOptions, content_of
 from shardwise.trainer.models.headloss import loss_sum
 from shardwise.trainer.models.lora import adapters_for
+from shardwise.trainer.models.restore import ExportOptions, content_of
 from shardwise.trainer.settings import Lora, Settings
 from tests.checkpoint.by_hand import save_by_hand
 from tests.harness import Pool

@@ -132,7 +132,7 @@ def test_what_is_exported_is_opened_by_others(run_ranks: Pool, tmp_path: Path) -
     assert own_loss(of_in_tree) == pytest.approx(losses["in-tree lora"], rel=1e-5)
     again = Settings(model=str(tmp_path / "in-tree-out"))
     built = build(again, 257, CPU)
-    assert built.kind == "in-tree"
+    assert built.facts.kind == "in-tree"
     built.model.to_empty(device="cpu").load_state_dict(dict(built.weights or {}))
     with torch.no_grad():
         assert float(loss_sum(built.model, batch())) == pytest.approx(losses["in-tree"], rel=1e-5)

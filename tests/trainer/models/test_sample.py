@@ -98,7 +98,7 @@ def left_behind(settings: Settings, run: Path) -> str:
     sw.save(moved(run), model, extra={"configuration": json.loads(settings.to_json())})
     export(model, built, settings, run / "export")
     (run / "config.json").write_text(settings.to_json())
-    return said(model, built.max_seq)
+    return said(model, built.facts.max_seq)
 
 
 def said(model: Any, max_seq: int) -> str:

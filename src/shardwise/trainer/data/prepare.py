@@ -20,21 +20,8 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from .sources import (
-    ROW_SUFFIXES,
-    TEXT_SUFFIXES,
-    TOKEN_SUFFIXES,
-    Bad,
-    Chat,
-    Found,
-    Pair,
-    Piece,
-    load_dataset,
-    manual,
-    read,
-    read_dataset,
-    texts,
-)
+from .chat import Segments
+from .sources import ROW_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, load_dataset, manual, read, read_dataset
 from .token_store import Writer, adopt, dtype_for, is_store, open_store
 from .tokenizer import Tokenizer
 
@@ -63,7 +50,7 @@ class _Input:
     what: str  # for messages
     identity: list[Any]
     token_files: tuple[Path, ...]  # used in place; if empty:
-    found: Callable[[], Iterator[Found]]
+    documents: Callable[[], Iterable[Document]] = lambda: ()
 
 
 def prepare(
@@ -106,7 +93,8 @@ def _train_input(settings: Settings) -> _Input:
     if settings.train_file:
         return _file_input("train_file", settings.train_file, settings)
     topics = manual()
-    return _Input("the embedded text", [topics], (), lambda: (Piece(topic, is_last=True) for topic in topics))
+    name = "the embedded text"
+    return _Input(name, [topics], (), lambda: (Document(name, ((topic, True),)) for topic in topics))
 
 
 def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
@@ -183,22 +171,22 @@ def _write(
     began = said = time.monotonic()
     # The width depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
-        for item, segments in _tokenised(given.found(), tokenizer):
-            if isinstance(item, Bad):
+        for document, segments in _tokenised(given.documents(), tokenizer):
+            if document.problem:
                 num_bad += 1
                 if num_bad <= _NUM_NAMED:
-                    bad.append(f"{item.where}: {item.reason}")
+                    bad.append(f"{document.where}: {document.problem}")
                 if num_bad > settings.max_bad_rows:
                     _say_bad(given, bad, num_bad, settings.max_bad_rows, say)
                 continue
-            if isinstance(item, Chat) and tokenizer.template is None and not has_chats:
+            if document.messages and tokenizer.template is None and not has_chats:
                 has_chats = True
                 say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' with the content below")
             for ids, trained in segments:
                 writer.add(ids, trained)
-            if not isinstance(item, Piece) or item.is_last:
+            if document.is_last:
                 writer.end_document()
-            is_rows = is_rows or not isinstance(item, Piece)
+            is_rows = is_rows or document.is_row
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"tokenising {given.what}: {writer.num_tokens:,} tokens so far")
@@ -212,34 +200,31 @@ def _write(
         )
 
 
-def _tokenised(items: Iterable[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
-    """Yield each item with its segments, in order. Texts are encoded in batches, which tokenizers parallelise."""
-    batch: list[Found] = []
+def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
+    """Yield each document with its segments, in order. Texts are encoded in batches, which tokenizers parallelise."""
+    for batch in _batches(documents):
+        texts = [text for document in batch for text, _ in document.texts]
+        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+        for document in batch:
+            segments = [(next(encoded), is_trained) for _, is_trained in document.texts]
+            if document.messages:
+                try:
+                    segments = tokenizer.render(document.messages)
+                except ConfigurationError as error:
+                    document = Document(document.where, problem=str(error))
+            yield document, segments
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
     num_characters = 0
-    for item in items:
-        batch.append(item)
-        num_characters += sum(map(len, texts(item)))
+    for document in documents:
+        batch.append(document)
+        num_characters += sum(map(len, document.all_texts))
         if num_characters >= _BATCH_CHARACTERS:
-            yield from _batch_tokenised(batch, tokenizer)
+            yield batch
             batch, num_characters = [], 0
-    yield from _batch_tokenised(batch, tokenizer)
-
-
-def _batch_tokenised(batch: list[Found], tokenizer: Tokenizer) -> Iterator[tuple[Found, list[tuple[list[int], bool]]]]:
-    plain = [item.text for item in batch if isinstance(item, Piece)]
-    encoded = iter(tokenizer.encode_batch(plain) if plain else [])
-    for item in batch:
-        if isinstance(item, Piece):
-            yield item, [(next(encoded), True)]
-        elif isinstance(item, Pair):
-            yield item, [(tokenizer.encode(item.prompt), False), (tokenizer.encode(item.completion), True)]
-        elif isinstance(item, Chat):
-            try:
-                yield item, tokenizer.render(item.messages)
-            except ConfigurationError as error:
-                yield Bad(item.where, str(error)), []
-        else:
-            yield item, []
+    yield batch
 
 
 def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Callable[[str], None]) -> None:

@@ -2,12 +2,12 @@
 
 Memory does not grow with a file: a text file is one document that is read in pieces, and rows are read one by one. A
 row has `messages`, or `prompt` and `completion`, or `text`; if it has several of them, the first in this order counts.
-A row that cannot be used becomes `Bad`, with its place and the reason.
+A row that cannot be used is yielded with its place and the problem.
 """
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,50 +24,42 @@ MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another ki
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a document that is trained on completely."""
+class Document:
+    """A document, or a piece of one; or a row that cannot be used, because of a problem."""
 
-    text: str
-    is_last: bool  # in its document
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prompt: str
-    completion: str  # the only part that is trained on
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
     where: str
-    messages: list[dict[str, Any]]  # each with role and content, at least one answer
+    texts: tuple[tuple[str, bool], ...] = ()  # each with whether it is trained on
+    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, which has no texts: with role and content, and an answer
+    is_last: bool = True  # False: more pieces of the document follow
+    problem: str = ""
+
+    @property
+    def is_row(self) -> bool:
+        """True for a prompt with its completion, and for a chat."""
+        return bool(self.messages) or len(self.texts) > 1
+
+    @property
+    def all_texts(self) -> list[str]:
+        said = [str(message[key]) for message in self.messages for key in ("role", "content")]
+        return said or [text for text, _ in self.texts]
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
-    where: str
-    reason: str
-
-
-Found = Piece | Pair | Chat | Bad
-
-
-def read(path: Path) -> Iterator[Found]:
+def read(path: Path) -> Iterator[Document]:
     return read_text(path) if path.suffix.lower() in TEXT_SUFFIXES else read_rows(path)
 
 
-def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Document]:
     """Read a file in pieces that split neither words nor runs of blanks. An empty file has no pieces."""
     rest = ""
     with path.open("rb") as file:
         for text in _decoded(file, path, piece_bytes):
             if rest:
                 at = _cut(rest)
-                yield Piece(rest[:at], is_last=False)
+                yield Document(str(path), ((rest[:at], True),), is_last=False)
                 rest = rest[at:]
             rest += text
     if rest:
-        yield Piece(rest, is_last=True)
+        yield Document(str(path), ((rest, True),))
 
 
 def _decoded(file: BinaryIO, path: Path, piece_bytes: int) -> Iterator[str]:
@@ -100,7 +92,7 @@ def _cut(text: str) -> int:
     return len(text)
 
 
-def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Found]:
+def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Document]:
     """Read a file with a JSON object per line. Blank lines are skipped."""
     with path.open("rb") as file:
         number = 0
@@ -108,7 +100,7 @@ def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Found]
             number += 1
             where = f"{path}:{number}"
             if len(line) == max_row_bytes and not line.endswith(b"\n"):
-                yield Bad(where, f"longer than {max_row_bytes} bytes")
+                yield Document(where, problem=f"longer than {max_row_bytes} bytes")
                 while line and not line.endswith(b"\n"):
                     line = file.readline(max_row_bytes)
                 continue
@@ -119,65 +111,58 @@ def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Found]
             try:
                 row = json.loads(line.decode())
             except UnicodeDecodeError as error:
-                yield Bad(where, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+                problem = f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
+                yield Document(where, problem=problem)
             except (ValueError, RecursionError) as error:
-                yield Bad(where, f"not JSON ({error})")
+                yield Document(where, problem=f"not JSON ({error})")
             else:
                 yield from_row(row, where)
 
 
-def from_row(row: Any, where: str) -> Found:
-    if not isinstance(row, Mapping):
-        return Bad(where, f"a JSON {type(row).__name__}, but a row must be an object")
-    found = _from_keys(row, where)
-    return found if _is_unicode(found) else Bad(where, "half a surrogate pair, which is not a character")
-
-
-def _from_keys(row: Mapping[str, Any], where: str) -> Found:
+def from_row(row: Any, where: str) -> Document:
+    problem = _problem(row)
+    if problem:
+        return Document(where, problem=problem)
     if row.get("messages") is not None:
-        return _from_messages(row["messages"], where)
+        document = Document(where, messages=[dict(message) for message in row["messages"]])
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        document = Document(where, ((row["prompt"], False), (row["completion"], True)))
+    else:
+        document = Document(where, ((row["text"], True),))
+    try:
+        "".join(document.all_texts).encode()
+    except UnicodeEncodeError:  # JSON can express it, but no tokenizer accepts it
+        return Document(where, problem="half a surrogate pair, which is not a character")
+    return document
+
+
+def _problem(row: Any) -> str:
+    """Why a row cannot be used; empty if it can."""
+    if not isinstance(row, Mapping):
+        return f"a JSON {type(row).__name__}, but a row must be an object"
+    if row.get("messages") is not None:
+        return _problem_of_messages(row["messages"])
     given = [name for name in ("prompt", "completion", "text") if row.get(name) is not None]
     for name in given:
         if not isinstance(row[name], str):
-            return Bad(where, f"{name} is of type {type(row[name]).__name__}, but must be a string")
-    if "prompt" in given and "completion" in given:
-        if not row["completion"].strip():
-            return Bad(where, "completion is empty")
-        return Pair(row["prompt"], row["completion"])
-    if "text" in given:
-        return Piece(row["text"], is_last=True) if row["text"].strip() else Bad(where, "text is empty")
-    keys = ", ".join(map(str, row)) or "none"
-    return Bad(where, f"has the keys {keys}, but needs text, or prompt and completion, or messages")
+            return f"{name} is of type {type(row[name]).__name__}, but must be a string"
+    name = "completion" if "prompt" in given and "completion" in given else "text"
+    if name not in given:
+        keys = ", ".join(map(str, row)) or "none"
+        return f"has the keys {keys}, but needs text, or prompt and completion, or messages"
+    return "" if row[name].strip() else f"{name} is empty"
 
 
-def _from_messages(messages: Any, where: str) -> Chat | Bad:
+def _problem_of_messages(messages: Any) -> str:
     if not isinstance(messages, list) or not messages:
-        return Bad(where, "messages must be a list of at least one message")
+        return "messages must be a list of at least one message"
     for number, message in enumerate(messages, 1):
-        is_message = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-        if not is_message:
-            return Bad(where, f"message {number} must have a role and a content that are strings")
+        said = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in said):
+            return f"message {number} must have a role and a content that are strings"
     if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        return Bad(where, "no message of the assistant, so there is nothing to train on")
-    return Chat(where, [dict(message) for message in messages])
-
-
-def texts(found: Found) -> list[str]:
-    """All texts of a document."""
-    if isinstance(found, Chat):
-        return [text for message in found.messages for text in (message["role"], message["content"])]
-    if isinstance(found, Pair):
-        return [found.prompt, found.completion]
-    return [found.text] if isinstance(found, Piece) else []
-
-
-def _is_unicode(found: Found) -> bool:
-    """False for half a surrogate pair, which JSON can express but no tokenizer accepts."""
-    try:
-        "".join(texts(found)).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return "no message of the assistant, so there is nothing to train on"
+    return ""
 
 
 def load_dataset(name: str, split: str) -> Any:
@@ -202,14 +187,14 @@ def load_dataset(name: str, split: str) -> Any:
                 )
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"dataset {name}, split {split}: cannot be read: {reason}") from error
 
 
-def read_dataset(dataset: Any, name: str) -> Iterator[Found]:
+def read_dataset(dataset: Any, name: str) -> Iterator[Document]:
     for number, row in enumerate(dataset, 1):
         yield from_row(row, f"{name}:{number}")
 

@@ -34,7 +34,9 @@ from ...base.errors import ConfigurationError, StoreError
 from ...base.files import open_regular
 
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
-_CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+Code = Literal["H", "I", "q", "B"]
+_CODES: dict[str, Code] = {"uint16": "H", "uint32": "I"}
+_NUMBERS = ("num_tokens", "num_documents", "largest")  # of a store, in store.json
 _NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
 _BLOCK, _NEAR = 2**22, 2**9
 _MAX_OPEN = 256  # token files; in a store with more, each is opened when it is read
@@ -52,9 +54,9 @@ class _Numbers:
     The file is not mapped: if a mapped file is truncated, its readers are killed by SIGBUS.
     """
 
-    def __init__(self, path: Path, code: Literal["H", "I", "q", "B"], stays_open: bool = True) -> None:
+    def __init__(self, path: Path, code: Code, stays_open: bool = True) -> None:
         self.path = path
-        self._code: Literal["H", "I", "q", "B"] = code
+        self._code: Code = code
         self._itemsize = array(code).itemsize
         file = open_regular(path)
         self._num_bytes = os.fstat(file).st_size
@@ -83,7 +85,9 @@ class _Numbers:
         try:
             file = open_regular(self.path) if self._file is None else self._file
             try:
-                num = _filled(file, memoryview(content), first * self._itemsize)
+                view, num = memoryview(content), 0
+                while got := os.preadv(file, [view[num:]], first * self._itemsize + num):
+                    num += got
                 num_bytes = os.fstat(file).st_size
             finally:
                 if self._file is None:
@@ -98,36 +102,22 @@ class _Numbers:
         return content
 
 
-def _filled(file: int, view: memoryview, offset: int) -> int:
-    """Read into `view` until it is full or the file ends. Return the number of bytes."""
-    done = 0
-    while done < len(view):
-        num = os.preadv(file, [view[done:]], offset + done)
-        if num == 0:
-            break
-        done += num
-    return done
-
-
 class _Hashed:
     """A file that is written sequentially, and the hash of its content."""
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("wb")
+        self._file = path.open("wb")
         self._hash = hashlib.sha256()
+        self.close = self._file.close
 
     def write(self, content: "bytes | array[int]") -> None:
         self._file.write(content)
         self._hash.update(content)
 
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-    def sync(self) -> None:
+    def finish(self) -> str:
+        """Return the hash of the content, once that is on the disk."""
         _sync(self._file)
-
-    def close(self) -> None:
-        self._file.close()
+        return self._hash.hexdigest()
 
 
 class Writer:
@@ -178,14 +168,12 @@ class Writer:
         self._start = self.num_tokens
 
     def finish(self, facts: dict[str, Any]) -> None:
-        for file in self._files():
-            file.sync()
-        digest = _digest(*(file.hexdigest() for file in self._files()))
+        hashes = [file.finish() for file in self._files()]
         numbers = (self.num_tokens, self.num_documents, self._largest)
-        _describe(self._folder, ["tokens.bin"], self._dtype, *numbers, digest, facts)
+        _describe(self._folder, ["tokens.bin"], self._dtype, numbers, hashes, facts)
 
     def _files(self) -> list[_Hashed]:
-        return [self._tokens, self._documents, *([self._trained] if self._trained is not None else [])]
+        return [file for file in (self._tokens, self._documents, self._trained) if file is not None]
 
 
 def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_id: int, facts: dict[str, Any]) -> None:
@@ -224,29 +212,18 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
             if last != end_id:
                 documents.write(array("q", [num_tokens]))
                 num_documents += 1
-        documents.sync()
-    digest = _digest(hashed.hexdigest(), documents.hexdigest())
+        hashes = [hashed.hexdigest(), documents.finish()]
     names = [str(path.resolve()) for path in files]
-    _describe(folder, names, dtype, num_tokens, num_documents, largest, digest, facts)
-
-
-def _digest(*hashes: str) -> str:
-    """The digest from the hashes of tokens, documents and, if there is one, the mask."""
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    _describe(folder, names, dtype, (num_tokens, num_documents, largest), hashes, facts)
 
 
 def _describe(
-    folder: Path,
-    tokens: list[str],
-    dtype: str,
-    num_tokens: int,
-    num_documents: int,
-    largest: int,
-    digest: str,
-    facts: dict[str, Any],
+    folder: Path, tokens: list[str], dtype: str, numbers: tuple[int, ...], hashes: list[str], facts: dict[str, Any]
 ) -> None:
-    numbers = {"num_tokens": num_tokens, "num_documents": num_documents, "largest": largest}
-    known = {"tokens": tokens, "dtype": dtype, **numbers, "digest": digest, **facts}
+    """Write store.json. `hashes` are those of tokens, documents and, if there is one, the mask."""
+    digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    named = zip(_NUMBERS, numbers, strict=True)
+    known = {"tokens": tokens, "dtype": dtype, **dict(named), "digest": digest, **facts}
     with (folder / "store.json").open("wb") as file:
         file.write(json.dumps(known, indent=1).encode())
         _sync(file)
@@ -342,23 +319,20 @@ def open_store(folder: Path) -> Store:
     try:
         facts = read_object(folder / "store.json", "store.json")
         names: list[str] = facts.pop("tokens")
-        dtype, num_tokens, num_documents, largest, digest = (
-            facts.pop(name) for name in ("dtype", "num_tokens", "num_documents", "largest", "digest")
-        )
+        dtype, num_tokens, num_documents, largest, digest = (facts.pop(name) for name in ("dtype", *_NUMBERS, "digest"))
         parts = tuple(_Numbers(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
         starts = _Numbers(folder / "documents.bin", "q")
         trained = _Numbers(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{folder}: a damaged token store ({error}); delete the folder") from error
     ends = tuple(accumulate(len(part) for part in parts))
-    seen = {
-        "tokens": ends[-1],
-        "documents": len(starts) - 1,
-        "trained": num_tokens if trained is None else len(trained),
-    }
-    for name, planned in (("tokens", num_tokens), ("documents", num_documents), ("trained", num_tokens)):
-        if seen[name] != planned:
+    for name, num, written in (
+        ("tokens", ends[-1], num_tokens),
+        ("documents", len(starts) - 1, num_documents),
+        ("trained", num_tokens if trained is None else len(trained), num_tokens),
+    ):
+        if num != written:
             raise ConfigurationError(
-                f"{folder}: a damaged token store: {seen[name]} {name}, but {planned} were written; delete the folder"
+                f"{folder}: a damaged token store: {num} {name}, but {written} were written; delete the folder"
             )
     return Store(num_tokens, num_documents, digest, facts, dtype, largest, parts, ends, starts, trained)

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ def tokenizer_for(name: str) -> Tokenizer:
 
 
 _BYTES_END = 256
-_BYTES_END_NAME = "<|end|>"
 
 BYTES = Tokenizer(
     name="bytes",
@@ -125,32 +125,17 @@ def _fingerprint(made: Any) -> str:
 
 
 def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
-    """Write the byte tokenizer as files for Hugging Face libraries: a BPE without merges, one token per byte."""
-    end = {"id": BYTES.end_id, "content": _BYTES_END_NAME, "special": True, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{**end, "single_word": False, "lstrip": False, "rstrip": False}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": _byte_letters(), "merges": []},
-    }
+    """Write the byte tokenizer as files for Hugging Face libraries.
+
+    byte_tokenizer.json is a BPE without merges. The letter for a byte is that of byte-level vocabularies: the byte
+    itself if it is printable, else one from 256 on.
+    """
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _BYTES_END_NAME,
+        "eos_token": "<|end|>",
         "model_max_length": max_seq,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = resources.files(__package__).joinpath("byte_tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(tokenizer)
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter for each byte in byte-level vocabularies: itself if it is printable, else one from 256 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + number): byte for number, byte in enumerate(hidden)}

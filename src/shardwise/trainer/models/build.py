@@ -18,7 +18,7 @@ from ...planner.hardware.gpus import flops_per_token
 from ...planner.shapes.hf_config import hush
 from ..model import Transformer
 from ..settings import Settings
-from .facts import Kind, ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
+from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import in_tree_leaf_name
 from .lora import adapters_for, with_adapters
@@ -29,7 +29,6 @@ from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_w
 class Built:
     model: nn.Module
     facts: ModelFacts
-    max_seq: int
     weights: Mapping[str, Tensor] | None  # None: sw.shard initialises them
     num_params: int
     num_trainable: int
@@ -37,10 +36,6 @@ class Built:
     num_multiplying: int  # parameters that a token is multiplied by, weighted by the cost of their backward
     layers: int
     attention_width: int
-
-    @property
-    def kind(self) -> Kind:
-        return self.facts.kind
 
     def flops_per_token(self, seq: int) -> float:
         """FLOP of forward and backward per token; a frozen weight counts two thirds."""
@@ -57,24 +52,26 @@ def build(
     """
     facts = check(settings) if facts is None else facts
     require_vocabulary(facts, vocab_size)
-    if facts.kind == "in-tree":
+    is_in_tree = facts.kind == "in-tree"
+    folder = facts.folder if facts.has_weights else None
+    if is_in_tree:
         shape = in_tree_shape(settings, vocab_size) if facts.folder is None else shape_in(facts.config, settings.model)
         with torch.device("meta"):
             model: Any = Transformer(shape)
         path = LossPath("in-tree", isolates=True)
-        weights = in_tree_weights(model, facts.folder) if facts.folder is not None and facts.has_weights else None
+        weights = None if folder is None else in_tree_weights(model, folder)
         layers, width = shape.layers, shape.hidden
     else:
         model = _hugging_face_model(settings, facts)
         path = find_path(model)
-        weights = hugging_face_weights(model, facts.folder) if facts.folder is not None and facts.has_weights else None
+        weights = None if folder is None else hugging_face_weights(model, folder)
         layers, width = _attention_of(model.config.get_text_config())
     num_looked_up = _num_looked_up(model)
     active = _active_share(model)
     if settings.lora is not None and adapters is None:
-        adapters = adapters_for(settings.lora, facts.kind == "in-tree")
+        adapters = adapters_for(settings.lora, is_in_tree)
     if adapters is not None:
-        if facts.kind == "in-tree":  # a Llama in files, but not for peft
+        if is_in_tree:  # a Llama in files, but not for peft
             if not isinstance(adapters.target_modules, str):
                 adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
             adapters.task_type = None
@@ -92,7 +89,6 @@ def build(
     return Built(
         model=model,
         facts=facts,
-        max_seq=facts.max_seq,
         weights=weights,
         num_params=sum(param.numel() for param in params.values()),
         num_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
@@ -142,7 +138,7 @@ def _adapted(
     after = names_by_tensor(adapted)
     names = {old: new for key, found in own.items() for old, new in zip(found, after[key], strict=True)}
     adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in own}
-    return adapted, weights.renamed(names).with_tensors(adapters)
+    return adapted, weights.with_tensors(adapters, names)
 
 
 def _num_looked_up(model: Any) -> int:

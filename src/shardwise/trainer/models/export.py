@@ -2,7 +2,7 @@
 
 The shapes decide which tensor goes to which file; then files are written sequentially. At the end of a run (`export`)
 all ranks gather one unit after the other, and rank 0 writes; if it fails, every rank raises. An export of a checkpoint
-(`from_checkpoint.py`) writes the same files without gathering. A folder gets its name when it is complete.
+(`restore.py`) writes the same files without gathering. A folder gets its name when it is complete.
 """
 
 import copy
@@ -30,9 +30,9 @@ from ..model import Transformer
 from ..settings import Settings
 from .build import Built
 from .facts import TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
-from .forms import adapter_form, base_name, is_adapter, merged, stored_form
 from .llama import leaf_name, llama_config
-from .lora import ADAPTER
+from .lora import ADAPTER, adapter_form, base_name, is_adapter, merged
+from .weights import stored_form
 
 _GENERATION = "generation_config.json"
 BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them

@@ -7,7 +7,7 @@ machine. Code in a repository is never run, and pickled weights are never opened
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,27 +43,17 @@ class ModelFacts:
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
     tokenizer: str  # from the settings, else the model's, else (with random weights) "bytes"
     origin: str  # its name, its id, or the folder that was given; never a folder of the cache
-    folder: Path | None  # None: an in-tree shape by name
-    config_file: Path | None
-    has_weights: bool  # in the folder; else they are random
-    config: Mapping[str, Any]  # the content of config_file
+    folder: Path | None = None  # None: an in-tree shape by name
+    config_file: Path | None = None
+    has_weights: bool = False  # in the folder; else they are random
+    config: Mapping[str, Any] = field(default_factory=dict)  # the content of config_file
 
 
 def check(settings: Settings) -> ModelFacts:
     """Collect the facts, or raise ConfigurationError."""
     if settings.model in PRESETS:
-        shape = in_tree_shape(settings, 1)
-        facts = ModelFacts(
-            kind="in-tree",
-            max_seq=shape.max_seq,
-            vocab_size=settings.shape.get("vocab"),
-            tokenizer=settings.tokenizer or BYTES.name,
-            origin=settings.model,
-            folder=None,
-            config_file=None,
-            has_weights=False,
-            config={},
-        )
+        max_seq, vocab = in_tree_shape(settings, 1).max_seq, settings.shape.get("vocab")
+        facts = ModelFacts("in-tree", max_seq, vocab, settings.tokenizer or BYTES.name, settings.model)
     else:
         facts = _facts_of_folder(settings)
     if facts.tokenizer == BYTES.name:
@@ -110,11 +100,9 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         weight_files(folder)
     if SHAPE_KEY in config:
         shape = shape_in(config, settings.model)
-        kind: Kind = "in-tree"
         max_seq: int = shape.max_seq
         vocab: int | None = shape.vocab
     else:
-        kind = "hf"
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         max_seq = next((text[key] for key in _LENGTH_KEYS if isinstance(text.get(key), int)), NO_LIMIT)
         vocab = text.get("vocab_size")
@@ -125,7 +113,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
             f"give the one it was trained with (--tokenizer, a folder or an id), or --tokenizer {BYTES.name}"
         )
     return ModelFacts(
-        kind=kind,
+        kind="in-tree" if SHAPE_KEY in config else "hf",
         max_seq=max_seq,
         vocab_size=vocab,
         tokenizer=tokenizer or BYTES.name,
@@ -158,21 +146,14 @@ def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
 def find_model(name: str, *, with_weights: bool) -> Path:
     """The folder of a model, or its config file. The id of a repository is downloaded."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigurationError(f"model {name!r}: the folder has no config.json")
-        return path.resolve()
-    if path.is_file():
-        if path.suffix != ".json":
-            raise ConfigurationError(f"model {name!r} is a file, but not a config.json: give the model's folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigurationError(f"model {name!r}: the folder has no config.json")
+    if path.is_file() and path.suffix != ".json":
+        raise ConfigurationError(f"model {name!r} is a file, but not a config.json: give the model's folder")
+    if path.is_dir() or path.is_file():
         return path.resolve()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith(".json"):
         raise ConfigurationError(f"model {name!r}: there is no such folder")
-    return _downloaded(name, with_weights)
-
-
-def _downloaded(name: str, with_weights: bool) -> Path:
-    """The snapshot of a repository in Hugging Face's cache."""
     hint = "" if "/" in name else f"; {did_you_mean(name, PRESETS)}"
     known = f"neither an in-tree shape nor a folder{hint}"
     try:

@@ -33,7 +33,7 @@ class LossPath:
     isolates: bool  # documents of a row can be isolated
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+def loss_sum(model: Any, batch: Batch) -> Tensor:
     """The cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
     path = path_of(model)
     if path.how == "in-tree":
@@ -42,12 +42,12 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     if batch.positions is not None:
         if not path.isolates:
             raise ConfigurationError(
-                f"isolate_documents: the attention of {_name(model)} cannot isolate documents: use "
+                f"isolate_documents: the attention of {model.config.model_type} cannot isolate documents: use "
                 "packing 'padded', or isolate_documents false"
             )
         inputs["position_ids"] = batch.positions
     if path.how == "chunked":
-        head = _head_of(model)
+        head = model.get_output_embeddings()
 
         def loss_of(hidden: Tensor) -> Tensor:
             return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum")
@@ -75,16 +75,8 @@ def find_path(model: Any) -> LossPath:
 
 
 def has_plain_head(model: Any) -> bool:
-    head = _head_of(model)
+    head = model.get_output_embeddings()
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
-
-
-def _head_of(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
-def _name(model: Any) -> str:
-    return str(model.config.model_type)
 
 
 @contextmanager
@@ -116,7 +108,7 @@ def _returns_head_output_unchanged(model: Any) -> bool:
     body = model.base_model
     if body is model or not has_plain_head(model):
         return False
-    head = _head_of(model)
+    head = model.get_output_embeddings()
     hidden = torch.empty(2, 3, head.in_features, dtype=head.weight.dtype, device="meta")
     mark = torch.empty((), dtype=torch.float32, device="meta")
     shapes = []

@@ -23,8 +23,7 @@ _IN_BLOCK = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_FROM_OUTSIDE = {theirs: ours for ours, theirs in _OUTSIDE.items()}
-_FROM_BLOCK = {theirs: ours for ours, theirs in _IN_BLOCK.items()}
+_LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}
 
 
 def llama_name(name: str) -> str:
@@ -33,30 +32,26 @@ def llama_name(name: str) -> str:
 
 
 def in_tree_name(name: str) -> str:
-    return _renamed(name, r"model\.layers\.(\d+)", "blocks", _FROM_BLOCK, _FROM_OUTSIDE)
+    inside, outside = ({theirs: ours for ours, theirs in table.items()} for table in (_IN_BLOCK, _OUTSIDE))
+    return _renamed(name, r"model\.layers\.(\d+)", "blocks", inside, outside)
 
 
 def _renamed(name: str, block: str, other_block: str, inside: dict[str, str], outside: dict[str, str]) -> str:
-    parts = sorted(inside, key=len, reverse=True)
-    for pattern, found in (
-        (rf"(^|.*\.){block}\.({'|'.join(map(re.escape, parts))})(?=\.|$)", True),
-        (rf"(^|.*\.)({'|'.join(map(re.escape, outside))})(?=\.|$)", False),
-    ):
-        match = re.match(pattern, name)
-        if match:
-            before, rest = match[1], name[match.end() :]
-            new = f"{other_block}.{match[2]}.{inside[match[3]]}" if found else outside[match[2]]
-            return f"{before}{new}{rest}"
+    parts, others = ("|".join(map(re.escape, sorted(table, key=len, reverse=True))) for table in (inside, outside))
+    if match := re.match(rf"(^|.*\.){block}\.({parts})(?=\.|$)", name):
+        return f"{match[1]}{other_block}.{match[2]}.{inside[match[3]]}{name[match.end() :]}"
+    if match := re.match(rf"(^|.*\.)({others})(?=\.|$)", name):
+        return f"{match[1]}{outside[match[2]]}{name[match.end() :]}"
     return name
 
 
 def leaf_name(name: str) -> str:
     """Llama's name of a module by its last word, as in the targets of adapters."""
-    return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}.get(name, name)
+    return _LEAVES.get(name, name)
 
 
 def in_tree_leaf_name(name: str) -> str:
-    return {theirs.rpartition(".")[2]: ours.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}.get(name, name)
+    return next((ours for ours, theirs in _LEAVES.items() if theirs == name), name)
 
 
 def llama_config(shape: TransformerShape, dtype: str, end_id: int | None) -> dict[str, Any]:

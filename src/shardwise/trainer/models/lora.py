@@ -1,18 +1,26 @@
-"""Low-rank adapters with peft, on a model on the meta device.
+"""Low-rank adapters with peft, on a model on the meta device, and their form in files.
 
 peft creates adapters on the device of the weights, here the meta device. This module gives them memory, and values that
-depend on the seed and on their names alone; the base weights stay on the meta device and are frozen.
+depend on the seed and on their names alone; the base weights stay on the meta device and are frozen. Adapters can be
+merged into the weights that they were trained on, one weight at a time, in fp32: W + scale * B @ A.
 """
 
 import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import CheckpointError, ConfigurationError, did_you_mean
+from ...checkpoint.tensor_files import Source
+from ...checkpoint.writer import converted
 from ...planner.shapes.hf_config import hush
+from ..model import Transformer
 from ..settings import Lora
+from .llama import llama_name
 
 ADAPTER = "default"  # peft's default name
 IN_TREE_TARGETS = ("query", "value")  # as peft's default for Llama
@@ -66,3 +74,83 @@ def _fill(layer: Any, config: Any, seed: str, device: torch.device) -> None:
         for param in part._parameters.values():
             if param is not None and not param.is_meta:
                 param.data = param.data.to(device)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """The name without the parts that peft adds."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
+    """Adapters under the names that peft expects."""
+    from peft import get_peft_model_state_dict
+
+    shapes = {source.name: torch.empty(0, device="meta") for source in adapters}
+    found = get_peft_model_state_dict(model, state_dict=shapes, adapter_name=ADAPTER, save_embedding_layers=False)
+    sources = {id(shapes[source.name]): source for source in adapters}
+    if {id(shape) for shape in found.values()} != set(sources):
+        raise CheckpointError("peft stores these adapters in another form than the model has: merge them")
+    in_file = llama_name if isinstance(model.get_base_model(), Transformer) else str
+    return [replace(sources[id(shape)], name=in_file(name)) for name, shape in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    down: str  # the name of A
+    up: str  # the name of B
+    scale: float
+    is_transposed: bool
+
+
+def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
+    """The base model's tensors under their own names, with the adapters merged into them."""
+    sources = list(sources)
+    by_name = {source.name: source for source in sources}
+    adapters = _adapters_of(model)
+    found = []
+    for source in sources:
+        if is_adapter(source.name):
+            continue
+        rows = source.rows
+        if source.name in adapters:
+            adapter = adapters.pop(source.name)
+            rows = partial(_merged_rows, source, by_name[adapter.down], by_name[adapter.up], adapter)
+        found.append(Source(base_name(source.name), source.dtype, source.shape, rows))
+    if adapters:
+        raise ConfigurationError(f"adapters on {next(iter(adapters))!r}, which is not among the weights to merge with")
+    return found
+
+
+def _merged_rows(source: Source, down: Source, up: Source, adapter: _Adapter) -> list[Tensor]:
+    product = up.read().float() @ down.read().float()
+    whole = source.read().float()
+    whole.add_(product.T if adapter.is_transposed else product, alpha=adapter.scale)
+    return [converted(source.name, whole, source.dtype)]
+
+
+def _adapters_of(model: Any) -> dict[str, _Adapter]:
+    """Adapters by the name of the weight that each is added to."""
+    config = model.peft_config[ADAPTER]
+    unusual = [key for key in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, key, None)]
+    if unusual:
+        raise ConfigurationError(f"adapters with {unusual[0]} cannot be merged here: use peft's merge_and_unload")
+    found: dict[str, _Adapter] = {}
+    for path, layer in model.named_modules():
+        scaling = getattr(layer, "scaling", None)
+        if not isinstance(scaling, dict) or ADAPTER not in scaling:
+            continue
+        weight = layer.get_base_layer().weight
+        if weight.dim() != 2:
+            raise ConfigurationError(f"adapters on {path!r}, which is not a matrix, cannot be merged here")
+        if ADAPTER in layer.lora_embedding_A:
+            names = (f"{path}.lora_embedding_A.{ADAPTER}", f"{path}.lora_embedding_B.{ADAPTER}")
+            is_transposed = True
+        else:
+            names = (f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight")
+            is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
+        found[f"{path}.base_layer.weight"] = _Adapter(*names, float(scaling[ADAPTER]), is_transposed)
+    return found

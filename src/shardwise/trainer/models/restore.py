@@ -1,26 +1,36 @@
-"""Loading a trained model and its tokenizer in one process, for inference.
+"""Trained models from a folder: loaded with their tokenizer for inference, or as the content of an export.
 
 The source is an export (a Hugging Face folder, an in-tree model, a PEFT adapter), a checkpoint of a run, or a run
 folder: its export if there is one, else its newest complete checkpoint.
+
+For an export the model is built on the meta device, for its names, tied weights and config. It is the model of the run
+if the checkpoint is in a run folder, else the one that the user names. No ranks, and no weights in memory: tensors are
+read when they are written.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...api.full_weights import load_full_state_dict
 from ...api.sharding import shard
 from ...base.documents import read_text
-from ...base.errors import ConfigurationError
-from ...checkpoint.folder import CHECKPOINTS, find, latest
+from ...base.errors import CheckpointError, ConfigurationError
+from ...checkpoint.folder import CHECKPOINTS, find, latest, newest_in
+from ...checkpoint.index import Saved
 from ...checkpoint.loading import load
 from ...checkpoint.opened import open_checkpoint
-from ...checkpoint.writer import NOTE
+from ...checkpoint.reader import Reader
+from ...checkpoint.tensor_files import Source
+from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
 from ...core.layout import Strategy
 from ...core.mesh import device, init
 from ...planner.shapes.hf_config import hush
@@ -28,14 +38,15 @@ from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
-from .export import BASE
-from .facts import check, own_tokenizer, read_json
-from .forms import is_adapter
+from .export import BASE, Content
+from .facts import check, find_model, own_tokenizer, read_json
 from .llama import llama_name
-from .lora import ADAPTER
-from .weights import LazyWeights, StoredTensors
+from .lora import ADAPTER, is_adapter
+from .weights import COMPUTED, LazyWeights, StoredTensors, names_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +61,43 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
     """Load a model. Any strategy will do, since there is one rank. `tokenizer` replaces that of the model."""
     place = find_restorable(path)
     init()
-    if find(place) is not None:
-        return _from_checkpoint(place, strategy, tokenizer)
-    if (place / ADAPTER_CONFIG).is_file():
-        return _from_adapter(place, strategy, tokenizer)
-    built, words = _build(Settings(model=str(place), tokenizer=tokenizer))
-    _shard_for_inference(built, built.weights, strategy)
-    return Restored(built.model, words, built.max_seq, place)
+    is_checkpoint = find(place) is not None
+    settings, adapters = Settings(model=str(place), tokenizer=tokenizer), None
+    if is_checkpoint:
+        saved = settings_of(place, open_checkpoint(place).index.extra)
+        if saved is None:
+            raise ConfigurationError(
+                f"{place}: its model is unknown, there is neither a run's {CONFIG} nor a note in the checkpoint: "
+                f"export it first (shardwise export {place} FOLDER --model FOLDER_OF_ITS_MODEL), and generate from that"
+            )
+        settings = dataclasses.replace(saved, tokenizer=tokenizer or saved.tokenizer)
+    elif (place / ADAPTER_CONFIG).is_file():
+        base, adapters = _adapter_in(place)
+        settings = Settings(model=base, tokenizer=tokenizer or _adapter_tokenizer(place))
+    facts = check(settings)
+    words = tokenizer_for(facts.tokenizer)
+    built = build(settings, words.vocab_size, device(), adapters, facts)
+    precision = "bf16" if device().type == "cuda" else "fp32"
+    if is_checkpoint:
+        # The dtype of master weights must match the checkpoint; the compute dtype need not.
+        pure = "pure-bf16"
+        precision = pure if settings.precision == pure else precision
+        shard(built.model, None, strategy, precision=precision, seed=settings.seed)
+        load(place, built.model)
+    else:
+        # Without training there are no master weights, and weights keep their dtype.
+        weights: Any = built.weights if adapters is None else _weights_with_adapter(built, place)
+        built.model.requires_grad_(False)
+        shard(built.model, None, strategy, precision=precision, seed=0)
+        load_full_state_dict(built.model, weights)
+    return Restored(built.model, words, built.facts.max_seq, place)
 
 
 def find_restorable(path: Path) -> Path:
     """The export or checkpoint to load for `path`."""
     if not path.is_dir():
         raise ConfigurationError(f"{path}: there is no such folder")
-    if find(path) is not None or (path / ADAPTER_CONFIG).is_file():
-        return path
-    if is_model(path):
+    if find(path) is not None or (path / ADAPTER_CONFIG).is_file() or is_model(path):
         return path
     export = path / EXPORT
     if (export / CONFIG).is_file() or (export / ADAPTER_CONFIG).is_file():
@@ -97,30 +129,7 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
         raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
 
 
-def _from_checkpoint(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
-    settings = settings_of(place, open_checkpoint(place).index.extra)
-    if settings is None:
-        raise ConfigurationError(
-            f"{place}: its model is unknown, there is neither a run's {CONFIG} nor a note in the checkpoint: "
-            f"export it first (shardwise export {place} FOLDER --model FOLDER_OF_ITS_MODEL), and generate from that"
-        )
-    built, words = _build(dataclasses.replace(settings, tokenizer=tokenizer or settings.tokenizer))
-    # The dtype of master weights must match the checkpoint; the compute dtype need not.
-    pure = "pure-bf16"
-    precision = pure if settings.precision == pure else _precision()
-    shard(built.model, None, strategy, precision=precision, seed=settings.seed)
-    load(place, built.model)
-    return Restored(built.model, words, built.max_seq, place)
-
-
-def _from_adapter(place: Path, strategy: Strategy, tokenizer: str | None) -> Restored:
-    base, config = adapter_in(place)
-    built, words = _build(Settings(model=base, tokenizer=tokenizer or adapter_tokenizer(place)), config)
-    _shard_for_inference(built, weights_with_adapter(built, place), strategy)
-    return Restored(built.model, words, built.max_seq, place)
-
-
-def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
+def _adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
     """The base model of an adapter (`base` if given), and peft's configuration."""
     about = read_json(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
@@ -138,16 +147,16 @@ def adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
     return base, loader.from_pretrained(str(place))
 
 
-def adapter_tokenizer(place: Path) -> str | None:
+def _adapter_tokenizer(place: Path) -> str | None:
     """The tokenizer that adapters were trained with, if their folder says so."""
     return own_tokenizer(place, read_json(place / NOTE) if (place / NOTE).is_file() else {})
 
 
-def weights_with_adapter(built: Built, place: Path) -> LazyWeights:
+def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
     """The weights of the base model and of the adapter."""
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
     # In a model, names contain the name of the adapter; in files they do not.
-    in_file = llama_name if built.kind == "in-tree" else str
+    in_file = llama_name if built.facts.kind == "in-tree" else str
     names = {in_file(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
     wrong = sorted(set(names) ^ set(stored.names))
     if wrong:
@@ -157,18 +166,149 @@ def weights_with_adapter(built: Built, place: Path) -> LazyWeights:
     return built.weights.with_tensors({names[name]: stored.read(name) for name in stored.names})
 
 
-def _build(settings: Settings, adapters: Any = None) -> tuple[Built, Tokenizer]:
-    facts = check(settings)
-    words = tokenizer_for(facts.tokenizer)
-    return build(settings, words.vocab_size, device(), adapters, facts), words
+# The content of an export
 
 
-def _shard_for_inference(built: Built, weights: Any, strategy: Strategy) -> None:
-    """Shard for inference: without training there are no master weights, and weights keep their dtype."""
-    built.model.requires_grad_(False)
-    shard(built.model, None, strategy, precision=_precision(), seed=0)
-    load_full_state_dict(built.model, weights)
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """Options of an export.
+
+    `model` replaces the model of the run, if there is one. `dtype` is a key of DTYPES, `keep` for that of the
+    checkpoint, or `auto` for that of the original model, as in the export of a run.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    is_merged: bool = False
+    max_bytes: int = MAX_FILE_BYTES
 
 
-def _precision() -> str:
-    return "bf16" if device().type == "cuda" else "fp32"
+@contextmanager
+def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
+    """Open a checkpoint, model or adapter, and check that it fits its model and is complete."""
+    place = newest_in(path)
+    about: dict[str, Any] = {"from": str(place.resolve())}
+    if (place / ADAPTER_CONFIG).is_file():
+        if not options.is_merged:
+            raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
+        base, config = _adapter_in(place, options.model)
+        built = _named(base, _adapter_tokenizer(place), config)
+        sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
+        yield _content(built, sources, options, about, is_adapted=True)
+    elif is_model(place):
+        if options.model is not None:
+            raise ConfigurationError(f"{place} is a model of its own: leave --model out")
+        built = _named(str(place))
+        sources = _weight_sources(built.model, built.weights, options.dtype)
+        yield _content(built, sources, options, about, is_adapted=False)
+    else:
+        opened = open_checkpoint(place)
+        built, is_adapted = _model_of(place, opened.index.extra, options)
+        about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
+        with opened.reader() as reader:
+            sources = _stored_sources(built, opened.index.tensors, reader, options.dtype, place)
+            yield _content(built, sources, options, about, is_adapted)
+
+
+def _content(
+    built: Built, sources: list[Source], options: ExportOptions, about: Mapping[str, Any], is_adapted: bool
+) -> Content:
+    if options.is_merged and not is_adapted:
+        raise ConfigurationError("--merge: there are no adapters to merge")
+    if is_adapted and not options.is_merged and built.facts.has_weights:
+        sources = [source for source in sources if is_adapter(source.name)]  # the base exists already
+    names = names_of(built.model)
+    return Content(built.model, built.facts, sources, names, is_adapted, options.is_merged, options.max_bytes, about)
+
+
+def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> tuple[Built, bool]:
+    """The model of a checkpoint, and True if it has adapters."""
+    why = "it is not in a run folder, and was not saved by a run"
+    try:
+        settings = settings_of(place, extra)
+    except ConfigurationError as error:
+        settings, why = None, str(error)
+    if settings is None:
+        if options.model is None:
+            raise ConfigurationError(
+                f"{place}: its model is unknown ({why}): name a Hugging Face folder with its config and "
+                "tokenizer, --model FOLDER"
+            )
+        return _named(options.model), False
+    if options.model is not None:
+        settings = dataclasses.replace(settings, model=options.model, shape={})
+    try:
+        facts = check(settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error} (if the model was moved: --model FOLDER)") from None
+    built = build(settings, tokenizer_for(facts.tokenizer).vocab_size, _HOST, facts=facts)
+    return built, settings.lora is not None
+
+
+def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Built:
+    """The model in a folder, with its tokenizer files if there are any."""
+    folder = find_model(model, with_weights=False)
+    folder = folder.parent if folder.is_file() else folder
+    is_drawn = not any(folder.glob("*.safetensors"))
+    tokenizer = tokenizer or own_tokenizer(folder, read_json(folder / CONFIG)) or str(folder)
+    settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_drawn)
+    built = build(settings, 0, _HOST, adapters, check(settings))
+    dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
+    if is_drawn and isinstance(dtype, torch.dtype):
+        built.model.to(dtype)  # randomly initialised weights are fp32 otherwise
+    return built
+
+
+def _stored_sources(
+    built: Built, tensors: Mapping[str, Saved], reader: Reader, dtype: str, place: Path
+) -> list[Source]:
+    by_name = {name: saved for first, saved in tensors.items() for name in (first, *saved.tied)}
+    expected = built.model.state_dict(keep_vars=True)
+    sources, missing = [], []
+    for first, names in names_of(built.model).items():
+        own = expected[first]
+        saved = next((by_name[name] for name in names if name in by_name), None)
+        if saved is None:
+            missing.append(first)
+        elif saved.shape != tuple(own.shape):
+            raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(own.shape)} in the model")
+        else:
+            chosen = _dtype_of(own, saved.torch_dtype, dtype)
+            sources.append(stored_source(first, reader, saved, chosen))
+    unknown = [
+        name
+        for name, saved in tensors.items()
+        if not any(each in expected for each in (name, *saved.tied)) and not COMPUTED.search(name)
+    ]
+    lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
+    has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
+    if lacks or has:
+        kind = type(built.model).__name__
+        raise CheckpointError(f"{place} does not fit its model, a {kind}: {'; '.join(lacks + has)}")
+    return sources
+
+
+def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtype: str) -> list[Source]:
+    if weights is None:
+        raise ConfigurationError("the model has no weights in its folder: there is nothing to export")
+    expected = model.state_dict(keep_vars=True)
+    sources = []
+
+    def rows(name: str, chosen: torch.dtype) -> list[Tensor]:
+        return [converted(name, weights[name], chosen)]
+
+    for first, names in names_of(model).items():
+        own = expected[first]
+        name = next(name for name in names if name in weights)
+        chosen = _dtype_of(own, own.dtype, dtype)
+        sources.append(Source(first, chosen, tuple(own.shape), partial(rows, name, chosen)))
+    return sources
+
+
+def _dtype_of(own: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
+    """The dtype to write. Integers keep theirs, and buffers too, unless `auto` takes the model's."""
+    if not stored.is_floating_point or choice == "keep":
+        return stored
+    if choice == "auto":
+        return own.dtype
+    return DTYPES[choice] if isinstance(own, nn.Parameter) else stored

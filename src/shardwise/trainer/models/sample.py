@@ -77,7 +77,7 @@ def sample(
 
 def _logits(model: nn.Module, tokens: list[int], window: int, filler: int) -> Tensor:
     """Logits of the next token, (vocab,), in fp32 on the host."""
-    row = torch.tensor([tokens + [filler] * (window - len(tokens))], device=_device_of(model))
+    row = torch.tensor([tokens + [filler] * (window - len(tokens))], device=next(model.parameters()).device)
     out = model(row) if path_of(model).how == "in-tree" else model(input_ids=row).logits
     return out[0, len(tokens) - 1].float().cpu()
 
@@ -90,7 +90,3 @@ def _from_first_rank(model: nn.Module, token: int) -> int:
     chosen = torch.tensor([token], device=engine.mesh.device)
     broadcast_from_first(engine.mesh.world, chosen)
     return int(chosen)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -1,14 +1,16 @@
-"""Weights in safetensors files, as a mapping that reads a tensor when it is used.
+"""Weights in safetensors files: as a mapping that reads a tensor when it is used, and in the form that files have.
 
 Files are memory-mapped: tensors come from the page cache, and none is held here. Names in a Hugging Face folder may
 differ from those of the model: a prefix may be missing, tied weights are stored once, and some architectures store
 separately what they compute with as one tensor (experts). The rules are those of transformers, applied to one tensor
-at a time.
+at a time when weights are read. They are undone for an export, which is planned with shapes alone, on the meta device;
+tensors that are converted together are converted once, when the first of them is written.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError
+from ...checkpoint.tensor_files import Source
+from ..model import Transformer
 from .facts import weight_files
-from .llama import in_tree_name
+from .llama import in_tree_name, llama_name
 
 # Tables and masks that old versions saved with the weights, and that models compute now.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
@@ -42,16 +46,10 @@ class LazyWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._makers)
 
-    def renamed(self, names: Mapping[str, str]) -> "LazyWeights":
-        """The same tensors under new names: `names` maps old to new."""
-        return LazyWeights({names[name]: maker for name, maker in self._makers.items()})
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "LazyWeights":
-        return LazyWeights({**self._makers, **{name: partial(_identity, tensor) for name, tensor in tensors.items()}})
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
+    def with_tensors(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> "LazyWeights":
+        """These tensors, under new names if `names` maps old to new, and more."""
+        own = {name if names is None else names[name]: maker for name, maker in self._makers.items()}
+        return LazyWeights(own | {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()})
 
 
 class StoredTensors:
@@ -96,11 +94,16 @@ def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
+def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each tensor of the state dict, by the first of them; tied tensors have several."""
+    return {names[0]: tuple(names) for names in names_by_tensor(model).values()}
+
+
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
     stored = StoredTensors(weight_files(folder))
     expected = model.state_dict()
     names = {in_tree_name(name): name for name in stored.names if in_tree_name(name) in expected}
-    _require_fit(model, stored, names, set(), sorted(set(stored.names) - set(names.values())), folder)
+    _require_fit(model, stored, names, names, sorted(set(stored.names) - set(names.values())), folder)
     return LazyWeights({own: partial(stored.read, name) for own, name in names.items()})
 
 
@@ -134,7 +137,7 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     makers: dict[str, Callable[[], Tensor]] = {own: partial(stored.read, name) for own, name in names.items()}
     for conversion in conversions.values():
         makers |= {target: partial(conversion.make, stored, target) for target in conversion.targets}
-    _require_fit(model, stored, names, set(makers), unknown, folder)
+    _require_fit(model, stored, names, makers, unknown, folder)
     # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return LazyWeights(makers)
@@ -167,7 +170,7 @@ def _require_fit(
     model: nn.Module,
     stored: StoredTensors,
     names: Mapping[str, str],
-    made: set[str],
+    made: Iterable[str],
     unknown: list[str],
     folder: Path,
 ) -> None:
@@ -176,21 +179,92 @@ def _require_fit(
     `names` are the stored names of tensors that are not converted; `made` are all that can be read.
     """
     expected = model.state_dict(keep_vars=True)
-    tensors = names_by_tensor(model).values()
-    missing = [tied[0] for tied in tensors if not any(name in names or name in made for name in tied)]
+    tensors = names_of(model)
+    missing = [first for first, tied in tensors.items() if not {*tied} & {*made}]
+    wrong = next((own for own, name in names.items() if stored.shape(name) != expected[own].shape), None)
     if missing:
-        raise ConfigurationError(
-            f"model {str(folder)!r}: its files lack {len(missing)} of the model's {len(tensors)} tensors, "
-            f"first {missing[0]!r}"
-        )
-    if unknown:
-        raise ConfigurationError(
-            f"model {str(folder)!r}: {len(unknown)} tensors in its files are not in a {type(model).__name__}, "
-            f"first {unknown[0]!r}"
-        )
-    for own, name in names.items():
-        if stored.shape(name) != expected[own].shape:
-            raise ConfigurationError(
-                f"model {str(folder)!r}: {name!r} is {tuple(stored.shape(name))} in its files, "
-                f"{tuple(expected[own].shape)} by its config.json"
-            )
+        why = f"its files lack {len(missing)} of the model's {len(tensors)} tensors, first {missing[0]!r}"
+    elif unknown:
+        why = f"{len(unknown)} tensors in its files are not in a {type(model).__name__}, first {unknown[0]!r}"
+    elif wrong is not None:
+        shapes = tuple(stored.shape(names[wrong])), tuple(expected[wrong].shape)
+        why = f"{names[wrong]!r} is {shapes[0]} in its files, {shapes[1]} by its config.json"
+    else:
+        return
+    raise ConfigurationError(f"model {str(folder)!r}: {why}")
+
+
+# The form in files
+
+
+def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Sequence[str]]) -> list[Source]:
+    """The tensors under the names that the architecture has in files. `names` are those of tied tensors."""
+    if isinstance(inner, Transformer):
+        return [replace(source, name=llama_name(source.name)) for source in sources]
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    plain: dict[str, Source] = {}
+    for source in sources:
+        tied = names.get(source.name, ())
+        # Of a tied tensor, transformers keeps the name that it expects in a file.
+        kept = remove_tied_weights_from_state_dict(dict.fromkeys(tied, torch.zeros(1)), inner) if len(tied) > 1 else ()
+        plain[next(iter(kept), source.name)] = source
+    return _converted(inner, plain)
+
+
+def _converted(inner: Any, plain: Mapping[str, Source]) -> list[Source]:
+    """Undo the conversions that transformers applies when it loads weights."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(names: Iterable[str]) -> dict[str, Tensor]:
+        return dict(revert_weight_conversion(inner, {name: shapes[name] for name in names}))
+
+    shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in plain.items()}
+    origin = {id(shape): name for name, shape in shapes.items()}
+    found: dict[str, list[Source]] = {}
+    made: dict[str, Tensor] = {}
+    for name, shape in revert(shapes).items():
+        if id(shape) in origin:
+            found[origin[id(shape)]] = [replace(plain[origin[id(shape)]], name=name)]
+        else:
+            made[name] = shape
+    groups = _groups({name: set(revert([name])) for name in shapes if name not in found})
+    outcome = {name: shape for group in groups for name, shape in revert(group).items()}
+    if {name: shape.shape for name, shape in outcome.items()} != {name: shape.shape for name, shape in made.items()}:
+        # A rule depends on more tensors than it changes: convert all of them at once.
+        groups = [[name for name in shapes if name not in found]]
+    for group in groups:
+        found[group[0]] = _Converted(inner, [(name, plain[name]) for name in group]).sources(revert(group))
+    return [source for name in shapes for source in found.get(name, ())]
+
+
+def _groups(targets: Mapping[str, set[str]]) -> list[list[str]]:
+    """Group tensors that are converted to the same tensors of the files."""
+    groups: list[tuple[list[str], set[str]]] = []
+    for name, made in targets.items():
+        common = [group for group in groups if group[1] & made]
+        groups = [group for group in groups if not group[1] & made]
+        groups.append(([*(n for group in common for n in group[0]), name], made.union(*(group[1] for group in common))))
+    return [names for names, _ in groups]
+
+
+class _Converted:
+    """Tensors that are converted together. They are held until the last of them is written."""
+
+    def __init__(self, inner: Any, parts: list[tuple[str, Source]]) -> None:
+        self._inner = inner
+        self._parts = parts
+        self._held: dict[str, Tensor] = {}
+
+    def sources(self, shapes: Mapping[str, Tensor]) -> list[Source]:
+        return [
+            Source(name, shape.dtype, tuple(shape.shape), partial(self._rows, name)) for name, shape in shapes.items()
+        ]
+
+    def _rows(self, name: str) -> list[Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if not self._held:
+            given = {part: source.read() for part, source in self._parts}
+            self._held = dict(revert_weight_conversion(self._inner, given))
+        return [self._held.pop(name).contiguous()]
