@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from shardwise.base.errors import CheckpointError, ConfigurationError, MemoryExceededError, ShardwiseError
 from shardwise.cli import main
-from shardwise.trainer.data.chat import Message
-from shardwise.trainer.data.tokenizer import BYTES, Tokenizer
+from shardwise.trainer.data.tokenizer import BYTES, Message, Tokenizer
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.models import restore, sample
 from shardwise.trainer.models.llama import llama_name

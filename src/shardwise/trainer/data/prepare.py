@@ -20,10 +20,9 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from .chat import Segments
 from .sources import ROW_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, load_dataset, manual, read, read_dataset
 from .token_store import Writer, adopt, dtype_for, is_store, open_store
-from .tokenizer import Tokenizer
+from .tokenizer import Segments, Tokenizer
 
 _FORMAT = 3  # of the store; part of the hash
 _NUM_NAMED = 10  # bad rows that are printed; the rest are counted

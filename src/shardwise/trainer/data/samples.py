@@ -18,7 +18,7 @@ from . import order
 from .prepare import Prepared
 from .token_store import open_store
 from .tokenizer import Tokenizer
-from .windows import NOT_TRAINED, Windows, pack_whole
+from .windows import NOT_TRAINED, Windows, make_windows
 
 _ENTROPY_TOKENS = 2**22  # more would change only the fourth digit
 _STRETCH = 2**14
@@ -96,9 +96,7 @@ def open_samples(
     is_isolated = is_isolated and settings.packing == "packed"
 
     def opened(folder: Path, what: str) -> Windows:
-        store = open_store(folder)
-        whole = pack_whole(store, seq_length) if settings.packing == "packed" and store.facts["is_rows"] else None
-        windows = Windows(store, seq_length, settings.packing, is_isolated, tokenizer.end_id, whole)
+        windows = make_windows(open_store(folder), seq_length, settings.packing, is_isolated, tokenizer.end_id)
         if windows.num_cut:
             say(
                 f"{what}: {windows.num_cut:,} of {windows.store.num_documents:,} documents are longer than seq_length "

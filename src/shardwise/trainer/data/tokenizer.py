@@ -3,18 +3,37 @@
 "bytes" needs no files and no library: ids 0 to 255 are bytes, 256 ends a document. Every other name is a Hugging Face
 tokenizer, from a folder or by its id; transformers is imported only then. No special tokens are added to text; a chat
 has those of its template.
+
+A chat becomes segments of tokens, each with whether it is an answer and thus trained on. A tokenizer with a chat
+template renders the chat to text, and answers are found by rendering prefixes of the chat: the text that message i
+adds, after the generation prompt, is its answer. A tokenizer without one uses the plain template:
+
+    user:
+    What is 2 + 2?
+
+    assistant:
+    4<end>
+
+which is the role, a colon, the content, and a blank line between two messages; an answer ends with the end token.
+Segments are encoded one by one, as in generation, where the prompt is encoded before there is an answer.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigurationError
-from .chat import Message, Segments, Template, plain, question, templated
+
+Message = Mapping[str, Any]
+Segments = list[tuple[list[int], bool]]
+Template = Callable[[Sequence[Message], bool], str]  # messages, whether to add a generation prompt -> text
+
+ANSWERING = "assistant"
+ANY_ANSWER = "answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +43,7 @@ class Tokenizer:
     end_id: int  # ends a document
     encode_batch: Callable[[list[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]  # without special tokens
-    template: Template | None  # None: the plain template of chat.py
+    template: Template | None  # None: the plain template
     fingerprint: Callable[[], str]  # of everything that affects the tokens; takes a moment
 
     def encode(self, text: str) -> list[int]:
@@ -33,15 +52,18 @@ class Tokenizer:
     def render(self, messages: Sequence[Message]) -> Segments:
         """A chat as segments of tokens, each with whether it is an answer. ConfigurationError if the template fails."""
         if self.template is None:
-            return plain(messages, self.encode, self.end_id)
-        return templated(messages, self.template, self.encode)
+            return _plain(messages, self.encode, self.end_id)
+        return _templated(messages, self.template, self.encode)
 
     def question(self, prompt: str) -> tuple[str, int]:
         """The text of a chat in which a prompt awaits its answer, and the token that ends the answer."""
-        text, behind = question(prompt, self.template)
-        first = self.encode(behind)[:1]
+        if self.template is None:
+            return f"user:\n{prompt}\n\n{ANSWERING}:\n", self.end_id
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+        answered = self.template([*messages, {"role": ANSWERING, "content": ANY_ANSWER}], False)
+        first = self.encode(answered.rpartition(ANY_ANSWER)[2])[:1]
         # A template may end an answer with another token than a document, but only with a special one.
-        return text, first[0] if first and not self.decode(first) else self.end_id
+        return self.template(messages, True), first[0] if first and not self.decode(first) else self.end_id
 
 
 def tokenizer_for(name: str) -> Tokenizer:
@@ -139,3 +161,65 @@ def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
     tokenizer = resources.files(__package__).joinpath("byte_tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(tokenizer)
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
+
+
+# Chats
+
+
+def _plain(messages: Sequence[Message], encode: Callable[[str], list[int]], end_id: int) -> Segments:
+    segments: Segments = []
+    pending = ""
+    for message in messages:
+        pending += f"{message['role']}:\n"
+        if message["role"] == ANSWERING:
+            segments += [(encode(pending), False), ([*encode(message["content"]), end_id], True)]
+            pending = "\n\n"
+        else:
+            pending += f"{message['content']}\n\n"
+    # Blanks after the last answer would teach the model that something follows the end.
+    return [*segments, (encode(pending), False)] if pending.strip() else segments
+
+
+def _templated(messages: Sequence[Message], template: Template, encode: Callable[[str], list[int]]) -> Segments:
+    whole = template(messages, False)
+    segments: Segments = []
+    done = 0
+    for index, message in enumerate(messages):
+        if message["role"] == ANSWERING:
+            start, end = _answer(messages, index, whole, template)
+            segments += [(encode(whole[done:start]), False), (encode(whole[start:end]), True)]
+            done = end
+    return [(ids, trained) for ids, trained in [*segments, (encode(whole[done:]), False)] if ids]
+
+
+def _answer(messages: Sequence[Message], index: int, whole: str, template: Template) -> tuple[int, int]:
+    """The start and end of the answer in message `index`, in the text of all messages."""
+    before = template(messages[:index], False) if index else ""
+    # If the generation prompt has words that the finished answer lacks (an opening <think>), the answer starts before.
+    asked = template(messages[:index], True) if index else ""
+    start = _num_common(asked, whole)
+    until = template(messages[: index + 1], False)
+    if start >= len(before) and whole.startswith(until):
+        return start, len(until)
+    # Some templates render an earlier answer differently from a last one (without its thoughts). Then the answer is its
+    # content and the text that the template writes after the content of a last answer.
+    content = _rendered_part(messages[index])
+    found = whole.find(content, start) if content and start >= len(before) else -1
+    ending = until.rpartition(content)[2] if content else ""
+    if found == -1 or not whole.startswith(ending, found + len(content)):
+        raise ConfigurationError(
+            f"the chat template renders message {index + 1} differently when more messages follow, so it is unclear "
+            "which tokens are its answer; make one row of each answer with the messages before it"
+        )
+    return start, found + len(content) + len(ending)
+
+
+def _num_common(one: str, other: str) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _rendered_part(message: Message) -> str:
+    """The part of a message that every template renders: blanks and thoughts of earlier answers may be stripped."""
+    return str(message["content"]).rpartition("</think>")[2].strip()

@@ -46,23 +46,20 @@ class _Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeDocuments:
+class _WholeDocuments:
     """Which documents share a sample."""
 
-    num_samples: int
-    num_tokens: int  # in all samples
-    num_cut: int  # rows that are longer than a sample
-    _pieces: Tensor  # the start of each in the store, the longest first
-    _groups: list[_Group]
-    _ends: list[int]  # of the groups, in samples
+    pieces: Tensor  # the start of each in the store, the longest first
+    groups: list[_Group]
+    ends: list[int]  # of the groups, in samples
 
-    def pieces(self, index: int) -> list[tuple[int, int]]:
+    def of_sample(self, index: int) -> list[tuple[int, int]]:
         """The start and the length of each document of a sample."""
-        group = bisect_right(self._ends, index)
-        parts, num_samples = self._groups[group]
-        at = index - (self._ends[group] - num_samples)
+        group = bisect_right(self.ends, index)
+        parts, num_samples = self.groups[group]
+        at = index - (self.ends[group] - num_samples)
         return [
-            (int(self._pieces[first + at * num + number]), length)
+            (int(self.pieces[first + at * num + number]), length)
             for length, first, num in parts
             for number in range(num)
         ]
@@ -75,53 +72,21 @@ class Windows:
     packing: Literal["packed", "padded"]
     is_isolated: bool
     end_id: int
-    whole: WholeDocuments | None = None  # set if documents are packed whole
+    num_full: int  # samples without a short last window; samples with padding all count as full
+    num_samples: int
+    num_tokens: int  # of all samples, without padding
+    num_cut: int  # documents that are cut because they are longer than a sample
+    whole: _WholeDocuments | None  # set if documents are packed whole
 
     @property
     def has_padding(self) -> bool:
         """True if any sample may have padding, not only the last."""
         return self.packing == "padded" or self.whole is not None
 
-    @property
-    def num_full(self) -> int:
-        """Samples without a short last window; samples with padding all count as full."""
-        if self.whole is not None:
-            return self.whole.num_samples
-        if self.packing == "padded":
-            return self.store.num_documents
-        return (self.store.num_tokens - 1) // self.seq_length
-
-    @property
-    def num_last(self) -> int:
-        """Tokens of the short last window; 0: there is none."""
-        return 0 if self.has_padding else (self.store.num_tokens - 1) % self.seq_length
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_full + (self.num_last > 0)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples, without padding."""
-        if self.whole is not None:
-            return self.whole.num_tokens
-        if self.packing == "packed":
-            return self.store.num_tokens - 1
-        return sum(int((lengths - 1).clamp(max=self.seq_length).sum()) for lengths in self.store.document_lengths())
-
-    @property
-    def num_cut(self) -> int:
-        """Documents that are cut because they are longer than a sample."""
-        if self.whole is not None:
-            return self.whole.num_cut
-        if self.packing == "packed":
-            return 0
-        return sum(int((lengths > self.seq_length + 1).sum()) for lengths in self.store.document_lengths())
-
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """The start in the store and the number of tokens of each piece of a sample, the last target included."""
         if self.whole is not None:
-            return self.whole.pieces(index)
+            return self.whole.of_sample(index)
         if self.packing == "padded":
             first, count = self.store.document(index)
         else:
@@ -162,7 +127,27 @@ def _positions(starts: Tensor, seq_length: int) -> Tensor:
     return torch.arange(seq_length) - origins.cummax(0).values
 
 
-def pack_whole(store: Store, seq_length: int) -> WholeDocuments:
+def make_windows(
+    store: Store, seq_length: int, packing: Literal["packed", "padded"], is_isolated: bool, end_id: int
+) -> Windows:
+    """Divide a store. Rows with prompts or messages are packed whole."""
+    whole, num_cut, num_tokens = None, 0, store.num_tokens - 1
+    if packing == "padded":
+        num_full, num_last, num_tokens = store.num_documents, 0, 0
+        for lengths in store.document_lengths():
+            num_tokens += int((lengths - 1).clamp(max=seq_length).sum())
+            num_cut += int((lengths > seq_length + 1).sum())
+    elif store.facts["is_rows"]:
+        whole, num_tokens, num_cut = _pack_whole(store, seq_length)
+        num_full, num_last = whole.ends[-1], 0
+    else:
+        num_full, num_last = divmod(num_tokens, seq_length)
+    num_samples = num_full + (num_last > 0)
+    return Windows(store, seq_length, packing, is_isolated, end_id, num_full, num_samples, num_tokens, num_cut, whole)
+
+
+def _pack_whole(store: Store, seq_length: int) -> tuple[_WholeDocuments, int, int]:
+    """The packing, its number of tokens, and how many rows are cut because they are longer than a sample."""
     room = seq_length + 1  # the last token of a sample is only a target
     lengths = torch.cat(list(store.document_lengths()))
     starts = lengths.cumsum(0) - lengths
@@ -182,7 +167,7 @@ def pack_whole(store: Store, seq_length: int) -> WholeDocuments:
     found, counts = lengths.unique(return_counts=True)
     groups = _best_fit(list(zip(found.tolist(), counts.tolist(), strict=True))[::-1], room)
     ends = list(accumulate(group.num_samples for group in groups))
-    return WholeDocuments(ends[-1], int(lengths.sum()) - ends[-1], num_cut, starts[order], groups, ends)
+    return _WholeDocuments(starts[order], groups, ends), int(lengths.sum()) - ends[-1], num_cut
 
 
 def _best_fit(lengths: list[tuple[int, int]], room: int) -> list[_Group]:
