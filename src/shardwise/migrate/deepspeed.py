@@ -75,9 +75,6 @@ def _read_training(top: Block) -> dict[str, Any]:
     if rate is not None and rate != optimizer.get("learning_rate"):
         why = f"the schedule has a peak learning rate of its own, {rate:g}"
         top.inner("optimizer").inner("params").ignored("lr", why)
-    if top.word("gradient_allreduce_op", ("mean", "sum"), "mean") == "sum":
-        top.refused("gradient_allreduce_op", "gradients are averaged over ranks; multiply the loss by their number")
-    top.used("gradient_allreduce_op", "the mean over ranks, as here")
     settings |= {**optimizer, **schedule, **read_setting(top, "steps_per_print", "logging_steps")}
     reporters = tuple(name for name in ("tensorboard", "wandb") if _reports(top.inner(name), name))
     settings |= {"report_to": reporters} if reporters else {}
@@ -138,7 +135,12 @@ def _read_optimizer(block: Block) -> dict[str, Any]:
         return {}
     apply_rules(params, "deepspeed", "optimizer.params")
     settings: dict[str, Any] = {"optimizer": name, **read_setting(params, "lr", "learning_rate", LEARNING_RATE, True)}
-    decay = _read_adam(params, settings, chosen) if name == "adamw" else _read_sgd(params, settings)
+    decay = 0.0
+    if name == "adamw":
+        decay = _read_adam(params, settings, chosen)
+    else:
+        apply_rules(params, "deepspeed", "optimizer.params of SGD")
+        settings |= read_setting(params, "momentum", "momentum", 0.0)
     if not params.auto("weight_decay", f"--weight-decay of the trainer; {DECAYED}"):
         settings["weight_decay"] = params.number("weight_decay", decay, least=0)
         note = f"; {DECAYED}" if settings["weight_decay"] else ""
@@ -166,15 +168,6 @@ def _read_adam(params: Block, settings: dict[str, Any], chosen: str) -> float:
     if not is_decoupled and is_decayed:
         params.refused("adam_w_mode", "decay inside the gradient is not AdamW; write true, or weight_decay 0")
     return decay
-
-
-def _read_sgd(params: Block, settings: dict[str, Any]) -> float:
-    """Return the default weight decay."""
-    settings |= read_setting(params, "momentum", "momentum", 0.0)
-    if params.number("dampening"):
-        params.refused("dampening", "the trainer's SGD has none; write 0")
-    params.ignored("dampening", "none, as here")
-    return 0.0
 
 
 def _read_schedule(block: Block, rate: float | None) -> dict[str, Any]:

@@ -344,12 +344,7 @@ def _read_types(types: Block, computes: Computes) -> None:
     if param and param != computes.model and not computes.is_open:
         types.refused("param_dtype", f"it contradicts precision {computes.name}, which decides it; leave it out")
     types.used("param_dtype", f"precision {computes.name}")
-    _dtype(types, "buffer_dtype")
-    types.refused("buffer_dtype", "buffers keep their dtype; cast them before sw.shard, and leave it out")
-    key = "keep_in_fp32_modules"
-    if not types.auto(key, ""):
-        types.texts(key)
-    types.ignored(key, "buffers keep their dtype")
+    apply_rules(types, "deepspeed", "data_types")
 
 
 def _dtype(block: Block, key: str) -> str:

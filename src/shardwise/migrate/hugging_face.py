@@ -236,9 +236,6 @@ def _compilation(top: Block, settings: dict[str, Any]) -> None:
     if top.flag("torch_compile"):
         settings["compile"] = True
     top.used("torch_compile", f"compile {str('compile' in settings).lower()}")
-    if top.text("torch_compile_backend", "inductor").lower() != "inductor":
-        top.refused("torch_compile_backend", "blocks are compiled by inductor only")
-    top.used("torch_compile_backend", "inductor")
 
 
 def _adapters(top: Block, settings: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The tables of a library: `deepspeed.yaml`, `accelerate.yaml` and `hugging_face.yaml`, next to this file.
 
-Most of a table are keys with a fixed answer. A rule has the type of a key, and why the key is ignored or refused.
-A table is read when a file of its library is.
+Most of a table are keys with a fixed answer: a rule has the type of a key, and why the key is ignored or refused, or
+what it becomes. A table is read when a file of its library is.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.documents import Tree, yaml_tree
 from ..trainer.settings import Settings
-from .account import Block
+from .account import Block, Fate
 
 MAX_DEPTH = 4
 # Values with which a key asks for nothing.
@@ -53,11 +53,13 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`unless` are values with which a refused key is ignored. None: the key is always ignored."""
+    """What becomes of a key. It is refused unless it has one of some values, if `refused` has a reason."""
 
     check: Check
-    reason: str
-    unless: tuple[str, ...] | None = None
+    fate: Fate
+    text: str
+    refused: str = ""
+    unless: tuple[str, ...] = ()
 
 
 @cache
@@ -74,10 +76,10 @@ def rules(library: str, section: str, prefix: str = "") -> Mapping[str, Rule]:
     known: dict[str, Rule] = {}
     for row in table(library)[section]:
         keys = row["keys"] if isinstance(row["keys"], dict) else dict.fromkeys(row["keys"], "any")
-        unless = None
-        if "refused" in row:
-            unless = tuple(word for part in row.get("unless", ["off"]) for word in (OFF if part == "off" else [part]))
-        known |= {key: Rule(_check(kind), row.get("refused", row.get("ignored")), unless) for key, kind in keys.items()}
+        fate: Fate = "used" if "used" in row else "ignored"
+        unless = tuple(word for part in row.get("unless", ["off"]) for word in (OFF if part == "off" else [part]))
+        answer = (fate, row.get(fate, "this value changes nothing"), row.get("refused", ""), unless)
+        known |= {key: Rule(_check(kind), *answer) for key, kind in keys.items()}
     return known | {f"{prefix}{key}": rule for key, rule in known.items()}
 
 
@@ -87,12 +89,9 @@ def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> B
         if not block.has(key):
             continue
         value = rule.check(block, key)
-        if rule.unless is None:
-            block.ignored(key, rule.reason)
-        elif _normalised(value) in rule.unless:
-            block.ignored(key, "this value changes nothing")
-        else:
-            block.refused(key, rule.reason)
+        if rule.refused and _normalised(value) not in rule.unless:
+            block.refused(key, rule.refused)
+        block.settle(key, rule.fate, rule.text)
     return block
 
 

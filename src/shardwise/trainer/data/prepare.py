@@ -201,29 +201,29 @@ def _write(
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
     """Yield each document with its segments, in order. Texts are encoded in batches, which tokenizers parallelise."""
-    for batch in _batches(documents):
-        texts = [text for document in batch for text, _ in document.texts]
-        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
-        for document in batch:
-            segments = [(next(encoded), is_trained) for _, is_trained in document.texts]
-            if document.messages:
-                try:
-                    segments = tokenizer.render(document.messages)
-                except ConfigurationError as error:
-                    document = Document(document.where, problem=str(error))
-            yield document, segments
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_characters = 0
     for document in documents:
         batch.append(document)
         num_characters += sum(map(len, document.all_texts))
         if num_characters >= _BATCH_CHARACTERS:
-            yield batch
+            yield from _batch_tokenised(batch, tokenizer)
             batch, num_characters = [], 0
-    yield batch
+    yield from _batch_tokenised(batch, tokenizer)
+
+
+def _batch_tokenised(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
+    texts = [text for document in batch for text, _ in document.texts]
+    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    for document in batch:
+        segments = [(next(encoded), is_trained) for _, is_trained in document.texts]
+        if document.messages:
+            try:
+                segments = tokenizer.render(document.messages)
+            except ConfigurationError as error:
+                yield Document(document.where, problem=str(error)), []
+                continue
+        yield document, segments
 
 
 def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Callable[[str], None]) -> None:

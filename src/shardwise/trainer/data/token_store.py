@@ -273,9 +273,6 @@ class Store:
         """The mask of tokens that are trained on, bool; None: all are."""
         return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
 
-    def is_all_trained(self, first: int, count: int) -> bool:
-        return self._trained is None or b"\0" not in self._trained.read(first, count)
-
     def document(self, index: int) -> tuple[int, int]:
         """The start of a document, and its number of tokens, including the end token."""
         start, stop = array("q", self._starts.read(index, 2))

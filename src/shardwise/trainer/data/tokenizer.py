@@ -20,6 +20,7 @@ Segments are encoded one by one, as in generation, where the prompt is encoded b
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -106,6 +107,11 @@ def _hugging_face(name: str) -> Tokenizer:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(f"the chat template of {name} failed: {error}") from error
 
+    def fingerprint() -> str:
+        plain = [type(made).__name__, sorted(made.get_vocab().items())]
+        rules = made.backend_tokenizer.to_str() if made.is_fast else json.dumps(plain)
+        return hashlib.sha256(json.dumps([rules, made.chat_template, made.eos_token_id]).encode()).hexdigest()
+
     return Tokenizer(
         name=name,
         vocab_size=max(made.get_vocab().values()) + 1,
@@ -113,7 +119,7 @@ def _hugging_face(name: str) -> Tokenizer:
         encode_batch=encode_batch,
         decode=decode,
         template=template if made.chat_template else None,
-        fingerprint=lambda: _fingerprint(made),
+        fingerprint=fingerprint,
     )
 
 
@@ -135,15 +141,6 @@ def _load(name: str) -> Any:
         raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
     made.model_max_length = 2**62  # samples are cut later; this avoids warnings about long documents
     return made
-
-
-def _fingerprint(made: Any) -> str:
-    if made.is_fast:
-        rules = made.backend_tokenizer.to_str()
-    else:
-        rules = json.dumps([type(made).__name__, sorted(made.get_vocab().items())])
-    chosen = json.dumps([rules, made.chat_template, made.eos_token_id])
-    return hashlib.sha256(chosen.encode()).hexdigest()
 
 
 def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
@@ -197,13 +194,13 @@ def _answer(messages: Sequence[Message], index: int, whole: str, template: Templ
     before = template(messages[:index], False) if index else ""
     # If the generation prompt has words that the finished answer lacks (an opening <think>), the answer starts before.
     asked = template(messages[:index], True) if index else ""
-    start = _num_common(asked, whole)
+    start = len(os.path.commonprefix([asked, whole]))  # noqa: RUF071  of texts, not of paths
     until = template(messages[: index + 1], False)
     if start >= len(before) and whole.startswith(until):
         return start, len(until)
     # Some templates render an earlier answer differently from a last one (without its thoughts). Then the answer is its
     # content and the text that the template writes after the content of a last answer.
-    content = _rendered_part(messages[index])
+    content = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # which every template renders
     found = whole.find(content, start) if content and start >= len(before) else -1
     ending = until.rpartition(content)[2] if content else ""
     if found == -1 or not whole.startswith(ending, found + len(content)):
@@ -212,14 +209,3 @@ def _answer(messages: Sequence[Message], index: int, whole: str, template: Templ
             "which tokens are its answer; make one row of each answer with the messages before it"
         )
     return start, found + len(content) + len(ending)
-
-
-def _num_common(one: str, other: str) -> int:
-    """The length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
-
-
-def _rendered_part(message: Message) -> str:
-    """The part of a message that every template renders: blanks and thoughts of earlier answers may be stripped."""
-    return str(message["content"]).rpartition("</think>")[2].strip()

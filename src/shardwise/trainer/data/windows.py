@@ -117,14 +117,9 @@ class Windows:
             return window[:-1], targets, None
         # The padding is one more document, so that its positions are valid.
         begins = torch.tensor([at for at in (*starts, end) if at < self.seq_length])
-        return window[:-1], targets, _positions(begins, self.seq_length)
-
-
-def _positions(starts: Tensor, seq_length: int) -> Tensor:
-    """Positions that start again at 0 at each of `starts`."""
-    origins = torch.zeros(seq_length, dtype=torch.int64)
-    origins[starts] = starts
-    return torch.arange(seq_length) - origins.cummax(0).values
+        origins = torch.zeros(self.seq_length, dtype=torch.int64)
+        origins[begins] = begins
+        return window[:-1], targets, torch.arange(self.seq_length) - origins.cummax(0).values
 
 
 def make_windows(
@@ -155,7 +150,8 @@ def _pack_whole(store: Store, seq_length: int) -> tuple[_WholeDocuments, int, in
     more_starts, more_lengths = [], []
     for index in (lengths > room).nonzero().flatten().tolist():
         start, length = int(starts[index]), int(lengths[index])
-        if store.is_all_trained(start, length):
+        trained = store.trained(start, length)
+        if trained is None or bool(trained.all()):
             for first in range(seq_length, length - 1, seq_length):
                 more_starts.append(start + first)
                 more_lengths.append(min(room, length - first))

@@ -60,14 +60,14 @@ def build(
             model: Any = Transformer(shape)
         path = LossPath("in-tree", isolates=True)
         weights = None if folder is None else in_tree_weights(model, folder)
-        layers, width = shape.layers, shape.hidden
+        layers, width, active = shape.layers, shape.hidden, 1.0
     else:
         model = _hugging_face_model(settings, facts)
         path = find_path(model)
         weights = None if folder is None else hugging_face_weights(model, folder)
         layers, width = _attention_of(model.config.get_text_config())
+        active = _active_share(model.config.get_text_config())
     num_looked_up = _num_looked_up(model)
-    active = _active_share(model)
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, is_in_tree)
     if adapters is not None:
@@ -124,7 +124,9 @@ def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
         return torch.float32
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
-    return StoredTensors(weight_files(facts.folder)[:1]).float_dtype()
+    stored = StoredTensors(weight_files(facts.folder)[:1])
+    dtypes = (stored.read(name).dtype for name in stored.names)  # of views of the mapped file: nothing is read
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def _adapted(
@@ -155,11 +157,8 @@ def _num_looked_up(model: Any) -> int:
     return sum(tables.values())
 
 
-def _active_share(model: Any) -> float:
+def _active_share(config: Any) -> float:
     """The share of a layer's experts that a token uses."""
-    if isinstance(model, Transformer):
-        return 1.0
-    config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     num_experts = next((value for key in keys if (value := getattr(config, key, None))), None)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,11 +144,11 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
 
 def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
     """The dtype of most elements."""
-    counts: dict[torch.dtype, int] = {torch.float32: 0}
+    counts = Counter({torch.float32: 0})
     for source in sources:
         if source.dtype.is_floating_point:
-            counts[source.dtype] = counts.get(source.dtype, 0) + source.num_bytes // source.dtype.itemsize
-    return max(counts, key=lambda dtype: counts[dtype])
+            counts[source.dtype] += source.num_bytes // source.dtype.itemsize
+    return counts.most_common(1)[0][0]
 
 
 def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
@@ -161,11 +162,11 @@ def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtyp
     config.architectures = [type(inner).__name__]
     config.dtype = dtype
     vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from an earlier export
-    _set(config, {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
+    config.update({TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
     # Another tokenizer than the model's has other special tokens: a document begins and ends with its end token.
     is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
     ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
-    _set(config.get_text_config(), {**ends, "pad_token_id": None} if ends else {})
+    config.get_text_config().update({**ends, "pad_token_id": None} if ends else {})
     config.save_pretrained(folder)
     given = facts.folder / _GENERATION if facts.folder is not None else None
     if given is not None and given.is_file():
@@ -173,13 +174,9 @@ def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtyp
         (folder / _GENERATION).write_text(json.dumps({**about, **ends}, indent=2) + "\n")
     elif inner.can_generate():
         generation = copy.deepcopy(inner.generation_config)
-        _set(generation, ends)
+        for name, value in ends.items():
+            setattr(generation, name, value)
         generation.save_pretrained(folder)
-
-
-def _set(target: Any, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(target, name, value)
 
 
 def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:

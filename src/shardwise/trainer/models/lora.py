@@ -7,7 +7,7 @@ merged into the weights that they were trained on, one weight at a time, in fp32
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,53 +98,43 @@ def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
     return [replace(sources[id(shape)], name=in_file(name)) for name, shape in found.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    down: str  # the name of A
-    up: str  # the name of B
-    scale: float
-    is_transposed: bool
-
-
 def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
     """The base model's tensors under their own names, with the adapters merged into them."""
-    sources = list(sources)
     by_name = {source.name: source for source in sources}
     adapters = _adapters_of(model)
-    found = []
-    for source in sources:
-        if is_adapter(source.name):
-            continue
-        rows = source.rows
-        if source.name in adapters:
-            adapter = adapters.pop(source.name)
-            rows = partial(_merged_rows, source, by_name[adapter.down], by_name[adapter.up], adapter)
-        found.append(Source(base_name(source.name), source.dtype, source.shape, rows))
-    if adapters:
-        raise ConfigurationError(f"adapters on {next(iter(adapters))!r}, which is not among the weights to merge with")
-    return found
+
+    def rows(source: Source, down: str, up: str, scale: float, is_transposed: bool) -> list[Tensor]:
+        product = by_name[up].read().float() @ by_name[down].read().float()
+        whole = source.read().float()
+        whole.add_(product.T if is_transposed else product, alpha=scale)
+        return [converted(source.name, whole, source.dtype)]
+
+    missing = next((name for name in adapters if name not in by_name), None)
+    if missing is not None:
+        raise ConfigurationError(f"adapters on {missing!r}, which is not among the weights to merge with")
+    return [
+        replace(
+            source,
+            name=base_name(name),
+            rows=partial(rows, source, *adapters[name]) if name in adapters else source.rows,
+        )
+        for name, source in by_name.items()
+        if not is_adapter(name)
+    ]
 
 
-def _merged_rows(source: Source, down: Source, up: Source, adapter: _Adapter) -> list[Tensor]:
-    product = up.read().float() @ down.read().float()
-    whole = source.read().float()
-    whole.add_(product.T if adapter.is_transposed else product, alpha=adapter.scale)
-    return [converted(source.name, whole, source.dtype)]
-
-
-def _adapters_of(model: Any) -> dict[str, _Adapter]:
-    """Adapters by the name of the weight that each is added to."""
+def _adapters_of(model: Any) -> dict[str, tuple[str, str, float, bool]]:
+    """The names of A and B, the scale and whether it is transposed, by the weight that an adapter is added to."""
     config = model.peft_config[ADAPTER]
     unusual = [key for key in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, key, None)]
     if unusual:
         raise ConfigurationError(f"adapters with {unusual[0]} cannot be merged here: use peft's merge_and_unload")
-    found: dict[str, _Adapter] = {}
+    adapters = {}
     for path, layer in model.named_modules():
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, dict) or ADAPTER not in scaling:
             continue
-        weight = layer.get_base_layer().weight
-        if weight.dim() != 2:
+        if layer.get_base_layer().weight.dim() != 2:
             raise ConfigurationError(f"adapters on {path!r}, which is not a matrix, cannot be merged here")
         if ADAPTER in layer.lora_embedding_A:
             names = (f"{path}.lora_embedding_A.{ADAPTER}", f"{path}.lora_embedding_B.{ADAPTER}")
@@ -152,5 +142,5 @@ def _adapters_of(model: Any) -> dict[str, _Adapter]:
         else:
             names = (f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight")
             is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
-        found[f"{path}.base_layer.weight"] = _Adapter(*names, float(scaling[ADAPTER]), is_transposed)
-    return found
+        adapters[f"{path}.base_layer.weight"] = (*names, float(scaling[ADAPTER]), is_transposed)
+    return adapters

@@ -77,14 +77,6 @@ class StoredTensors:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
-    def float_dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point tensor."""
-        for name in self._files:
-            dtype = self.read(name).dtype  # a view of the mapped file, nothing is read
-            if dtype.is_floating_point:
-                return dtype
-        return torch.float32
-
 
 def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
     """All names of each tensor of the state dict, by id; tied tensors have several, always in the same order."""
@@ -119,7 +111,7 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     names: dict[str, str] = {}  # of the model's tensors to those in the files
-    conversions: dict[str, _Conversion] = {}  # by the first tensor that they produce
+    parts: dict[str, list[tuple[str, str]]] = {}  # patterns and stored names, by the first tensor that they produce
     unknown = []
     for name in sorted(stored.names, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
@@ -130,40 +122,31 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
         elif pattern is None:
             names[own] = name
         else:
-            conversion = conversions.setdefault(own, _Conversion(converter_of[pattern], own, model))
-            conversion.parts.append((pattern, name))
+            parts.setdefault(own, []).append((pattern, name))
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
     unknown = [name for name in unknown if not COMPUTED.search(name) and not any(re.search(p, name) for p in ignored)]
     makers: dict[str, Callable[[], Tensor]] = {own: partial(stored.read, name) for own, name in names.items()}
-    for conversion in conversions.values():
-        makers |= {target: partial(conversion.make, stored, target) for target in conversion.targets}
+    for first, stored_parts in parts.items():
+        rule = converter_of[stored_parts[0][0]]
+        for pattern in rule.target_patterns:
+            target = first.replace(rule.target_patterns[0], pattern)
+            makers[target] = partial(_made, stored, model, rule, first, stored_parts, target)
     _require_fit(model, stored, names, makers, unknown, folder)
     # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return LazyWeights(makers)
 
 
-class _Conversion:
-    """Tensors of a model that a rule of transformers makes from several stored ones, or from a part of one."""
-
-    def __init__(self, rule: Any, first_target: str, model: Any) -> None:
-        self.rule = rule
-        self.parts: list[tuple[str, str]] = []  # source pattern, stored name
-        self._first_target = first_target
-        self._model = model
-
-    @property
-    def targets(self) -> list[str]:
-        first, *_ = patterns = self.rule.target_patterns
-        return [self._first_target.replace(first, pattern) for pattern in patterns]
-
-    def make(self, stored: StoredTensors, target: str) -> Tensor:
-        rule = deepcopy(self.rule)
-        for pattern, name in self.parts:
-            rule.add_tensor(self._first_target, name, pattern, stored.read(name))
-        made = rule.convert(self._first_target, model=self._model, config=self._model.config)[target]
-        tensor: Tensor = made[0] if isinstance(made, list) else made
-        return tensor
+def _made(
+    stored: StoredTensors, model: Any, rule: Any, first: str, parts: Sequence[tuple[str, str]], target: str
+) -> Tensor:
+    """A tensor that a rule makes from several stored ones, or from a part of one: pairs of a pattern and a name."""
+    rule = deepcopy(rule)
+    for pattern, name in parts:
+        rule.add_tensor(first, name, pattern, stored.read(name))
+    made = rule.convert(first, model=model, config=model.config)[target]
+    tensor: Tensor = made[0] if isinstance(made, list) else made
+    return tensor
 
 
 def _require_fit(
@@ -234,7 +217,7 @@ def _converted(inner: Any, plain: Mapping[str, Source]) -> list[Source]:
         # A rule depends on more tensors than it changes: convert all of them at once.
         groups = [[name for name in shapes if name not in found]]
     for group in groups:
-        found[group[0]] = _Converted(inner, [(name, plain[name]) for name in group]).sources(revert(group))
+        found[group[0]] = _reverted(inner, {name: plain[name] for name in group}, revert(group))
     return [source for name in shapes for source in found.get(name, ())]
 
 
@@ -248,23 +231,15 @@ def _groups(targets: Mapping[str, set[str]]) -> list[list[str]]:
     return [names for names, _ in groups]
 
 
-class _Converted:
-    """Tensors that are converted together. They are held until the last of them is written."""
+def _reverted(inner: Any, parts: Mapping[str, Source], shapes: Mapping[str, Tensor]) -> list[Source]:
+    """Tensors that are converted together, of these shapes. They are held until the last of them is written."""
+    from transformers.core_model_loading import revert_weight_conversion
 
-    def __init__(self, inner: Any, parts: list[tuple[str, Source]]) -> None:
-        self._inner = inner
-        self._parts = parts
-        self._held: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
 
-    def sources(self, shapes: Mapping[str, Tensor]) -> list[Source]:
-        return [
-            Source(name, shape.dtype, tuple(shape.shape), partial(self._rows, name)) for name, shape in shapes.items()
-        ]
+    def rows(name: str) -> list[Tensor]:
+        if not held:
+            held.update(revert_weight_conversion(inner, {part: source.read() for part, source in parts.items()}))
+        return [held.pop(name).contiguous()]
 
-    def _rows(self, name: str) -> list[Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        if not self._held:
-            given = {part: source.read() for part, source in self._parts}
-            self._held = dict(revert_weight_conversion(self._inner, given))
-        return [self._held.pop(name).contiguous()]
+    return [Source(name, shape.dtype, tuple(shape.shape), partial(rows, name)) for name, shape in shapes.items()]
