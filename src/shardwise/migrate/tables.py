@@ -53,7 +53,7 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a key. It is refused unless it has one of some values, if `refused` has a reason."""
+    """The answer for a key. If `refused` has a reason, the key is refused unless its value is one of `unless`."""
 
     check: Check
     fate: Fate
