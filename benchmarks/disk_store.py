@@ -29,7 +29,7 @@ from shardwise.bench.pages import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena
 from shardwise.core.offload.disk import Disk, memory_of, reserve
-from shardwise.core.schedule.offload import padded_bytes
+from shardwise.core.schedule.state_bytes import padded_bytes
 
 from .pages import benchmark_page, show, spread, table
 

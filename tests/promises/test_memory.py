@@ -21,8 +21,7 @@ from shardwise.api.memory_report import Memory
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.runtime import Engine
 from shardwise.core.layout import PRESETS, Strategy, layout_of
-from shardwise.core.schedule.offload import NUM_STAGED, NUM_WINDOWS
-from shardwise.core.schedule.state_bytes import StateBytes, state_bytes
+from shardwise.core.schedule.state_bytes import NUM_STAGED, NUM_WINDOWS, StateBytes, state_bytes
 from shardwise.core.schedule.step_schedule import NUM_REDUCTIONS
 from shardwise.core.unit.stand_ins import OnDisk
 from tests.harness import Pool

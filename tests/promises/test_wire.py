@@ -345,7 +345,7 @@ def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, pr
         ("ddp+params_as=int8", "parameters that every rank updates never travel"),
         ("zero3+grads_as=int7", "unknown kind 'int7'"),
         ("zero3+grads_as=int8:100", "a block of 100 elements; it must be a power of two from 64 to 2048"),
-        ("zero3+optimizer_as=int8", "'optimizer_as' does not travel"),
+        ("zero3+optimizer_as=int8", "'optimizer_as' is not sent"),
         ("zero3+grads_as=int8+grads_as=int4", "grads_as is 'int8' already"),
         ("hpz_offload+params_as=int8", "unknown strategy"),
         ("hpz+params=host+grads=host+optimizer=host+params_as=int8", "stays on the device if it is encoded"),

@@ -198,17 +198,16 @@ class Layout:
     @property
     def name(self) -> str:
         """The preset's name, followed by changed places and codecs; `layout_of` parses it."""
-        exact = next((name for name, layout in PRESETS.items() if layout == self), None)
-        if exact is not None:
-            return exact
+        names = {layout: name for name, layout in PRESETS.items()}
+        unmoved, codecs = replace(self.on_device, activations_on="device"), self._codecs
         for changes, plain in (
-            (self.moves, replace(self.on_device, activations_on="device")),
-            (self._encoded, self.exact),
-            ([*self.moves, *self._encoded], replace(self.on_device, activations_on="device").exact),
+            ([], self),
+            (self.moves, unmoved),
+            (codecs, self.exact),
+            ([*self.moves, *codecs], unmoved.exact),
         ):
-            base = next((name for name, layout in PRESETS.items() if layout == plain), None)
-            if base is not None:
-                return "+".join([base, *changes])
+            if plain in names:
+                return "+".join([names[plain], *changes])
         return "custom"
 
     @property
@@ -219,9 +218,9 @@ class Layout:
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
 
     @property
-    def _encoded(self) -> list[str]:
+    def _codecs(self) -> list[str]:
         codecs = {f"{what}_as": getattr(self, f"{what}_as") for what in ENCODABLE}
-        return [f"{what}={codec}" for what, codec in codecs.items() if codec != AS_IS]
+        return [f"{field}={codec}" for field, codec in codecs.items() if codec != AS_IS]
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -316,54 +315,38 @@ def layout_of(strategy: str | Layout) -> Layout:
 
 
 def changed(layout: Layout, changes: Iterable[str]) -> Layout:
-    """The layout with changed places and codecs."""
-    changes = list(changes)
-    codecs = [change for change in changes if change.partition("=")[0].removesuffix("_as") != change.partition("=")[0]]
-    return encoded(moved(layout, [change for change in changes if change not in codecs]), codecs)
-
-
-def encoded(layout: Layout, codecs: Iterable[str]) -> Layout:
-    """The layout with changed codecs; each change is `params_as=codec` or `grads_as=codec`."""
-    changes: dict[str, Any] = {}
-    for change in codecs:
-        what, _, codec = change.partition("=")
-        known = [f"{what}_as" for what in ENCODABLE]
+    """The layout with changed places (`what=place`, for the optimizer also `optimizer=place:part`) and codecs
+    (`params_as=codec`)."""
+    new: dict[str, Any] = {}
+    for change in changes:
+        what, _, value = change.partition("=")
+        is_codec = what.endswith("_as")
+        field = what if is_codec else f"{what}_on"
+        known = [f"{name}_as" for name in ENCODABLE] if is_codec else MOVABLE
+        problem = ""
         if what not in known:
-            raise ConfigurationError(f"wire {change!r}: {what!r} does not travel; {did_you_mean(what, known)}")
-        if what in changes:
-            raise ConfigurationError(f"wire {change!r}: {what} is {changes[what]!r} already")
-        changes[what] = codec
-    return replace(layout, **changes)
+            problem = f"{what!r} {'is not sent' if is_codec else 'cannot be moved'}; {did_you_mean(what, known)}"
+        elif field in new:
+            problem = f"{what} is {'' if is_codec else 'moved to '}{new[field]!r} already"
+        elif not is_codec:
+            value, _, part = value.partition(":")
+            if value not in get_args(Place):
+                problem = f"{value!r} is no place; {did_you_mean(value, get_args(Place))}"
+            elif part and (what != "optimizer" or not 0 < _number(part) <= 1):
+                problem = "a part, above 0 and at most 1, goes with the optimizer alone, as in optimizer=host:0.6"
+            elif part:
+                new["kept"] = round(1 - _number(part), 6)
+        if problem:
+            raise ConfigurationError(f"{'wire' if is_codec else 'offload'} {change!r}: {problem}")
+        new[field] = value
+    return replace(layout, **new)
 
 
-def moved(layout: Layout, moves: Iterable[str]) -> Layout:
-    """The layout with changed places; each change is `what=place`, for the optimizer also `optimizer=place:part`."""
-    changes: dict[str, Any] = {}
-    for move in moves:
-        what, _, where = move.partition("=")
-        place, _, part = where.partition(":")
-        if what not in MOVABLE:
-            raise ConfigurationError(f"offload {move!r}: {what!r} cannot be moved; {did_you_mean(what, MOVABLE)}")
-        if place not in get_args(Place):
-            raise ConfigurationError(f"offload {move!r}: {place!r} is no place; {did_you_mean(place, get_args(Place))}")
-        if f"{what}_on" in changes:
-            raise ConfigurationError(f"offload {move!r}: {what} is moved to {changes[f'{what}_on']!r} already")
-        changes[f"{what}_on"] = place
-        if part:
-            changes["kept"] = _kept(move, what, part)
-    return replace(layout, **changes)
-
-
-def _kept(move: str, what: str, part: str) -> float:
+def _number(text: str) -> float:
     try:
-        moved_part = float(part)
+        return float(text)
     except ValueError:
-        moved_part = 0.0
-    if what != "optimizer" or not 0 < moved_part <= 1:
-        raise ConfigurationError(
-            f"offload {move!r}: a part, above 0 and at most 1, goes with the optimizer alone, as in optimizer=host:0.6"
-        )
-    return round(1 - moved_part, 6)
+        return 0.0
 
 
 # The unit of a model's own small parameters (a temperature, a logit scale): whole under every strategy, so that a loss
@@ -377,37 +360,28 @@ def layout_of_unit(name: str, layout: Layout) -> Layout:
 
 def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
     """The layout of each unit: the same for all, or that of the first pattern in a mapping that matches its name."""
-    unit_names = [name for name in names if name != ALWAYS_WHOLE]
-    layouts = dict(zip(unit_names, _layouts_by_name(strategy, unit_names), strict=True))
-    return [layout_of_unit(name, layouts.get(name, Layout())) for name in names]
-
-
-def _layouts_by_name(strategy: Strategy, unit_names: list[str]) -> list[Layout]:
     if isinstance(strategy, (str, Layout)):
-        return [layout_of(strategy)] * len(unit_names)
+        strategy = {"*": strategy}
     if not isinstance(strategy, Mapping):
         raise ConfigurationError(
             f"a strategy is a preset's name, a Layout or a mapping from unit patterns to them, not "
             f"{type(strategy).__name__} {strategy!r}"
         )
     rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
+    unit_names = [name for name in names if name != ALWAYS_WHOLE]
+    matching = {name: [pattern for pattern in rows if fnmatchcase(name, pattern)] for name in unit_names}
     for pattern in rows:
-        if not any(fnmatchcase(name, pattern) for name in unit_names):
+        users = [patterns for patterns in matching.values() if pattern in patterns]
+        if not users and (unit_names or pattern != "*"):
             raise ConfigurationError(f"strategy: {pattern!r} matches no unit; {did_you_mean(pattern, unit_names)}")
-    found = []
-    idle = set(rows)
-    for name in unit_names:
-        first = next((pattern for pattern in rows if fnmatchcase(name, pattern)), None)
-        if first is None:
-            raise ConfigurationError(
-                f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
-            )
-        idle.discard(first)
-        found.append(rows[first])
-    for pattern in rows:
-        if pattern in idle and pattern != "*":
+        if pattern != "*" and all(patterns[0] != pattern for patterns in users):
             raise ConfigurationError(
                 f"strategy: {pattern!r} decides nothing, because patterns before it match all of its units; the first "
                 "that matches counts, so put it earlier"
             )
-    return found
+    for name, patterns in matching.items():
+        if not patterns:
+            raise ConfigurationError(
+                f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
+            )
+    return [Layout() if name == ALWAYS_WHOLE else rows[matching[name][0]] for name in names]

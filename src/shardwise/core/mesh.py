@@ -80,9 +80,9 @@ def init(
     fail after `hang_timeout_s` (likewise, else 10), or at once if that is certain. On a GPU the allocator is set to
     expandable segments, unless PYTORCH_ALLOC_CONF is set.
     """
-    global _device, _timeout
+    global _device  # noqa: PLW0603
     found = _choose_device(device)
-    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    timeout = _timeout(timeout_s)
     if not dist.is_initialized():
         backend = backend or ("nccl" if found.type == "cuda" else "gloo")
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -97,14 +97,19 @@ def init(
         )
     if found.type == "cuda":
         torch.cuda.set_device(found)
-        _let_segments_grow()
+        if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if _device is None:
         # A communicator's thread drops its last tensors after `wait` has returned, and needs the interpreter for that:
         # if there is none any more, the process aborts.
         atexit.register(time.sleep, 0.1)
-    _device, _timeout = found, timeout
+    _device = found
     _limits.timeout_s = timeout.total_seconds()
     _limits.hang_s = _limits.hang_s if hang_timeout_s is None else hang_timeout_s
+
+
+def _timeout(timeout_s: float | None = None) -> datetime.timedelta:
+    return datetime.timedelta(seconds=_limits.timeout_s if timeout_s is None else timeout_s)
 
 
 def device() -> torch.device:
@@ -127,22 +132,16 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
     """
     device()
     ranks = tuple(range(dist.get_world_size()))
-    timeout = _timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    key = (dist.group.WORLD, f"hosts {timeout} {purpose}", ranks)
+    key = (dist.group.WORLD, f"hosts {_timeout(timeout_s)} {purpose}", ranks)
     if len(ranks) > 1 and key not in _groups:
-        _groups[key] = dist.new_group(backend="gloo", timeout=timeout, group_desc="shardwise_hosts")
+        _groups[key] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s), group_desc="shardwise_hosts")
     group, watch = _groups.get(key), _watch()
     return Channel("world", len(ranks), dist.get_rank(), group, Ledger(), watch=watch, patience_s=timeout_s or 0.0)
 
 
 def patient_hosts() -> Channel:
     """A channel of all ranks for work that waits for disks; not through GPUs, whose watchdogs would end the wait."""
-    return hosts(_DISK_PATIENCE * timeout_s(), purpose="checkpoints")
-
-
-def timeout_s() -> float:
-    """Seconds that a rank waits for the others, as given to `init`."""
-    return _timeout.total_seconds()
+    return hosts(_DISK_PATIENCE * _limits.timeout_s, purpose="checkpoints")
 
 
 def restarts() -> int:
@@ -185,8 +184,7 @@ def leave() -> None:
 def make_axes(node_size: int | None) -> Axes:
     """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if node_size is None:
-        node_size = num_local_ranks()
+    node_size = num_local_ranks() if node_size is None else node_size
     require_nodes(world_size, node_size)
     node, place = divmod(rank, node_size)
     members = {
@@ -228,7 +226,6 @@ def connect(axes: Axes) -> Mesh:
 AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None
-_timeout = datetime.timedelta(seconds=600)
 _limits = Limits(hang_s=10.0, timeout_s=600.0)
 # Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
 _groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -261,19 +258,12 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
         # Only the members meet; every rank makes its own groups in the same order of axes.
         try:
             _groups[key] = dist.new_group(
-                ranks, timeout=_timeout, use_local_synchronization=True, group_desc=f"shardwise_{lane}"
+                ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=f"shardwise_{lane}"
             )
         except RuntimeError as error:
-            raise WireError(
-                f"ranks {ranks} could not meet on axis {axis!r} within {_timeout.total_seconds():.0f} s: {error}"
-            ) from error
+            within = f"within {_limits.timeout_s:.0f} s"
+            raise WireError(f"ranks {ranks} could not meet on axis {axis!r} {within}: {error}") from error
     return _groups[key]
-
-
-def _let_segments_grow() -> None:
-    """Set the allocator to expandable segments, unless the user has set it: less memory is reserved and unused."""
-    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _refuse_other_launchers() -> None:

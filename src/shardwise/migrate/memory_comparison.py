@@ -15,8 +15,7 @@ from ..base.errors import ConfigurationError
 from ..core.layout import FSDP2_HAS, Split, layout_of
 from ..core.schedule.flat import flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
-from ..core.schedule.offload import off_device
-from ..core.schedule.state_bytes import state_bytes
+from ..core.schedule.state_bytes import off_device, state_bytes
 from ..planner.hardware.cluster import Cluster, make_cluster
 from ..planner.planning import Plan, plan
 from ..planner.training import Lora, Training

@@ -13,8 +13,7 @@ from ..base.dtypes import INT32, dtype_of
 from ..base.intervals import pieces
 from ..core.layout import Place
 from ..core.schedule.flat import Buffer, Flat, Hop, Pass
-from ..core.schedule.offload import Way
-from ..core.schedule.state_bytes import LOST
+from ..core.schedule.state_bytes import LOST, Way
 from ..core.schedule.step_schedule import Schedule, UnitPlan
 from ..core.schedule.unit_status import FlatGather, UnitStatus, statuses_of
 from ..core.wire.codec import encoded_bytes

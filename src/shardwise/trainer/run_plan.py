@@ -21,8 +21,7 @@ from ..core.engine.runtime import Engine
 from ..core.layout import layouts_for
 from ..core.optim.probe import num_moments
 from ..core.precision import precision_of
-from ..core.schedule.offload import Way
-from ..core.schedule.state_bytes import state_bytes
+from ..core.schedule.state_bytes import Way, state_bytes
 from ..core.schedule.units import find_units
 from ..core.wire.ledger import Traffic, add_up
 from ..planner.assess import Assessment, Assessor, Machine, Subject, Works

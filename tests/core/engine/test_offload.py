@@ -26,7 +26,7 @@ from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import layout_of
 from shardwise.core.optim import host_updates
 from shardwise.core.optim.groups import shard_groups
-from shardwise.core.schedule import offload
+from shardwise.core.schedule import state_bytes
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool, num_open_files
 from tests.support.strategies import disk_for
@@ -438,12 +438,12 @@ def in_small_chunks(model: nn.Module, optimizer: Any) -> list[Any]:
 
 def differences_in_small_chunks(*arguments: Any) -> list[str]:
     """As if a chunk were 300 elements long."""
-    before = offload.CHUNK_ELEMS
-    offload.CHUNK_ELEMS = 300
+    before = state_bytes.CHUNK_ELEMS
+    state_bytes.CHUNK_ELEMS = 300
     try:
         return differences(*arguments)
     finally:
-        offload.CHUNK_ELEMS = before
+        state_bytes.CHUNK_ELEMS = before
 
 
 @pytest.mark.quick("SGD")

@@ -15,7 +15,7 @@ from shardwise.base.errors import NoRoomError, StoreError
 from shardwise.base.files import ALIGNMENT
 from shardwise.core.offload import arena as arena_file
 from shardwise.core.offload.arena import Arena
-from shardwise.core.schedule.offload import padded_bytes
+from shardwise.core.schedule.state_bytes import padded_bytes
 
 
 def test_pieces_are_zero_aligned_and_apart() -> None:

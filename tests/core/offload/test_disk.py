@@ -24,7 +24,7 @@ from shardwise.core.native.checked_io import CHECK_BYTES
 from shardwise.core.offload import disk as disk_file
 from shardwise.core.offload.arena import Arena
 from shardwise.core.offload.disk import Disk, Pending
-from shardwise.core.schedule.offload import padded_bytes
+from shardwise.core.schedule.state_bytes import padded_bytes
 from tests.core.offload.conftest import Mount
 from tests.harness import num_open_files
 

@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.schedule.offload import padded_bytes
+from shardwise.core.schedule.state_bytes import padded_bytes
 
 SIZES = st.lists(st.integers(0, 1 << 40), max_size=9)
 
@@ -17,5 +17,5 @@ def test_every_piece_has_whole_pages(sizes: list[int]) -> None:
 
 
 def test_a_planner_needs_no_torch() -> None:
-    program = "import sys, shardwise.core.schedule.offload; sys.exit('torch' in sys.modules)"
+    program = "import sys, shardwise.core.schedule.state_bytes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

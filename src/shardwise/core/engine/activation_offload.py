@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...base.errors import StateError
 from ..offload.arena import Arena, HostBuffers
 from ..offload.host_memory import HostMemory
-from ..schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES
+from ..schedule.state_bytes import MIN_OFFLOADED_ACTIVATION_BYTES
 from ..unit.state import Unit
 from .streams import Lane, Mark, host_waits_for
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..offload.host_memory import HostMemory, OffloadedState
 from ..schedule.flat import Flat, Pass
-from ..schedule.offload import NUM_STAGED
+from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.carrier import Channels

@@ -24,7 +24,7 @@ from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.library import library
 from ..schedule.flat import Flat
-from ..schedule.offload import NUM_STAGED, NUM_WINDOWS, Way, chunks_of, host_tensors, off_device, record_bytes
+from ..schedule.state_bytes import NUM_STAGED, NUM_WINDOWS, Way, chunks_of, host_tensors, off_device, record_bytes
 from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 

@@ -236,19 +236,18 @@ class Flat:
     @cached_property
     def exchanged_bytes(self) -> int:
         """Bytes of the rows of a reduction in flight: sent and received, in the largest of its hops."""
-        if self.grads_codec is None:
+        codec = self.grads_codec
+        if codec is None:
             return 0
-        return max(
-            2 * num_ranks * encoded_bytes(self.grads_codec, num_elems // num_ranks)
-            for _, num_ranks, num_elems in self.moving((*self.reduce_hops, *self.sync_hops))
-        )
+        moving = self.moving(self.reduce_hops + self.sync_hops)
+        return max(2 * num_ranks * encoded_bytes(codec, num_elems // num_ranks) for _, num_ranks, num_elems in moving)
 
     @property
     def num_lost(self) -> int:
         """Elements, over all hops, whose encoding error is saved for feedback."""
-        if self.grads_codec is None or not self.grads_codec.has_feedback:
-            return 0
-        return sum(num_elems for _, _, num_elems in self.moving((*self.reduce_hops, *self.sync_hops)))
+        has_feedback = self.grads_codec is not None and self.grads_codec.has_feedback
+        hops = self.reduce_hops + self.sync_hops if has_feedback else ()
+        return sum(num_elems for _, _, num_elems in self.moving(hops))
 
     @property
     def num_master(self) -> int:
@@ -265,26 +264,29 @@ class Flat:
 
     @cached_property
     def refresh_hops(self) -> tuple[Hop, ...]:
-        return self._gathers(self.depth_of_master, self.depth_of_params)
+        return self._hops("all_gather", reversed(range(self.depth_of_params, self.depth_of_master)))
 
     @cached_property
     def gather_hops(self) -> tuple[Hop, ...]:
-        return self._gathers(self.depth_of_params, 0)
+        return self._hops("all_gather", reversed(range(self.depth_of_params)))
 
-    @cached_property
+    @property
     def master_hops(self) -> tuple[Hop, ...]:
-        """The hops from the master to the whole, for reading weights in full precision."""
-        return self._gathers(self.depth_of_master, 0)
+        """The hops from the master to the whole, also for reading weights in full precision."""
+        return self.refresh_hops + self.gather_hops
 
     @cached_property
     def reduce_hops(self) -> tuple[Hop, ...]:
-        return self._scatters(0, self.depth_of_grads)
+        return self._hops("reduce_scatter", range(self.depth_of_grads))
 
     @cached_property
     def sync_hops(self) -> tuple[Hop, ...]:
         rest = self.layout.chain[self.depth_of_master :]
         sums = tuple(Hop("all_reduce", axis, self.depth_of_master) for axis in rest)
-        return self._scatters(self.depth_of_grads, self.depth_of_master) + sums
+        return self._hops("reduce_scatter", range(self.depth_of_grads, self.depth_of_master)) + sums
+
+    def _hops(self, kind: Kind, depths: Iterable[int]) -> tuple[Hop, ...]:
+        return tuple(Hop(kind, self.layout.chain[depth], depth) for depth in depths)
 
     def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
         """The hops that move something, with the ranks and the elements of each."""
@@ -293,14 +295,6 @@ class Flat:
             num_elems = self.spans[hop.depth].num_elems
             if sizes[hop.axis] > 1 and num_elems:
                 yield hop, sizes[hop.axis], num_elems
-
-    def _gathers(self, inner: int, outer: int) -> tuple[Hop, ...]:
-        chain = self.layout.chain
-        return tuple(Hop("all_gather", chain[depth], depth) for depth in reversed(range(outer, inner)))
-
-    def _scatters(self, outer: int, inner: int) -> tuple[Hop, ...]:
-        chain = self.layout.chain
-        return tuple(Hop("reduce_scatter", chain[depth], depth) for depth in range(outer, inner))
 
 
 def flats_of(

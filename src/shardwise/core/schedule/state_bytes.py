@@ -1,13 +1,30 @@
-"""Bytes of training state per rank, from the flats alone."""
+"""Bytes of training state per rank, from the flats alone: on the device, on the host and on disk.
 
-from collections.abc import Iterable
+Off the device it is counted piece by piece: the engine allocates by these lists, the planner adds them up. State on
+disk comes to the host to be used. The optimizer's state comes in chunks, through windows: while one chunk is updated,
+others are read and written. Parameters come unit by unit, ahead of the computation, into staging buffers.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ...base.dtypes import BF16
+from ...base.dtypes import BF16, DType
+from ...base.files import ALIGNMENT
+from ...base.intervals import Interval, round_up
 from .flat import Flat
 
 # The dtype of encoding errors that are saved for feedback.
 LOST = BF16
+# Directions in which bytes move between the memories of a rank.
+Way = Literal["to_device", "to_host", "read", "write"]
+
+# A chunk is long enough for the disk to reach its full speed.
+CHUNK_ELEMS = 8 << 20
+NUM_WINDOWS = 4
+NUM_STAGED = 3
+# Smaller activations stay on the device: they are not worth a copy.
+MIN_OFFLOADED_ACTIVATION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +50,8 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
     in fewer bits count as fractions."""
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
-    return StateBytes(
-        params=sum(params for params, _ in states),
-        grads=resting_grads(flats) + kept_losses(flats),
-        optimizer=sum(optimizer for _, optimizer in states),
-    )
+    params, optimizer = (sum(part) for part in zip((0, 0), *states, strict=True))
+    return StateBytes(params, resting_grads(flats) + kept_losses(flats), optimizer)
 
 
 def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
@@ -64,3 +78,91 @@ def resting_grads(flats: Iterable[Flat]) -> int:
 def kept_losses(flats: Iterable[Flat]) -> int:
     """Bytes of the saved encoding errors of gradients, on the device from the first reduction on."""
     return sum(flat.num_lost * LOST.itemsize for flat in flats)
+
+
+@dataclass(frozen=True, slots=True)
+class OffDevice:
+    """Bytes of one rank off the device. `host` includes all windows and all staging buffers."""
+
+    host: int
+    disk: int
+    windows: int
+    staged: int
+
+
+def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
+    """Add up the pieces of all units. The optimizer's state has `num_rows` rows of the master's length."""
+    flats = [flat for unit in units for flat in unit]
+    windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
+    staged = NUM_STAGED * max((staged_bytes(unit) for unit in units), default=0)
+    host = padded_bytes(size for flat in flats for size in host_pieces(flat, num_rows))
+    disk = padded_bytes(size for flat in flats for size in disk_pieces(flat, num_rows))
+    return OffDevice(host + windows + staged, disk, windows, staged)
+
+
+def padded_bytes(sizes: Iterable[int]) -> int:
+    """Bytes for pieces of these sizes in a row, each aligned for O_DIRECT."""
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+def host_tensors(flat: Flat) -> dict[str, tuple[int, DType]]:
+    """Elements and dtype of a flat's tensors on the host, apart from its master and the optimizer's rows.
+
+    out     updated weights in the compute dtype, on their way to the device
+    rest    the copy at rest, if it is on the host (`Flat.rest_on`)
+    grads   gradients until the update reads them
+    """
+    found: dict[str, tuple[int, DType]] = {}
+    if flat.has_out:
+        found["out"] = flat.num_master, flat.compute
+    if flat.rest_on == "host":
+        found["rest"] = flat.num_rest, flat.compute
+    if flat.host_updates:
+        found["grads"] = flat.num_grads if flat.grads_on_host else flat.num_master, flat.reduce
+    return found
+
+
+def host_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
+    if flat.master_on == "host":
+        master = flat.num_master * flat.master.itemsize
+        yield master
+        while flat.trainable and num_rows > 0:
+            yield round(master * min(1.0, num_rows))
+            num_rows -= 1
+    for num_elems, dtype in host_tensors(flat).values():
+        yield num_elems * dtype.itemsize
+
+
+def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
+    if flat.master_on == "disk":
+        for chunk in chunks_of(flat):
+            yield record_bytes(flat, chunk, num_rows)
+    if flat.rest_on == "disk":
+        yield flat.num_rest * flat.compute.itemsize
+
+
+def chunks_of(flat: Flat) -> list[Interval]:
+    """Cut this rank's part of the master into chunks."""
+    starts = range(0, flat.num_master, CHUNK_ELEMS)
+    return [Interval(start, min(start + CHUNK_ELEMS, flat.num_master)) for start in starts]
+
+
+def record_bytes(flat: Flat, chunk: Interval, num_rows: float) -> int:
+    """Size of a chunk on disk: its part of the master and of every row, one behind the other."""
+    return round(chunk.num_elems * flat.master.itemsize * (1 + (num_rows if flat.trainable else 0)))
+
+
+def window_bytes(flat: Flat, num_rows: float) -> int:
+    """Size of a chunk in memory, with the weights that its update makes if they go to disk. A master on the host is
+    updated in one piece."""
+    writes = flat.rest_on == "disk" and flat.rest_is_own
+    if flat.master_on != "disk":
+        return padded_bytes([flat.num_master * flat.compute.itemsize]) if writes and flat.host_updates else 0
+    chunk = Interval(0, min(CHUNK_ELEMS, flat.num_master))
+    out = chunk.num_elems * flat.compute.itemsize if writes else 0
+    return padded_bytes((record_bytes(flat, chunk, num_rows), out))
+
+
+def staged_bytes(flats: Iterable[Flat]) -> int:
+    """Size of a unit's parameters on their way from disk to the device."""
+    return padded_bytes(flat.num_rest * flat.compute.itemsize for flat in flats if flat.is_staged)

@@ -35,7 +35,9 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     modules = dict(model.named_modules())
     found = []
     if any(owned[path] for path in paths[1:]):
-        small = [param for param in owned[""] if _is_small_and_own(param)]
+        # Registered on the model itself, where a loss may use them.
+        own = [param for param in owned[""] if all(not site.module for site in param.sites)]
+        small = [param for param in own if param.num_elems <= SMALL_ELEMS]
         if small:
             owned[""] = [param for param in owned[""] if param not in small]
             found.append(UnitSpec(ALWAYS_WHOLE, "", tuple(small), holds_units=True, backward_reads=True))
@@ -46,11 +48,6 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
             backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
             found.append(UnitSpec(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
     return found
-
-
-def _is_small_and_own(param: Param) -> bool:
-    """True for a small parameter that is registered on the model itself, where a loss may use it."""
-    return param.num_elems <= SMALL_ELEMS and all(not site.module for site in param.sites)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -114,29 +111,29 @@ def _common_unit(modules: list[str], units: list[str]) -> str:
 
 
 def _unit_paths(model: nn.Module, units: Any) -> list[str]:
-    if isinstance(units, str):
-        if units != "auto":
-            raise ConfigurationError(
-                f"units={units!r}: give 'auto', a number of parameters, or a list of class names; "
-                f"{did_you_mean(units, ['auto'])}"
-            )
+    if units == "auto":
         blocks = find_blocks(model)
         return _in_order(model, blocks + _large_parts(model, blocks) + _large_leftovers(model, blocks))
     if isinstance(units, int):
         if units < 1:
             raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
         return _by_size(model, units)
-    if not isinstance(units, Sequence) or not all(isinstance(each, (str, type)) for each in units):
+    is_list = isinstance(units, Sequence) and not isinstance(units, str)
+    if not is_list or not all(isinstance(each, (str, type)) for each in units):
+        hint = did_you_mean(units, ["auto"]) if isinstance(units, str) else "as in ['LlamaDecoderLayer']"
         raise ConfigurationError(
-            f"units={units!r}: give 'auto', a number of parameters, or a list of class names, as in "
-            "['LlamaDecoderLayer']"
+            f"units={units!r}: give 'auto', a number of parameters, or a list of class names; {hint}"
         )
     return modules_of_class(model, units, "units")
 
 
 def find_blocks(model: nn.Module) -> list[str]:
     """The paths of the blocks that a model repeats: the classes it declares, else the entries of its lists."""
-    return _by_class(model, _no_split_classes(model)) or _repeated_blocks(model)
+    declared: set[str] = set()
+    for module in model.modules():  # a Hugging Face model, or one that another library has wrapped
+        declared.update(getattr(module, "_no_split_modules", None) or ())
+    named = [path for path, module in _callables(model) if type(module).__name__ in declared]
+    return _outermost(named) or _repeated_blocks(model)
 
 
 def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], asked_as: str) -> list[str]:
@@ -161,27 +158,13 @@ def _callables(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _no_split_classes(model: nn.Module) -> set[str]:
-    """Classes that a Hugging Face model, or one wrapped by another library, declares as not to be split."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return names
-
-
-def _by_class(model: nn.Module, names: set[str]) -> list[str]:
-    return _outermost([path for path, module in _callables(model) if type(module).__name__ in names])
-
-
 def _repeated_blocks(model: nn.Module) -> list[str]:
     """The entries of lists and sequences in which one class comes at least twice."""
     found: list[str] = []
     callables = {path for path, _ in _callables(model)}
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        kinds = [type(child) for child in module]
-        if len(kinds) >= 2 and len(set(kinds)) < len(kinds):
+        kinds = [type(child) for child in module] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        if len(set(kinds)) < len(kinds):
             found.extend(f"{path}.{name}" if path else name for name, _ in module.named_children())
     return _outermost([path for path in found if path in callables])
 

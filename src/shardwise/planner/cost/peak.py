@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.schedule.flat import Flat
-from ...core.schedule.offload import MIN_OFFLOADED_ACTIVATION_BYTES, OffDevice, off_device
-from ...core.schedule.state_bytes import device_state, kept_losses, resting_grads
+from ...core.schedule.state_bytes import (
+    MIN_OFFLOADED_ACTIVATION_BYTES,
+    OffDevice,
+    device_state,
+    kept_losses,
+    off_device,
+    resting_grads,
+)
 from ...core.schedule.step_schedule import (
     NORM_ELEMS,
     NUM_LEAVING,
